@@ -1,0 +1,140 @@
+"""What a trainer may ask of its rollout engines. Pure data; each docstring is the contract of its message.
+
+Bodies are tagged maps: a tag is for ever, a new field is optional and has a default. `Command` is the closed union
+that travels inside an envelope; a reader that does not know a tag answers `failed(unsupported)`.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from schemas.identity import Count, InFlight, Name, Positive, Tag
+
+RelativePath = Annotated[str, Meta(max_length=512)]
+"""A path relative to a root that the *agent* configures. Never absolute, no `..`: the agent refuses both."""
+
+
+class Window(Struct, frozen=True):
+    """Forward steps to record, counted from the session's start, 0-based and half open: [start, end)."""
+
+    start: Count
+    end: Positive
+
+    def __post_init__(self) -> None:
+        if self.end <= self.start:
+            raise ValueError(f"window [{self.start}, {self.end}) is empty: end must be larger than start")
+
+
+class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to profile. Who is profiled is decided from `enabled`, `steps` and `ranks`, by each agent for itself.
+
+    steps: global training steps that are profiled; None for every step a command names.
+    ranks: global GPU ranks; a replica takes part when it owns one of them; None for all.
+    window: None records from start to stop.
+    """
+
+    enabled: bool = True
+    tool: Name = "torch"
+    steps: frozenset[Count] | None = None
+    ranks: frozenset[Count] | None = None
+    window: Window | None = None
+    activities: frozenset[Literal["cpu", "cuda", "memory"]] = frozenset({"cpu"})
+    with_stack: bool = False
+    record_shapes: bool = False
+    by_stage: bool = False
+    merge: bool = False
+
+
+class Checkpoint(Struct, frozen=True, tag="checkpoint"):
+    """A directory of safetensors files on a disk that the trainer and the agents share.
+
+    path: relative to the checkpoint root of each side (`--checkpoints` of the agent, `checkpoints=` of the plane).
+    """
+
+    path: RelativePath
+
+
+Source = Checkpoint
+"""Where weights come from. Becomes a union as sources are added."""
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """What a source must hold, small enough for the wire whatever the model's size.
+
+    layout: sha256 (hex) over the sorted (name, dtype, shape) of all tensors; content: sha256 over the same plus the
+    bytes of each tensor, None when the trainer did not compute it. `schemas.checkpoints` computes both.
+    """
+
+    tensors: Positive
+    nbytes: Count
+    layout: Annotated[str, Meta(max_length=64)]
+    content: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class Target(Struct, frozen=True, omit_defaults=True):
+    """Which replicas a command is for; None means all."""
+
+    replicas: frozenset[Count] | None = None
+
+
+class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defaults=True):
+    """Open or close one profiling session on every targeted replica.
+
+    step: global training step, >= 0; names the directory `global_step_<step>/replica_<r>` below the traces' root.
+    """
+
+    action: Literal["start", "stop"]
+    step: Count
+    plan: ProfilePlan = ProfilePlan()
+
+
+class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults=True):
+    """One phase of a weight sync. The coordinator issues the phases in order: prepare, load, then commit or abort.
+
+    version: number of the new weights, larger than any committed before.
+    source, manifest: on `prepare`, and again on `commit`, so that a replica which missed the first can still follow.
+    in_flight: on `prepare`: what becomes of running requests.
+    quarantine: on `commit`: replicas that took part and did not load. They stay paused until a later commit leaves
+    them out of this set, or their agent starts anew. Every other replica is to serve `version` from here on.
+    """
+
+    phase: Literal["prepare", "load", "commit", "abort"]
+    version: Positive
+    source: Source | None = None
+    manifest: Manifest | None = None
+    in_flight: InFlight = "abort"
+    quarantine: frozenset[Count] = frozenset()
+
+    def __post_init__(self) -> None:
+        if (self.phase in ("prepare", "commit")) != (self.source is not None):
+            raise ValueError(f"a source belongs to phases prepare and commit; this is {self.phase}")
+        if self.quarantine and self.phase != "commit":
+            raise ValueError(f"a quarantine belongs to phase commit; this is {self.phase}")
+
+
+class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaults=True):
+    """One operation on the engine itself. Each is idempotent on the state: what holds already is `skipped(already)`.
+
+    mode: for pause only.   tags: for sleep and wake only; empty means all.
+    A sleeping engine does not generate; it generates again when all its memory is awake and nobody paused it.
+    """
+
+    operation: Literal["pause", "resume", "sleep", "wake", "flush", "abort"]
+    mode: InFlight = "abort"
+    tags: frozenset[Tag] = frozenset()
+
+
+class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):
+    """First record of a bus's life. What an earlier trainer left half done (pause, sync, profile) ends here."""
+
+    previous_epoch: Count
+    logic: Positive
+
+
+Command = ProfileCommand | WeightSync | EngineCommand | EpochStart
+
+
+class UnknownCommand(Struct, frozen=True, tag="unknown"):
+    """Stands for a command whose tag this version does not know. Never on the wire."""
+
+    tag: Annotated[str, Meta(max_length=64)]

@@ -1,0 +1,165 @@
+"""What the trainer wants of one replica, as a fold over the commands of the run.
+
+The bus folds every command for every replica and sends the result to late joiners; each agent folds what it applies.
+Both use the function below, so a snapshot and the history that it stands for can't mean different things.
+Nothing here says what an engine *is* doing: that is observed by the agent (`schemas.events.EngineState`).
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from schemas.commands import (
+    Command,
+    EngineCommand,
+    EpochStart,
+    Manifest,
+    ProfileCommand,
+    ProfilePlan,
+    Source,
+    UnknownCommand,
+    WeightSync,
+)
+from schemas.identity import Count, Identity, InFlight, Positive, RolloutMode, Tag
+from schemas.outcomes import Reason
+
+ALL_TAGS: frozenset[Tag] = frozenset({"weights", "kv_cache"})
+ENGINE_TOOLS = frozenset({"torch"})
+"""Profiling tools that an inference engine can run itself; others (nsys, say) belong to the training ranks."""
+
+
+class Session(Struct, frozen=True):
+    """An open profiling session."""
+
+    step: Count
+    plan: ProfilePlan
+
+
+class Committed(Struct, frozen=True):
+    """The weights a replica serves: the newest that a commit named."""
+
+    version: Positive
+    source: Source
+    manifest: Manifest | None
+
+
+class Syncing(Struct, frozen=True):
+    """A weight sync that is prepared or loading, not committed yet."""
+
+    version: Positive
+    source: Source
+    manifest: Manifest | None
+    in_flight: InFlight
+    phase: Literal["prepare", "load"]
+
+
+class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The state one replica is to be in. The default is that of a run in which nothing was commanded yet.
+
+    committed: None stands for the weights the engine was launched with.
+    quarantined: named in the last commit's quarantine: paused until a commit without it, or until its agent starts anew.
+    """
+
+    generation: Literal["running", "paused"] = "running"
+    pause_mode: InFlight = "abort"
+    asleep: frozenset[Tag] = frozenset()
+    profile: Session | None = None
+    committed: Committed | None = None
+    sync: Syncing | None = None
+    quarantined: bool = False
+
+    @property
+    def version(self) -> int:
+        """The committed version; 0 is what the engine was launched with."""
+        return self.committed.version if self.committed is not None else 0
+
+    @property
+    def serving(self) -> bool:
+        """May an engine that meets everything else of this state generate?"""
+        return self.generation == "running" and not self.asleep and self.sync is None and not self.quarantined
+
+
+def orphaned(desired: Desired) -> Desired:
+    """What holds when the trainer is gone: committed weights, running, no session. Memory stays as it is.
+
+    Waking memory could collide with a trainer that lost its bus but still owns the GPU, so only the trainer wakes.
+    """
+    if desired.generation == "running" and desired.profile is None and desired.sync is None:
+        return desired
+    return replace(desired, generation="running", profile=None, sync=None)
+
+
+def refuse_profile(plan: ProfilePlan, step: int, identity: Identity) -> Reason | None:
+    """Why a session for `step` does not concern this replica, or None when it does. First reason that holds."""
+    if not plan.enabled:
+        return Reason.DISABLED
+    if plan.steps is not None and step not in plan.steps:
+        return Reason.STEP_NOT_SELECTED
+    if plan.ranks is not None and plan.ranks.isdisjoint(identity.global_ranks):
+        return Reason.RANK_NOT_SELECTED
+    if plan.tool not in ENGINE_TOOLS:
+        return Reason.TOOL_UNSUPPORTED
+    return None
+
+
+def intend(desired: Desired, command: Command | UnknownCommand, targeted: bool, identity: Identity) -> Desired:
+    """What is wanted of the replica after `command`.
+
+    targeted: whether the command's target names the replica. An epoch's start, a commit and an abort concern every
+    replica, whatever the target.
+    """
+    match command:
+        case EpochStart():
+            return orphaned(desired)
+        case WeightSync():
+            return _intend_sync(desired, command, targeted, identity)
+        case ProfileCommand() if targeted:
+            return _intend_profile(desired, command, identity)
+        case EngineCommand() if targeted and desired.sync is None:
+            return _intend_engine(desired, command)
+        case _:
+            return desired
+
+
+def _intend_profile(desired: Desired, command: ProfileCommand, identity: Identity) -> Desired:
+    if command.action == "stop":
+        return replace(desired, profile=None) if desired.profile is not None else desired
+    if refuse_profile(command.plan, command.step, identity) is not None:
+        return desired
+    if desired.profile is not None and desired.profile.step == command.step:
+        return desired
+    return replace(desired, profile=Session(command.step, command.plan))
+
+
+def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
+    match command.operation:
+        case "pause":
+            return replace(desired, generation="paused", pause_mode=command.mode)
+        case "resume":
+            return replace(desired, generation="running")
+        case "sleep":
+            return replace(desired, asleep=desired.asleep | (command.tags or ALL_TAGS))
+        case "wake":
+            return replace(desired, asleep=desired.asleep - (command.tags or ALL_TAGS))
+        case _:
+            return desired
+
+
+def _intend_sync(desired: Desired, command: WeightSync, targeted: bool, identity: Identity) -> Desired:
+    if identity.mode is RolloutMode.COLOCATED or command.version <= desired.version:
+        return desired
+    sync = desired.sync
+    if command.phase == "commit" and command.source is not None:
+        committed = Committed(command.version, command.source, command.manifest)
+        return replace(desired, committed=committed, sync=None, quarantined=identity.replica in command.quarantine)
+    if command.phase == "prepare" and command.source is not None and targeted:
+        syncing = Syncing(command.version, command.source, command.manifest, command.in_flight, "prepare")
+        return replace(desired, sync=syncing)
+    if sync is None or sync.version != command.version:
+        return desired
+    if command.phase == "load" and targeted:
+        return replace(desired, sync=replace(sync, phase="load"))
+    if command.phase == "abort":
+        return replace(desired, sync=None)
+    return desired

@@ -1,0 +1,32 @@
+"""The one interface between an agent and an engine. `workers/engines/` has one file per engine."""
+
+from typing import Protocol
+
+from schemas.events import Call, Observation, Returned
+
+
+class Engine(Protocol):
+    """One engine as seen from one node.
+
+    Calls never overlap: the agent makes the next when the last has returned. A call is never cancelled.
+    """
+
+    async def open(self) -> None:
+        """Attach to the engine, or build it. Raises EngineError when there is none to attach to."""
+        ...
+
+    async def observe(self) -> Observation:
+        """Read what the engine is now. Changes nothing; cheap; never raises: what can't be read is None or unknown."""
+        ...
+
+    async def perform(self, call: Call) -> Returned:
+        """Make one call and return when what it is to bring about holds, as far as the engine can tell.
+
+        Raises CheckpointError when a source can't be loaded (the engine was not touched), EngineError when the engine
+        refused or failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of the engine; free what `open` made."""
+        ...
