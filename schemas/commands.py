@@ -94,8 +94,9 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
     version: number of the new weights, larger than any committed before.
     source, manifest: on `prepare`, and again on `commit`, so that a replica which missed the first can still follow.
     in_flight: on `prepare`: what becomes of running requests.
-    quarantine: on `commit`: replicas that took part and did not load. They stay paused until a later commit leaves
-    them out of this set, or their agent starts anew. Every other replica is to serve `version` from here on.
+    quarantine: on `load` the replicas that did not prepare, on `commit` those that did not load as well. They stay
+    paused until a later commit leaves them out of this set, an abort of this sync, or a new start of their agent.
+    Every other replica is to serve `version` from the commit on.
     """
 
     phase: Literal["prepare", "load", "commit", "abort"]
@@ -108,8 +109,8 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
     def __post_init__(self) -> None:
         if (self.phase in ("prepare", "commit")) != (self.source is not None):
             raise ValueError(f"a source belongs to phases prepare and commit; this is {self.phase}")
-        if self.quarantine and self.phase != "commit":
-            raise ValueError(f"a quarantine belongs to phase commit; this is {self.phase}")
+        if self.quarantine and self.phase not in ("load", "commit"):
+            raise ValueError(f"a quarantine belongs to phases load and commit; this is {self.phase}")
 
 
 class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaults=True):

@@ -58,7 +58,8 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state one replica is to be in. The default is that of a run in which nothing was commanded yet.
 
     committed: None stands for the weights the engine was launched with.
-    quarantined: named in the last commit's quarantine: paused until a commit without it, or until its agent starts anew.
+    quarantined: version of the sync that left the replica out, else 0. It is paused until a later commit takes it in,
+    that sync is aborted, or its agent starts anew.
     """
 
     generation: Literal["running", "paused"] = "running"
@@ -67,7 +68,7 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     profile: Session | None = None
     committed: Committed | None = None
     sync: Syncing | None = None
-    quarantined: bool = False
+    quarantined: Count = 0
 
     @property
     def version(self) -> int:
@@ -77,7 +78,7 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def serving(self) -> bool:
         """May an engine that meets everything else of this state generate?"""
-        return self.generation == "running" and not self.asleep and self.sync is None and not self.quarantined
+        return self.generation == "running" and not self.asleep and self.sync is None and self.quarantined == 0
 
 
 def orphaned(desired: Desired) -> Desired:
@@ -106,17 +107,18 @@ def refuse_profile(plan: ProfilePlan, step: int, identity: Identity) -> Reason |
 def intend(desired: Desired, command: Command | UnknownCommand, targeted: bool, identity: Identity) -> Desired:
     """What is wanted of the replica after `command`.
 
-    targeted: whether the command's target names the replica. An epoch's start, a commit and an abort concern every
-    replica, whatever the target.
+    targeted: whether the command's target names the replica. An epoch's start concerns every replica.
     """
     match command:
         case EpochStart():
             return orphaned(desired)
+        case _ if not targeted:
+            return desired
         case WeightSync():
-            return _intend_sync(desired, command, targeted, identity)
-        case ProfileCommand() if targeted:
+            return _intend_sync(desired, command, identity)
+        case ProfileCommand():
             return _intend_profile(desired, command, identity)
-        case EngineCommand() if targeted and desired.sync is None:
+        case EngineCommand() if desired.sync is None:
             return _intend_engine(desired, command)
         case _:
             return desired
@@ -146,20 +148,23 @@ def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
             return desired
 
 
-def _intend_sync(desired: Desired, command: WeightSync, targeted: bool, identity: Identity) -> Desired:
+def _intend_sync(desired: Desired, command: WeightSync, identity: Identity) -> Desired:
     if identity.mode is RolloutMode.COLOCATED or command.version <= desired.version:
         return desired
-    sync = desired.sync
-    if command.phase == "commit" and command.source is not None:
-        committed = Committed(command.version, command.source, command.manifest)
-        return replace(desired, committed=committed, sync=None, quarantined=identity.replica in command.quarantine)
-    if command.phase == "prepare" and command.source is not None and targeted:
-        syncing = Syncing(command.version, command.source, command.manifest, command.in_flight, "prepare")
-        return replace(desired, sync=syncing)
+    sync, source = desired.sync, command.source
+    left_out = identity.replica in command.quarantine
+    if command.phase == "prepare" and source is not None:
+        return replace(
+            desired, sync=Syncing(command.version, source, command.manifest, command.in_flight, phase="prepare")
+        )
+    if command.phase == "commit" and source is not None:
+        committed = Committed(command.version, source, command.manifest)
+        return replace(desired, committed=committed, sync=None, quarantined=command.version if left_out else 0)
+    if command.phase == "abort":
+        lifted = 0 if desired.quarantined == command.version else desired.quarantined
+        return replace(desired, sync=None, quarantined=lifted)
+    if left_out:
+        return replace(desired, sync=None, quarantined=command.version)
     if sync is None or sync.version != command.version:
         return desired
-    if command.phase == "load" and targeted:
-        return replace(desired, sync=replace(sync, phase="load"))
-    if command.phase == "abort":
-        return replace(desired, sync=None)
-    return desired
+    return replace(desired, sync=replace(sync, phase="load"))

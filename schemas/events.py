@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Raw, Struct
 
-from schemas.commands import Command, Manifest, ProfilePlan, Source, Target, UnknownCommand
+from schemas.commands import Command, Manifest, Source, Target, UnknownCommand
 from schemas.desired import Desired, Session
 from schemas.identity import Count, Identity, InFlight, Name, Operation, Positive, Tag, Text
 from schemas.outcomes import Outcome, Trace
@@ -18,10 +18,11 @@ from schemas.outcomes import Outcome, Trace
 
 
 class CheckSource(Struct, frozen=True, tag="check_source"):
-    """Look whether the source can be loaded, without touching the engine."""
+    """Look whether the source of `version` can be loaded, without touching the engine."""
 
     source: Source
     manifest: Manifest | None
+    version: Positive
 
 
 class Pause(Struct, frozen=True, tag="pause"):
@@ -87,9 +88,11 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokenizer: present, absent, or unknown while the engine still launches.
     version: the label of the weights it holds (0 as launched); digest: sha256 of the weights themselves.
     generating: false when paused.   asleep: tags released.   profiling: a session is open.
+    instance: differs between two launches of the engine; a change means that all it was told is forgotten.
     """
 
     engine: Name
+    instance: Name | None = None
     tokenizer: Literal["present", "absent", "unknown"]
     operations: frozenset[Operation] = frozenset()
     generating: bool | None = None
@@ -118,7 +121,7 @@ class Fault(Struct, frozen=True, tag="fault"):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """Limits of one machine. hold: commands kept while a hole is open. settle_ms: for calls that no command asked for."""
+    """Limits of one machine. hold: commands kept behind a hole. settle_ms: for calls that no command asked for."""
 
     hold: Positive = 256
     settle_ms: Positive = 600_000

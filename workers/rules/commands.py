@@ -1,0 +1,126 @@
+"""Row 10 of the decision table: what each command means on the one node that may act, given the engine's state."""
+
+from typing import assert_never
+
+from schemas.commands import EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.desired import Desired, refuse_profile
+from schemas.events import Abort, Call, Flush
+from schemas.identity import Identity, Operation, RolloutMode
+from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
+from workers.rules.settle import EngineState, settle
+
+Verdict = tuple[Call, ...] | Skipped | Failed
+"""Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
+
+_OPERATIONS: dict[str, Operation] = {
+    "pause": Operation.PAUSE,
+    "resume": Operation.RESUME,
+    "sleep": Operation.SLEEP,
+    "wake": Operation.WAKE,
+    "flush": Operation.FLUSH,
+    "abort": Operation.ABORT,
+}
+
+
+def required(command: ProfileCommand | WeightSync | EngineCommand | EpochStart | UnknownCommand) -> Operation | None:
+    """The operation that an engine must have for the command; None when it needs none of its own."""
+    match command:
+        case ProfileCommand():
+            return Operation.PROFILE
+        case WeightSync():
+            return Operation.LOAD
+        case EngineCommand():
+            return _OPERATIONS[command.operation]
+        case EpochStart() | UnknownCommand():
+            return None
+
+
+def rule(
+    command: ProfileCommand | WeightSync | EngineCommand | EpochStart,
+    before: Desired,
+    after: Desired,
+    engine: EngineState,
+    identity: Identity,
+) -> Verdict:
+    """What the primary does for `command`. before, after: what was desired until now, and from this command on."""
+    match command:
+        case ProfileCommand():
+            return _profile(command, after, engine, identity)
+        case WeightSync():
+            return _weights(command, before, after, engine, identity)
+        case EngineCommand():
+            return _engine(command, before, after, engine, identity)
+        case EpochStart():
+            return settle(after, engine, identity) or Skipped(Reason.ALREADY)
+        case _:
+            assert_never(command)
+
+
+def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
+    if command.action == "stop":
+        return settle(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
+    reason = refuse_profile(command.plan, command.step, identity)
+    if reason is not None:
+        return Skipped(reason)
+    if engine.session is not None and engine.session.step == command.step:
+        return Skipped(Reason.ALREADY_PROFILING)
+    if after.quarantined or engine.torn:
+        return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))
+    return settle(after, engine, identity)
+
+
+def _weights(
+    command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity
+) -> Verdict:
+    if identity.mode is RolloutMode.COLOCATED:
+        return Skipped(Reason.MODE_NEVER_SYNCS)
+    if command.version <= before.version:
+        return Skipped(Reason.STALE_VERSION)
+    left_out = identity.replica in command.quarantine
+    if command.phase == "prepare" and "weights" in before.asleep:
+        return Failed(
+            ErrorKind.WEIGHTS_ASLEEP,
+            f"replica {identity.replica} was asked to prepare version {command.version} while its weights are asleep. "
+            "Nothing was touched: wake the weights first, then sync.",
+        )
+    if command.phase == "load" and not left_out and (after.sync is None or after.sync.version != command.version):
+        return Failed(
+            ErrorKind.NO_SUCH_SYNC,
+            f"replica {identity.replica} was asked to load version {command.version}, which it did not prepare. "
+            f"Its engine was not touched and holds version {engine.version}.",
+        )
+    calls = settle(after, engine, identity)
+    if calls or (before != after and not left_out):
+        return calls
+    return Skipped(Reason.QUARANTINED if left_out else Reason.ALREADY)
+
+
+def _engine(
+    command: EngineCommand, before: Desired, after: Desired, engine: EngineState, identity: Identity
+) -> Verdict:
+    if command.operation == "abort":
+        return (Abort(),)
+    if command.operation == "flush":
+        if "kv_cache" in engine.asleep:
+            return Skipped(Reason.ALREADY)  # releasing the cache dropped it
+        calls = settle(after, engine, identity)
+        return calls if any(isinstance(call, Flush) for call in calls) else (*calls, Flush())
+    if before.sync is not None:
+        return Failed(
+            ErrorKind.SYNC_IN_PROGRESS,
+            f"replica {identity.replica} was asked to {command.operation} in the middle of the sync to version "
+            f"{before.sync.version}. Nothing was touched: wait for its commit or abort.",
+        )
+    if command.operation == "resume" and after.quarantined:
+        return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))
+    calls = settle(after, engine, identity)
+    if calls or before != after:
+        return calls
+    return Skipped(Reason.ALREADY)
+
+
+def _out_of_service(identity: Identity, desired: Desired) -> str:
+    return (
+        f"replica {identity.replica} is out of service since the sync to version {desired.quarantined or 'unknown'}: "
+        "it stays paused until the next committed sync, or until its agent is restarted."
+    )

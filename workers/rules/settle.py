@@ -1,0 +1,287 @@
+"""From what an engine is to what it is to be: the one function behind commands, late joiners, restarts and the lease.
+
+`settle(desired, engine) -> calls` gives the engine calls, in order, that lead from one to the other; none when it
+holds already. Preconditions that would kill an engine are met here by construction: memory is released only after a
+pause, only tags that were released are woken, weights are loaded only while paused and awake, and the cache is
+flushed between new weights and the first request on them.
+
+The transition that is missing on purpose: nothing leads out of quarantine. Only a commit, an abort of the same sync,
+or a new start of the agent changes `desired` so that a load is wanted again.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from schemas.desired import Committed, Desired, Session, Syncing
+from schemas.events import (
+    Abort,
+    Call,
+    CheckSource,
+    Fault,
+    Flush,
+    Load,
+    Observation,
+    Pause,
+    Resume,
+    Returned,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
+from schemas.identity import Count, Identity, Operation, RolloutMode, Tag
+from schemas.outcomes import ErrorKind, Failed
+
+
+class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the machine believes of its engine: what its calls brought about, corrected by each observation.
+
+    version: of the weights held, 0 as launched.   torn: a load was cut off or failed; nobody knows what is held.
+    stale_cache: prefixes in the cache were computed by other weights.   checked: version whose source was found good.
+    kept: requests were frozen by the last pause and continue, so their cache must not be dropped.
+    """
+
+    name: str = "unknown"
+    instance: str | None = None
+    tokenizer: Literal["present", "absent", "unknown"] = "unknown"
+    operations: frozenset[Operation] = frozenset()
+    generating: bool = True
+    asleep: frozenset[Tag] = frozenset()
+    session: Session | None = None
+    version: Count = 0
+    digest: str | None = None
+    torn: bool = False
+    stale_cache: bool = False
+    checked: Count = 0
+    kept: bool = False
+
+
+def trace_directory(session: Session, identity: Identity) -> str:
+    """Where a session's traces go, relative to the agent's traces root."""
+    return f"global_step_{session.step}/replica_{identity.replica}"
+
+
+def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
+    """The weights the engine is to hold now, or None when it is to keep what it has."""
+    if identity.mode is RolloutMode.COLOCATED or desired.quarantined:
+        return None
+    if desired.sync is not None:
+        return desired.sync if desired.sync.phase == "load" else None
+    return desired.committed
+
+
+def may_serve(desired: Desired, engine: EngineState) -> bool:
+    """May the engine generate once everything that `desired` asks for is done?
+
+    An engine that holds uncommitted or torn weights, with nothing committed to go back to, may not.
+    """
+    lost = desired.committed is None and (engine.torn or engine.version != 0)
+    return desired.serving and not lost
+
+
+def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[Call, ...]:
+    """The calls that bring the engine to `desired`, in the order in which they must be made."""
+    calls: list[Call] = []
+    closing = engine.session is not None and (
+        desired.profile is None or engine.session.step != desired.profile.step
+    )
+    if closing and engine.session is not None:
+        calls.append(StopProfile(engine.session, trace_directory(engine.session, identity)))
+
+    sync = desired.sync
+    weights = wanted_weights(desired, identity)
+    if weights is not None and (weights.version == engine.version and not engine.torn):
+        weights = None
+    if weights is not None and "weights" in desired.asleep:
+        weights = None  # loaded when the trainer wakes them; the engine can't serve before that either
+    unchecked = sync if sync is not None and sync.phase == "prepare" else weights
+    if unchecked is not None and engine.checked != unchecked.version:
+        calls.append(CheckSource(unchecked.source, unchecked.manifest, unchecked.version))
+
+    releasing = desired.asleep - engine.asleep
+    serving = may_serve(desired, engine)
+    pausing = engine.generating and (not serving or weights is not None or bool(releasing))
+    mode = sync.in_flight if sync is not None else desired.pause_mode
+    if pausing:
+        calls.append(Pause(mode))
+    waking = engine.asleep - desired.asleep
+    if waking:
+        calls.append(Wake(waking))
+    if weights is not None:
+        calls.append(Load(weights.version, weights.source, weights.manifest))
+    stale = (engine.stale_cache or weights is not None) and not (engine.kept or (pausing and mode == "keep"))
+    if stale and sync is None and "kv_cache" not in desired.asleep:
+        calls.append(Flush())
+    if releasing:
+        calls.append(Sleep(releasing))
+    if serving and (pausing or not engine.generating):
+        calls.append(Resume())
+    if desired.profile is not None and (closing or engine.session is None):
+        calls.append(StartProfile(desired.profile, trace_directory(desired.profile, identity)))
+    return tuple(calls)
+
+
+def believe(engine: EngineState, seen: Observation) -> EngineState:
+    """Correct the belief by what was read. What the engine can't tell stays as believed.
+
+    Another instance than the one that was believed in is an engine of which nothing is known but what was read.
+    """
+    if seen.instance is not None and engine.instance is not None and seen.instance != engine.instance:
+        engine = EngineState()
+    return replace(
+        engine,
+        name=seen.engine,
+        instance=seen.instance or engine.instance,
+        tokenizer=seen.tokenizer,
+        operations=seen.operations,
+        generating=engine.generating if seen.generating is None else seen.generating,
+        asleep=engine.asleep if seen.asleep is None else seen.asleep,
+        session=None if seen.profiling is False else engine.session,
+        version=engine.version if seen.version is None else seen.version,
+        digest=engine.digest if seen.digest is None else seen.digest,
+    )
+
+
+def learn(
+    engine: EngineState, call: Call, result: Returned | Fault, seen: Observation | None
+) -> tuple[EngineState, Failed | None]:
+    """The belief after a call returned, and why the call failed if it did: refused, or contradicted by reading back."""
+    known = engine.digest
+    if isinstance(result, Fault):
+        learned = _after_fault(engine, call, result)
+        if seen is not None:
+            learned = believe(learned, seen)
+            unharmed = seen.digest is not None and seen.digest == known
+            learned = replace(learned, torn=learned.torn and not unharmed)
+        return learned, Failed(ErrorKind(result.kind), f"{result.message} {holds(learned)}")
+    learned = _after_success(engine, call, result)
+    if seen is None:
+        return learned, None
+    failure = contradiction(call, result, seen)
+    session = learned.session if isinstance(call, StartProfile) else None
+    learned = believe(learned, seen)
+    if failure is None:  # a window may have closed by now: the session still wants its stop
+        return (learned if session is None else replace(learned, session=session)), None
+    torn = learned.torn or isinstance(call, Load)
+    return replace(learned, torn=torn), Failed(failure.error, f"{failure.message} {holds(learned)}")
+
+
+def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[EngineState, bool]:
+    """The belief about an engine whose agent died during `call`, and whether reading it back shows that it was done.
+
+    A profile start that may have happened is believed in, so that it is stopped. A load that can't be proven complete
+    leaves the engine torn, and settling loads again: a checkpoint may be loaded twice.
+    """
+    if seen.instance is not None and engine.instance is not None and seen.instance != engine.instance:
+        return believe(engine, seen), False
+    before = engine.digest
+    engine = believe(engine, seen)
+    match call:
+        case Pause():
+            return replace(engine, kept=call.mode == "keep"), seen.generating is False
+        case Resume():
+            return engine, seen.generating is True
+        case Sleep():
+            return engine, seen.asleep is not None and call.tags <= seen.asleep
+        case Wake():
+            return engine, seen.asleep is not None and not (call.tags & seen.asleep)
+        case StartProfile():
+            return (engine if seen.profiling is False else replace(engine, session=call.session)), False
+        case StopProfile():
+            return engine, seen.profiling is False
+        case Load():
+            wanted = call.manifest.content if call.manifest is not None else None
+            done = wanted is not None and seen.digest == wanted and seen.version == call.version
+            unharmed = seen.digest is not None and seen.digest == before
+            return replace(engine, torn=not done and not unharmed, stale_cache=True), done
+        case _:
+            return engine, False
+
+
+def holds(engine: EngineState) -> str:
+    """One sentence on what the engine holds now, for error messages."""
+    weights = "nobody knows which weights" if engine.torn else f"version {engine.version}"
+    return f"The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
+
+
+def _after_fault(engine: EngineState, call: Call, fault: Fault) -> EngineState:
+    match call:
+        case Load() if fault.kind != "source_refused":
+            return replace(engine, torn=True, stale_cache=True)
+        case StopProfile() | StartProfile():
+            return replace(engine, session=None)
+        case _:
+            return engine
+
+
+def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineState:
+    match call:
+        case Abort():
+            return engine
+        case CheckSource():
+            return replace(engine, checked=call.version)
+        case Pause():
+            return replace(engine, generating=False, kept=call.mode == "keep")
+        case Resume():
+            return replace(engine, generating=True, kept=False)
+        case Sleep():
+            stale = engine.stale_cache and "kv_cache" not in call.tags
+            return replace(engine, asleep=engine.asleep | call.tags, stale_cache=stale)
+        case Wake():
+            return replace(engine, asleep=engine.asleep - call.tags)
+        case Load():
+            return replace(
+                engine, version=call.version, digest=result.digest, torn=False, stale_cache=True, checked=0
+            )
+        case Flush():
+            return replace(engine, stale_cache=False)
+        case StartProfile():
+            return replace(engine, session=call.session)
+        case StopProfile():
+            return replace(engine, session=None)
+
+
+def contradiction(call: Call, result: Returned, seen: Observation) -> Failed | None:
+    """What reading the engine back says against a call that it answered with yes. None when it holds, or can't tell."""
+    what: str | None = None
+    match call:
+        case Pause() if seen.generating:
+            what = "it still generates"
+        case Resume() if seen.generating is False:
+            what = "it is still paused"
+        case Sleep() if seen.asleep is not None and not call.tags <= seen.asleep:
+            what = f"still awake: {', '.join(sorted(call.tags - seen.asleep))}"
+        case Wake() if seen.asleep is not None and call.tags & seen.asleep:
+            what = f"still asleep: {', '.join(sorted(call.tags & seen.asleep))}"
+        case StartProfile() if seen.profiling is False and call.session.plan.window is None:
+            what = "no session is open"
+        case StopProfile() if seen.profiling:
+            what = "a session is still open"
+        case Load() if seen.version is not None and seen.version != call.version:
+            what = f"it holds version {seen.version}, not {call.version}"
+        case Load():
+            return _digest_contradiction(call, result, seen)
+        case _:
+            pass
+    if what is None:
+        return None
+    return Failed(ErrorKind.NOT_HELD, f"{seen.engine} answered yes to {name(call)}, but {what}.")
+
+
+def _digest_contradiction(call: Load, result: Returned, seen: Observation) -> Failed | None:
+    wanted = call.manifest.content if call.manifest is not None else None
+    held = seen.digest or result.digest
+    if wanted is None or held is None or wanted == held:
+        return None
+    return Failed(
+        ErrorKind.DIGEST_MISMATCH,
+        f"{seen.engine} answered yes to load of version {call.version}, but holds weights with digest {held[:12]}, "
+        f"not the source's {wanted[:12]}. It stays paused and out of service until a sync succeeds.",
+    )
+
+
+def name(call: Call) -> str:
+    """The word for a call in outcomes and logs: its tag."""
+    return str(call.__struct_config__.tag)
