@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from schemas.commands import Command, Manifest, Source, Target
+from schemas.errors import CommandFailed
 from schemas.identity import Count, InFlight, Name, Positive, Text
 from schemas.outcomes import Outcome
 from schemas.wire import Downward, Envelope, Hello, Report, Status
@@ -134,6 +135,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
     """The bus ends its life in good order: what is still open will not be answered."""
 
     at_us: int
+    at_ns: int
 
 
 CoordinatorEvent = (
@@ -193,8 +195,6 @@ class SyncReport(Struct, frozen=True, kw_only=True, tag="sync_report"):
 
     def raise_for_failures(self) -> None:
         """Raise CommandFailed unless every replica that syncs at all serves the new version."""
-        from schemas.errors import CommandFailed
-
         if self.status == "committed" and not self.quarantined and not self.phases[-1].failed:
             return
         lines = [f"sync to version {self.version} {self.status}; out of service: {list(self.quarantined) or 'none'}"]

@@ -65,11 +65,11 @@ def trace_directory(session: Session, identity: Identity) -> str:
 
 def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
     """The weights the engine is to hold now, or None when it is to keep what it has."""
-    if identity.mode is RolloutMode.COLOCATED or desired.quarantined:
+    if identity.mode is RolloutMode.COLOCATED:
         return None
-    if desired.sync is not None:
+    if desired.sync is not None:  # also of a replica in quarantine: a sync is its way back
         return desired.sync if desired.sync.phase == "load" else None
-    return desired.committed
+    return desired.committed if desired.quarantined == 0 else None
 
 
 def may_serve(desired: Desired, engine: EngineState) -> bool:
@@ -202,7 +202,7 @@ def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[Eng
 
 def holds(engine: EngineState) -> str:
     """One sentence on what the engine holds now, for error messages."""
-    weights = "nobody knows which weights" if engine.torn else f"version {engine.version}"
+    weights = "weights that nobody can vouch for" if engine.torn else f"version {engine.version}"
     return f"The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
 
 
