@@ -1,0 +1,561 @@
+"""One message on and off a ZeroMQ socket, without losing one; every socket option is set here and nowhere else.
+
+Theory of operation. ZeroMQ signals through one descriptor per socket, and it signals *edges*: the descriptor becomes
+readable when something may have happened since the socket was last touched, and any touch (a send, a receive, a look
+at EVENTS) takes the signal away. A loop that waits on the descriptor after somebody else touched the socket sleeps on
+a message that is already there. The rules that make waiting right:
+
+Rule 1  Try first. On "would block" read EVENTS; wait for the descriptor only if the flag is absent.
+Rule 2  One task, the leader, waits on the descriptor; others follow it on events of their own. Whoever touches the
+        socket while a leader sleeps reads EVENTS afterwards and wakes those whose flag is set, the leader included.
+Rule 3  After BURST messages without a pause the task yields: a flood must not starve the loop.
+Rule 4  One thread and one event loop per socket, checked. Waiters are told before the descriptor is closed.
+Rule 5  While waiting, look again every SAFETY_POLL_S. A look that finds what no edge announced is counted in
+        `safety_polls`: that number must stay 0, and a fault then costs latency where it would cost a hang.
+
+Cancellation. A message is taken, or handed over, after the last `await` of a call. A cancelled call has moved nothing.
+"""
+
+import errno
+import ipaddress
+import os
+import select
+import socket
+import threading
+from collections.abc import Sequence
+from enum import Enum
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import anyio
+import zmq
+from anyio.lowlevel import checkpoint
+from zmq.backend import Socket as PlainSocket
+
+from schemas.errors import AddressInUse, BusAddressError, BusError, ConfigError
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+BURST: Final = 64
+"""Messages moved by one task before it yields to the loop."""
+SAFETY_POLL_S: Final = 0.25
+"""Seconds between two looks at EVENTS while waiting for an edge."""
+
+SUBSCRIPTION_BYTES_MAX: Final = 4096
+"""Largest frame a subscriber may send to the publisher: a topic to subscribe to, nothing else."""
+FRAME_BYTES_MAX: Final = 256 * 1024
+"""Largest frame on every other socket. libzmq cuts the peer off; the number of frames is for the decoder to check."""
+EVENTS_QUEUED_MAX: Final = 1000
+"""Messages queued per subscriber on either side before the publisher drops (the hole is repaired by replay)."""
+CONTROL_QUEUED_MAX: Final = 256
+"""Messages queued per peer, each way, between the router and one agent."""
+LINGER_MS: Final = 2000
+"""How long a closed socket may still deliver."""
+
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
+_EVENTS: Final = int(zmq.EVENTS)
+_NOW: Final = int(zmq.DONTWAIT)
+_NOW_MORE: Final = int(zmq.DONTWAIT) | int(zmq.SNDMORE)
+
+# The class under zmq.Socket: the same calls, without the sugar that doubles their cost.
+_send, _recv, _get = PlainSocket.send, PlainSocket.recv, PlainSocket.get
+
+# Counts forks that made this process. An object that remembers another number was made by a parent; comparing two
+# integers costs a quarter of getpid(), and this check stands in front of every message.
+_generation = 0
+
+
+def _count_fork() -> None:
+    global _generation
+    _generation += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def _forked(what: str, made_in: int) -> BusError:
+    return BusError(
+        f"this {what} was made in process {made_in} and is used in its fork, {os.getpid()}. Neither sockets nor "
+        "their threads survive a fork: open the bus, or the agent, in the process that uses it"
+    )
+
+
+class Sent(Enum):
+    """What became of a message that was to leave at once. Only OK is true."""
+
+    OK = "ok"
+    """It is queued for its peers."""
+    FULL = "full"
+    """The queue is full, or no peer is connected yet. Nothing was sent; the same message may be tried again."""
+    GONE = "gone"
+    """ROUTER only: no peer has this routing id. Nothing was sent, and trying again does not help."""
+
+    def __bool__(self) -> bool:
+        return self is Sent.OK
+
+
+class _Leader:
+    """The task that waits on the descriptor. `scope` ends its sleep, `kicked` says that we ended it on purpose."""
+
+    __slots__ = ("flag", "kicked", "scope")
+
+    def __init__(self, flag: int) -> None:
+        self.flag = flag
+        self.kicked = False
+        self.scope = anyio.CancelScope(deadline=anyio.current_time() + SAFETY_POLL_S)
+
+    def kick(self) -> None:
+        self.kicked = True
+        self.scope.cancel()
+
+
+class _Follower(NamedTuple):
+    flag: int
+    event: anyio.Event
+
+
+class EdgeSocket:
+    """One ZeroMQ socket under any event loop that anyio knows. Made by the four constructors below.
+
+    address: where the socket is bound (with the port that the system chose), or what it dials.
+    safety_polls: how often the safety poll found what no edge had announced. Must stay 0; export it.
+
+    Belongs to the thread that made it. Any number of tasks may send and receive; each message goes to one of them.
+    Raises `anyio.ClosedResourceError` from every call after `close`, and from calls that wait while it closes.
+    """
+
+    def __init__(self, sock: zmq.Socket[bytes], address: str) -> None:
+        self.address = address
+        self.safety_polls = 0
+        self._sock = sock
+        self._fd = int(sock.FD)
+        self._is_router = sock.type == zmq.ROUTER
+        self._thread = threading.get_ident()
+        self._process, self._generation = os.getpid(), _generation
+        self._leader: _Leader | None = None
+        self._followers: list[_Follower] = []
+        self._burst = 0
+        self._closed = False
+        self._edge = select.poll()
+        self._edge.register(self._fd, select.POLLIN)
+
+    async def recv(self) -> list[bytes]:
+        """Return the next message as its frames, waiting for it as long as it takes."""
+        if self._burst >= BURST:
+            self._burst = 0
+            await checkpoint()
+        while (frames := self.recv_nowait()) is None:
+            await self._wait(_POLLIN)
+        return frames
+
+    def recv_nowait(self) -> list[bytes] | None:
+        """Return the next message as its frames, or None when there is none at this moment.
+
+        For the rest of what one wake-up brought. It can't yield to the loop: call `recv` again after BURST of them.
+        """
+        self._check()
+        sock = self._sock
+        try:
+            # A Frame tells whether more follow; with plain bytes that is another call, as dear as the first.
+            frame = _recv(sock, _NOW, copy=False)
+            frames = [frame.bytes]
+            # A message arrives whole or not at all, so the frames after the first are there.
+            while frame.more:
+                frame = _recv(sock, _NOW, copy=False)
+                frames.append(frame.bytes)
+        except zmq.Again:
+            frames = []
+        except zmq.ZMQError as error:
+            raise self._explain(error) from error
+        self._burst += 1
+        if self._leader is not None:
+            self._settle()
+        return frames or None
+
+    async def send(self, frames: Sequence[bytes]) -> None:
+        """Queue one message, waiting while the queue is full or nobody is connected.
+
+        Not on a ROUTER, where one slow peer would hold up all others: there `send_nowait` reports, and the peer asks
+        again. Raises BusError there.
+        """
+        if self._is_router:
+            raise BusError("a router does not wait for one slow peer: use send_nowait and look at what it returns")
+        if self._burst >= BURST:
+            self._burst = 0
+            await checkpoint()
+        while not self.send_nowait(frames):
+            await self._wait(_POLLOUT)
+
+    def send_nowait(self, frames: Sequence[bytes]) -> Sent:
+        """Queue one message if that is possible at this moment; on a ROUTER the first frame is the routing id.
+
+        Returns Sent.OK, which is true, or what hindered it: Sent.FULL, Sent.GONE. Raises ValueError for no frames.
+        """
+        self._check()
+        if not frames:
+            raise ValueError("a message has at least one frame")
+        last = len(frames) - 1
+        sent = Sent.OK
+        for index, frame in enumerate(frames):
+            try:
+                _send(self._sock, frame, _NOW if index == last else _NOW_MORE)
+            except zmq.Again:
+                # Past the first frame this means that the peer went away in the middle. libzmq then swallows what is
+                # left of the message, so we must go on to its end, or the next message would be swallowed instead.
+                sent = Sent.FULL
+                if index == 0:
+                    break
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise self._explain(error) from error
+                sent = Sent.GONE
+                break
+        self._burst += 1
+        if self._leader is not None:
+            self._settle()
+        return sent
+
+    def set_welcome(self, frame: bytes) -> None:
+        """Publisher only: what every subscriber that joins from now on receives first. b"" takes it back.
+
+        libzmq sends the welcome as one frame and through the subscriber's own filter: a message of several frames
+        must be packed into one, and it must start with a topic that agents subscribe to.
+        """
+        self._check()
+        try:
+            self._sock.set(zmq.XPUB_WELCOME_MSG, frame)
+        except zmq.ZMQError as error:
+            raise self._explain(error) from error
+
+    def close(self, linger_ms: int | None = None) -> None:
+        """Close, and wake whoever waits. May be called twice. linger_ms: None keeps the socket's own, LINGER_MS."""
+        if self._closed:
+            return
+        self._check()
+        self._closed = True
+        if self._leader is not None:
+            anyio.notify_closing(self._fd)
+        for follower in self._followers:
+            follower.event.set()
+        self._sock.close(linger_ms)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._generation != _generation:
+            raise _forked("socket", self._process)
+        if self._thread != threading.get_ident():
+            raise BusError(
+                f"the socket at {self.address} belongs to another thread. Only that thread's event loop may use it; "
+                "other threads hand over through a queue and a Doorbell"
+            )
+
+    def _explain(self, error: zmq.ZMQError) -> Exception:
+        if self._closed or error.errno in (zmq.ENOTSOCK, zmq.ETERM):
+            return anyio.ClosedResourceError()
+        return BusError(f"the socket at {self.address} refused: {error}")
+
+    async def _wait(self, flag: int) -> None:
+        """Return when it is worth trying again. May return too early, never too late."""
+        self._burst = 0
+        if self._settle() & flag:
+            return
+        if self._leader is None:
+            await self._lead(flag)
+        else:
+            await self._follow(flag)
+
+    async def _lead(self, flag: int) -> None:
+        leader = self._leader = _Leader(flag)
+        wanted = flag
+        try:
+            with leader.scope:
+                await anyio.wait_readable(self._fd)
+        finally:
+            # Also when cancelled: each follower looks for itself, and the first to find nothing leads next.
+            self._leader = None
+            for follower in self._followers:
+                wanted |= follower.flag
+                follower.event.set()
+        if leader.scope.cancelled_caught and not leader.kicked and not self._closed:
+            self._poll_for_safety(wanted)
+
+    async def _follow(self, flag: int) -> None:
+        follower = _Follower(flag, anyio.Event())
+        self._followers.append(follower)
+        try:
+            await follower.event.wait()
+        finally:
+            self._followers.remove(follower)
+
+    def _poll_for_safety(self, wanted: int) -> None:
+        # An edge that came together with the timer was not missed: it still stands on the descriptor.
+        if not self._edge.poll(0) and self._settle() & wanted:
+            self.safety_polls += 1
+
+    def _settle(self) -> int:
+        """Read EVENTS, which takes the edge away, and wake everybody it concerns. Returns EVENTS."""
+        try:
+            events = _get(self._sock, _EVENTS)
+        except zmq.ZMQError as error:
+            raise self._explain(error) from error
+        assert isinstance(events, int)
+        leader = self._leader
+        if leader is not None and events & leader.flag:
+            leader.kick()
+        for follower in self._followers:
+            if events & follower.flag:
+                follower.event.set()
+        return events
+
+
+class Doorbell:
+    """Wakes a task of the loop from any thread, in about 2 us and without taking part in the loop.
+
+    Whoever has something to hand over puts it where the loop will look, then rings. Whoever waits returns from `wait`
+    and looks for all there is: rings that come before it looks are one.
+
+    Made in the loop's thread or before the loop. Not usable in a fork: the descriptor is shared, so a child would wake
+    its parent. `ring` and `wait` raise BusError there.
+    """
+
+    def __init__(self) -> None:
+        self._ends = _eventfd() or _pair()
+        self._lock = threading.Lock()
+        self._rung = False
+        self._waiting = False
+        self._closed = False
+        self._process, self._generation = os.getpid(), _generation
+
+    def ring(self) -> None:
+        """Wake the waiter. Never blocks; from any thread. After `close` it does nothing."""
+        if self._generation != _generation:
+            raise _forked("doorbell", self._process)
+        # The waiter lowers the flag before it looks for what was handed over, so a ring that finds it raised will be
+        # looked at anyway.
+        if self._rung:
+            return
+        # The lock keeps `close` from giving the descriptor's number to somebody else's file under our write.
+        with self._lock:
+            if not self._closed:
+                self._rung = True
+                os.write(self._ends[1], _ONE)
+
+    async def wait(self) -> None:
+        """Return when rung since the last return. One task at a time. Raises anyio.ClosedResourceError once closed."""
+        if self._generation != _generation:
+            raise _forked("doorbell", self._process)
+        if self._closed:
+            raise anyio.ClosedResourceError
+        self._waiting = True
+        try:
+            await anyio.wait_readable(self._ends[0])
+        finally:
+            self._waiting = False
+        if self._closed:
+            raise anyio.ClosedResourceError
+        # Empty it first and lower the flag second: the other way round a ring between the two would be read away and
+        # leave the flag raised over an empty descriptor, for ever.
+        os.read(self._ends[0], 8)
+        self._rung = False
+
+    def close(self) -> None:
+        """Close, and wake the waiter. In the loop's thread; rings may go on meanwhile. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._waiting and self._generation == _generation:
+                anyio.notify_closing(self._ends[0])
+            for end in set(self._ends):
+                os.close(end)
+
+
+_ONE: Final = (1).to_bytes(8, "little")
+
+
+def _eventfd() -> tuple[int, int] | None:
+    """One descriptor that counts, as both ends; None where the system has none."""
+    if not hasattr(os, "eventfd"):
+        return None
+    end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    return end, end
+
+
+def _pair() -> tuple[int, int]:
+    """Two descriptors. One unread ring at a time is in them, so the write can't block and one read empties it."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    return reader.detach(), writer.detach()
+
+
+def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
+    """Bind the XPUB that carries commands and heads.
+
+    A reader that stalls loses messages and must never slow the others down, so the socket drops at EVENTS_QUEUED_MAX.
+    `recv` yields one frame per change of a subscription, b"\\x01topic" or b"\\x00topic"; read them, or they pile up.
+    address: `tcp://127.0.0.1:0` lets the system choose; the result is in `.address`.
+    insecure: allow an address that other machines reach.
+    Raises AddressInUse, BusAddressError.
+    """
+    sock = context.socket(zmq.XPUB)
+    sock.set(zmq.XPUB_VERBOSER, 1)
+    sock.set(zmq.XPUB_NODROP, 0)
+    sock.set(zmq.ONLY_FIRST_SUBSCRIBE, 1)
+    sock.set(zmq.SNDHWM, EVENTS_QUEUED_MAX)
+    sock.set(zmq.RCVHWM, EVENTS_QUEUED_MAX)
+    return _bind(sock, address, SUBSCRIPTION_BYTES_MAX, insecure)
+
+
+def bus_router(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
+    """Bind the ROUTER that talks with each agent. Every message starts with the routing id of its agent.
+
+    MANDATORY, so that a message for a stranger or for a full queue is reported (see Sent), not dropped in silence.
+    No HANDOVER: nobody takes over a routing id, so an agent needs a new one for each of its lives.
+    address, insecure, errors: as for bus_publisher.
+    """
+    sock = context.socket(zmq.ROUTER)
+    sock.set(zmq.ROUTER_MANDATORY, 1)
+    sock.set(zmq.ROUTER_HANDOVER, 0)
+    sock.set(zmq.SNDHWM, CONTROL_QUEUED_MAX)
+    sock.set(zmq.RCVHWM, CONTROL_QUEUED_MAX)
+    return _bind(sock, address, FRAME_BYTES_MAX, insecure)
+
+
+def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) -> EdgeSocket:
+    """Dial the publisher. The topics are set before the connection is, so the first thing to arrive is the welcome.
+
+    Nobody has to listen yet: the socket keeps dialling. Raises BusAddressError for what is no address.
+    """
+    sock = context.socket(zmq.SUB)
+    sock.set(zmq.RCVHWM, EVENTS_QUEUED_MAX)
+    for topic in topics:
+        sock.set(zmq.SUBSCRIBE, topic)
+    return _connect(sock, address)
+
+
+def agent_dealer(context: Context, address: str, routing_id: bytes) -> EdgeSocket:
+    """Dial the router. IMMEDIATE, so nothing queues up for a bus that is not there: `send` waits for a connection.
+
+    routing_id: 1 to 255 bytes, the first not zero (libzmq keeps those for itself); never used by another life of an
+    agent. Raises ConfigError for it, BusAddressError for what is no address.
+    """
+    if not 1 <= len(routing_id) <= 255 or routing_id[0] == 0:
+        raise ConfigError(f"a routing id has 1 to 255 bytes and does not start with a zero byte: {routing_id!r}")
+    sock = context.socket(zmq.DEALER)
+    sock.set(zmq.ROUTING_ID, routing_id)
+    sock.set(zmq.IMMEDIATE, 1)
+    sock.set(zmq.SNDHWM, CONTROL_QUEUED_MAX)
+    sock.set(zmq.RCVHWM, CONTROL_QUEUED_MAX)
+    return _connect(sock, address)
+
+
+def _bind(sock: zmq.Socket[bytes], address: str, frame_bytes_max: int, insecure: bool) -> EdgeSocket:
+    sock.set(zmq.MAXMSGSIZE, frame_bytes_max)
+    # The default of 100 overflows when a fleet of thousands joins at once.
+    sock.set(zmq.BACKLOG, 4096)
+    # A dead host or a half-open connection is noticed in 15 s, on both ends (TTL tells the agent's side to look too).
+    # It proves that the process lives, not that its loop turns.
+    sock.set(zmq.HEARTBEAT_IVL, 5_000)
+    sock.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
+    sock.set(zmq.HEARTBEAT_TTL, 15_000)
+    try:
+        _set_common(sock, address)
+        if not insecure:
+            _require_local(address)
+        if address.startswith("ipc://"):
+            _require_unused(address)
+        sock.bind(address)
+    except zmq.ZMQError as error:
+        sock.close(0)
+        if error.errno == zmq.EADDRINUSE:
+            raise _in_use(address) from error
+        raise BusAddressError(f"can't bind {address!r}: {zmq.strerror(error.errno or 0)}. {_EXAMPLES}") from error
+    except BaseException:
+        sock.close(0)
+        raise
+    return EdgeSocket(sock, sock.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+
+
+def _connect(sock: zmq.Socket[bytes], address: str) -> EdgeSocket:
+    sock.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    # libzmq adds jitter, and doubles up to the maximum: a fleet does not come back in one moment.
+    sock.set(zmq.RECONNECT_IVL, 200)
+    sock.set(zmq.RECONNECT_IVL_MAX, 30_000)
+    try:
+        _set_common(sock, address)
+        sock.connect(address)
+    except zmq.ZMQError as error:
+        sock.close(0)
+        raise BusAddressError(f"can't dial {address!r}: {zmq.strerror(error.errno or 0)}. {_EXAMPLES}") from error
+    except BaseException:
+        sock.close(0)
+        raise
+    return EdgeSocket(sock, address)
+
+
+def _set_common(sock: zmq.Socket[bytes], address: str) -> None:
+    port = address.rpartition(":")[2]
+    if address.startswith("tcp://") and port.isdecimal() and int(port) > 65535:
+        # libzmq would take it modulo 65536, and listen where nobody looks.
+        raise BusAddressError(f"can't use {address!r}: the largest port is 65535. {_EXAMPLES}")
+    sock.set(zmq.HANDSHAKE_IVL, 10_000)
+    sock.set(zmq.LINGER, LINGER_MS)
+    if address.startswith("tcp://["):
+        sock.set(zmq.IPV6, 1)
+
+
+_EXAMPLES: Final = "An address looks like tcp://127.0.0.1:5555, tcp://127.0.0.1:0 (any free port) or ipc:///run/me/bus"
+
+
+def _require_local(address: str) -> None:
+    """Raise BusAddressError unless only this machine can reach the address."""
+    transport, _, place = address.partition("://")
+    if transport in ("ipc", "inproc") and place:
+        return
+    if transport != "tcp" or ":" not in place:
+        raise BusAddressError(f"can't bind {address!r}: not an address. {_EXAMPLES}")
+    host = place.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # `*`, or the name of an interface or host: what it stands for is not ours to guess.
+        local = False
+    if not local:
+        raise BusAddressError(
+            f"refused to bind {address!r}: other machines can reach it, and without keys anybody there could command "
+            "the engines. Bind tcp://127.0.0.1, or pass insecure=True on a network that you trust"
+        )
+
+
+def _require_unused(address: str) -> None:
+    """libzmq takes the path of an ipc address from whoever listens there, in silence. Ask first; raise AddressInUse."""
+    path = address.removeprefix("ipc://")
+    if path in ("", "*") or path.startswith("@"):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            pass  # somebody listens, with a full backlog
+        except OSError:
+            return
+    raise _in_use(address)
+
+
+def _in_use(address: str) -> AddressInUse:
+    return AddressInUse(
+        f"{address} is in use: another process listens there, perhaps an earlier run that has not ended. "
+        "End it, or choose another address (port 0 lets the system choose)"
+    )
