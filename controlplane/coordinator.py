@@ -284,9 +284,7 @@ def _sync(state: CoordinatorState, event: SyncRequested, effects: Effects) -> Co
         timeout_ms=event.timeout_ms,
     )
     state = replace(state, sync=replace(sync, seq=state.seq + 1))
-    state = _publish(
-        state, first_phase(sync), event.target, event.timeout_ms, None, event.at_us, event.at_ns, effects
-    )
+    state = _publish(state, first_phase(sync), event.target, event.timeout_ms, None, event.at_us, event.at_ns, effects)
     return _conclude(state, event.at_us, effects)
 
 
@@ -306,9 +304,7 @@ def _publish(
     """
     seq = state.seq + 1
     ttl_ms = timeout_ms - min(1000, timeout_ms // 10)
-    envelope = Envelope(
-        run=state.run, issued_at_ns=at_ns, ttl_ms=ttl_ms, body=Raw(encode(command)), target=target
-    )
+    envelope = Envelope(run=state.run, issued_at_ns=at_ns, ttl_ms=ttl_ms, body=Raw(encode(command)), target=target)
     record = Record(origin=state.epoch, seq=seq, envelope=envelope)
     live = frozenset(name for name, member in state.members.items() if member.life == "live")
     nudge_us = (state.settings.nudge_ms if state.settings is not None else 1000) * 1000
@@ -373,9 +369,7 @@ def _answers(state: CoordinatorState, event: AnswersReceived, effects: Effects) 
     for one in state.open:
         answers = by_seq.get(one.record.seq, {})
         arrived = tuple(
-            AgentOutcome(
-                agent=name, conclusion=answer.outcome, row=answer.row, latency_us=event.at_us - one.issued_us
-            )
+            AgentOutcome(agent=name, conclusion=answer.outcome, row=answer.row, latency_us=event.at_us - one.issued_us)
             for name, answer in answers.items()
             if name in one.waiting and answer.origin == one.record.origin
         )
@@ -420,9 +414,7 @@ def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> Coordina
         done = next((one for one in state.open if not one.waiting), None)
         if done is None:
             return state
-        report = Report(
-            seq=done.record.seq, origin=done.record.origin, command=done.command, outcomes=done.outcomes
-        )
+        report = Report(seq=done.record.seq, origin=done.record.origin, command=done.command, outcomes=done.outcomes)
         state = replace(state, open=tuple(one for one in state.open if one is not done))
         effects.append(Conclude(ticket=done.ticket, report=report))
         if state.sync is not None and state.sync.seq == report.seq:

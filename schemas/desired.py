@@ -5,7 +5,7 @@ Both use the function below, so a snapshot and the history that it stands for ca
 Nothing here says what an engine *is* doing: that is observed by the agent (`schemas.events.EngineState`).
 """
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -110,6 +110,9 @@ def intend(desired: Desired, command: Command | UnknownCommand, targeted: bool, 
     targeted: whether the command's target names the replica. An epoch's start concerns every replica.
     """
     match command:
+        case EngineCommand():
+            unsettled = desired.sync is not None or not targeted
+            return desired if unsettled else _intend_engine(desired, command)
         case EpochStart():
             return orphaned(desired)
         case _ if not targeted:
@@ -118,10 +121,10 @@ def intend(desired: Desired, command: Command | UnknownCommand, targeted: bool, 
             return _intend_sync(desired, command, identity)
         case ProfileCommand():
             return _intend_profile(desired, command, identity)
-        case EngineCommand() if desired.sync is None:
-            return _intend_engine(desired, command)
-        case _:
+        case UnknownCommand():
             return desired
+        case _:
+            assert_never(command)
 
 
 def _intend_profile(desired: Desired, command: ProfileCommand, identity: Identity) -> Desired:
@@ -136,6 +139,8 @@ def _intend_profile(desired: Desired, command: ProfileCommand, identity: Identit
 
 def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
     match command.operation:
+        case "flush" | "abort":
+            return desired
         case "pause":
             return replace(desired, generation="paused", pause_mode=command.mode)
         case "resume":
@@ -145,7 +150,7 @@ def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
         case "wake":
             return replace(desired, asleep=desired.asleep - (command.tags or ALL_TAGS))
         case _:
-            return desired
+            assert_never(command.operation)
 
 
 def _intend_sync(desired: Desired, command: WeightSync, identity: Identity) -> Desired:

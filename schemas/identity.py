@@ -37,6 +37,8 @@ class Operation(StrEnum):
     ABORT = "abort"
     LOAD = "load"
 
+    __hash__ = str.__hash__  # Enum's own is written in Python, and every decision looks one up in a set
+
 
 class Identity(Struct, frozen=True, kw_only=True):
     """The place of one agent: one node of one replica.

@@ -58,8 +58,15 @@ from workers.rules.settle import EngineState, believe, holds, interrupted, learn
 LOGIC = 1
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
-REMEMBERED = 128
-"""Outcomes kept for commands that arrive again."""
+REMEMBERED = 16
+"""Outcomes kept for commands that arrive again: at least this many, and at most twice as many."""
+
+# Outcomes that most agents of a fleet give to most commands: built once, since building one costs a tenth of deciding.
+_STALE_EPOCH = Skipped(Reason.STALE_EPOCH)
+_SUPERSEDED = Skipped(Reason.SUPERSEDED)
+_EXPIRED = Skipped(Reason.EXPIRED)
+_NOT_TARGETED = Skipped(Reason.NOT_TARGETED)
+_NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
 
 
 class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,7 +115,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     interrupted: Activity | None = None
 
 
-Decided = tuple[AgentState, tuple[Effect, ...]]
+Effects = list[Effect]
 
 
 class Row(NamedTuple):
@@ -138,47 +145,47 @@ def _unsupported(state: AgentState, event: CommandReceived) -> bool:
 
 
 def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
-    operation = required(event.command)
+    if isinstance(event.command, UnknownCommand):
+        message = f"this agent knows no command {event.command.tag!r}: it is older than its bus."
+        return Failed(ErrorKind.UNSUPPORTED, message)
     has = ", ".join(sorted(state.engine.operations)) or "none"
-    return Failed(ErrorKind.UNSUPPORTED, f"{state.engine.name} has no operation {operation}; it has: {has}.")
-
-
-def _say_unknown(state: AgentState, event: CommandReceived) -> Outcome:
-    tag = event.command.tag if isinstance(event.command, UnknownCommand) else ""
-    return Failed(ErrorKind.UNSUPPORTED, f"this agent knows no command {tag!r}: it is older than its bus.")
+    return Failed(
+        ErrorKind.UNSUPPORTED, f"{state.engine.name} has no operation {required(event.command)}; it has: {has}."
+    )
 
 
 GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when the command's turn comes
-    Row(5, _not_targeted, lambda s, e: Skipped(Reason.NOT_TARGETED)),
-    Row(6, lambda s, e: s.identity.node_rank > 0, lambda s, e: Skipped(Reason.NOT_PRIMARY)),
+    Row(5, _not_targeted, lambda s, e: _NOT_TARGETED),
+    Row(6, lambda s, e: s.identity.node_rank > 0, lambda s, e: _NOT_PRIMARY),
     # row 7 (tokenizer unknown: hold) has no outcome of its own: see `_turn`
     Row(8, lambda s, e: s.engine.tokenizer == "absent", _tokenizer_missing),
-    Row(9, lambda s, e: isinstance(e.command, UnknownCommand), _say_unknown),
     Row(9, _unsupported, _say_unsupported),
 )
 
 
-def decide(state: AgentState, event: Event) -> Decided:
+def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, ...]]:
     """The next state, and what is to be done about it, in order."""
+    effects: Effects = []
     match event:
         case CommandReceived():
-            return _command(state, event)
+            state = _command(state, event, effects)
         case EngineReturned():
-            return _returned(state, event)
+            state = _returned(state, event, effects)
         case HeadSeen():
-            return _head(state, event)
+            state = _head(state, event, effects)
         case SnapshotReceived():
-            return _snapshot(state, event)
+            state = _snapshot(state, event, effects)
         case EngineObserved():
-            return _observe(state, event)
+            state = _observe(state, event, effects)
         case LeaseExpired():
-            return _orphan(state, event)
+            state = _orphan(state, event, effects)
         case Tick():
-            return _tick(state, event)
+            state = _tick(state, event, effects)
         case Started():
-            return _start(state, event)
+            state = _start(state, event)
         case _:
             assert_never(event)
+    return state, tuple(effects)
 
 
 def next_deadline(state: AgentState) -> int | None:
@@ -199,26 +206,37 @@ def settled(state: AgentState) -> bool:
 
 
 # --- order: rows 1 to 3 -----------------------------------------------------------------------------------------------
+# The functions below append to `effects` and return the next state.
 
 
-def _command(state: AgentState, event: CommandReceived) -> Decided:
-    if event.epoch < state.epoch:  # row 1
-        return state, (Answer(epoch=event.origin, seq=event.seq, outcome=Skipped(Reason.STALE_EPOCH), row=1),)
-    if event.epoch > state.epoch:
+def _command(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
+    if event.epoch != state.epoch:
+        if event.epoch < state.epoch:  # row 1
+            effects.append(Answer(epoch=event.origin, seq=event.seq, outcome=_STALE_EPOCH, row=1))
+            return state
         state = replace(state, epoch=event.epoch, held=(), needs=0)  # a hole is asked for anew under a new epoch
     if not state.joined or state.astray:  # row 3, and the hole is everything
-        state = _hold(state, event)
-        return state, ((AskSnapshot(),) if state.astray else ())
+        if state.astray:
+            effects.append(AskSnapshot())
+        return _hold(state, event)
     if event.seq <= state.seq:  # row 2
-        return _again(state, event)
+        return _again(state, event, effects)
     if event.seq > state.seq + 1:  # row 3
-        held = _hold(state, event)
-        if state.needs == state.seq + 1:
-            return held, ()
-        return replace(held, needs=state.seq + 1), (Need(state.seq + 1),)
-    if state.activity is None and not state.queue and not state.held:
-        return _turn(replace(state, seq=event.seq, needs=0), event, event.at_ms, [])
-    return _proceed(_advance(replace(state, seq=event.seq, queue=(*state.queue, event))), event.at_ms, [])
+        return _ask(_hold(state, event), effects)
+    if state.queue or state.held or state.activity is not None:
+        state = _advance(replace(state, seq=event.seq, queue=(*state.queue, event)))
+        return _proceed(state, event.at_ms, effects)
+    if state.engine.tokenizer == "unknown" and _must_wait(state, event, event.at_ms):
+        return replace(state, seq=event.seq, queue=(event,), needs=0)
+    return _turn(state, event, event.seq, event.at_ms, effects)
+
+
+def _ask(state: AgentState, effects: Effects) -> AgentState:
+    """Ask for the first record that is missing, unless that was done; the head beacon asks again."""
+    if state.needs == state.seq + 1:
+        return state
+    effects.append(Need(state.seq + 1))
+    return replace(state, needs=state.seq + 1)
 
 
 def _hold(state: AgentState, event: CommandReceived) -> AgentState:
@@ -241,50 +259,52 @@ def _advance(state: AgentState) -> AgentState:
     return replace(state, seq=seq, queue=tuple(queue), held=held, needs=needs)
 
 
-def _again(state: AgentState, event: CommandReceived) -> Decided:
+def _again(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
     """Row 2. Another record under a seq that was applied means that two histories exist: only a snapshot helps."""
     for answer in state.answers:
         if answer.seq == event.seq:
             if answer.epoch != event.origin:
-                return replace(state, astray=True), (AskSnapshot(),)
-            return state, (answer,)
-    waiting = [other for other in state.queue if other.seq == event.seq]
+                effects.append(AskSnapshot())
+                return replace(state, astray=True)
+            effects.append(answer)
+            return state
     cause = state.activity.cause if state.activity is not None else None
-    if waiting or (cause is not None and cause.seq == event.seq):
-        return state, ()
-    return state, (Answer(epoch=event.origin, seq=event.seq, outcome=Skipped(Reason.SUPERSEDED), row=2),)
+    if any(other.seq == event.seq for other in state.queue) or (cause is not None and cause.seq == event.seq):
+        return state
+    effects.append(Answer(epoch=event.origin, seq=event.seq, outcome=_SUPERSEDED, row=2))
+    return state
 
 
-def _head(state: AgentState, event: HeadSeen) -> Decided:
+def _head(state: AgentState, event: HeadSeen, effects: Effects) -> AgentState:
     if event.epoch < state.epoch:
-        return state, ()
+        return state
     if event.epoch > state.epoch:
         state = replace(state, epoch=event.epoch, held=(), needs=0)
     if state.astray:
-        return state, (AskSnapshot(),)
+        effects.append(AskSnapshot())
+        return state
     if not state.joined or event.seq <= state.seq:
-        return state, ()
-    return replace(state, needs=state.seq + 1), (Need(state.seq + 1),)
+        return state
+    return _ask(replace(state, needs=0), effects)
 
 
 # --- eligibility and turns: rows 4 to 10 ------------------------------------------------------------------------------
 
 
-def _proceed(state: AgentState, now_ms: int, effects: list[Effect]) -> Decided:
+def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
     """Give queued commands their turn while the engine is free; then settle what is not as desired."""
     while state.queue and (state.activity is None or state.activity.overdue):
         event = state.queue[0]
         if _must_wait(state, event, now_ms):
-            break
-        state, given = _turn(replace(state, queue=state.queue[1:]), event, now_ms, effects)
-        effects = list(given)
-    if state.activity is not None or state.queue or not state.joined or state.inhibited:
-        return state, tuple(effects)
+            return state
+        state = _turn(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
+    if state.activity is not None or not state.joined or state.inhibited:
+        return state
     if state.identity.node_rank > 0 or state.engine.tokenizer != "present":
-        return state, tuple(effects)
+        return state
     calls = settle(state.desired, state.engine, state.identity)
     if not calls:
-        return state, tuple(effects)
+        return state
     return _begin(state, None, calls, now_ms + state.settings.settle_ms, effects)
 
 
@@ -294,40 +314,49 @@ def _must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
     return launching and not _not_targeted(state, event) and now_ms < event.at_ms + event.ttl_ms
 
 
-def _turn(state: AgentState, event: CommandReceived, now_ms: int, effects: list[Effect]) -> Decided:
-    """Decide one command that is in order. It changes what is desired whatever the outcome."""
-    if _must_wait(state, event, now_ms):
-        return replace(state, queue=(event, *state.queue)), tuple(effects)
+def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
+    """Decide one command that is in order. It changes what is desired whatever the outcome. seq: the new position."""
     before = state.desired
-    targeted = not _not_targeted(state, event)
-    desired = intend(before, event.command, targeted, state.identity)
-    state = replace(state, desired=desired, inhibited=False)
+    desired = intend(before, event.command, not _not_targeted(state, event), state.identity)
     if now_ms >= event.at_ms + event.ttl_ms:
-        if state.identity.node_rank == 0 and state.engine.tokenizer == "unknown" and targeted:
-            return _answer(state, event, _not_ready(state), 7, effects)
-        late = isinstance(event.command, ProfileCommand)  # a session must not open in a step that nobody chose
-        return _answer(_concede(state, event) if late else state, event, Skipped(Reason.EXPIRED), 4, effects)
-    for row in GATE:
-        if row.when(state, event):
-            return _answer(state, event, row.then(state, event), row.number, effects)
+        return _expired(replace(state, seq=seq, desired=desired, inhibited=False), event, effects)
+    for number, when, then in GATE:
+        if when(state, event):
+            answer = Answer(epoch=event.origin, seq=event.seq, outcome=then(state, event), row=number)
+            effects.append(answer)
+            remembered = _remember(state.answers, answer)
+            return replace(state, seq=seq, desired=desired, inhibited=False, needs=0, answers=remembered)
+    state = replace(state, seq=seq, desired=desired, inhibited=False, needs=0)
     if state.activity is not None:
         return _answer(_concede(state, event), event, _busy(state), 10, effects)
-    if isinstance(event.command, UnknownCommand):
-        return _answer(state, event, _say_unknown(state, event), 9, effects)
     verdict = rule(event.command, before, desired, state.engine, state.identity)
-    if isinstance(verdict, Skipped):
-        return _answer(state, event, verdict, 10, effects)
-    if isinstance(verdict, Failed):
-        return _answer(_concede(state, event), event, verdict, 10, effects)
-    if not verdict:
+    if isinstance(verdict, tuple):
+        if verdict:
+            return _begin(state, event, verdict, event.at_ms + event.ttl_ms, effects)
         return _answer(state, event, _acted(state, event, ()), 10, effects)
-    return _begin(state, event, verdict, event.at_ms + event.ttl_ms, effects)
+    if isinstance(verdict, Failed):
+        state = _concede(state, event)
+    return _answer(state, event, verdict, 10, effects)
 
 
-def _answer(state: AgentState, event: CommandReceived, outcome: Outcome, row: int, effects: list[Effect]) -> Decided:
+def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
+    """Rows 4 and 7: the time is over. A session must not open in a step that nobody chose; the rest is settled late."""
+    launching = state.identity.node_rank == 0 and state.engine.tokenizer == "unknown"
+    if launching and not _not_targeted(state, event):
+        return _answer(state, event, _not_ready(state), 7, effects)
+    state = _concede(state, event) if isinstance(event.command, ProfileCommand) else state
+    return _answer(state, event, _EXPIRED, 4, effects)
+
+
+def _answer(state: AgentState, event: CommandReceived, outcome: Outcome, row: int, effects: Effects) -> AgentState:
     answer = Answer(epoch=event.origin, seq=event.seq, outcome=outcome, row=row)
     effects.append(answer)
-    return replace(state, answers=(*state.answers[1 - REMEMBERED :], answer)), tuple(effects)
+    return replace(state, answers=_remember(state.answers, answer))
+
+
+def _remember(answers: tuple[Answer, ...], answer: Answer) -> tuple[Answer, ...]:
+    """Trimmed by half at a time: cutting one off for each one added would copy more than it keeps."""
+    return (answers[-REMEMBERED:] if len(answers) >= 2 * REMEMBERED else answers) + (answer,)
 
 
 def _acted(state: AgentState, event: CommandReceived, made: tuple[str, ...]) -> Acted:
@@ -376,58 +405,54 @@ def _concede(state: AgentState, failed: CommandReceived | Call) -> AgentState:
 
 
 def _begin(
-    state: AgentState, cause: CommandReceived | None, calls: tuple[Call, ...], deadline_ms: int, effects: list[Effect]
-) -> Decided:
+    state: AgentState, cause: CommandReceived | None, calls: tuple[Call, ...], deadline_ms: int, effects: Effects
+) -> AgentState:
     call_id = state.calls_made + 1
     activity = Activity(cause=cause, calls=calls, call_id=call_id, deadline_ms=deadline_ms)
     effects.append(Perform(call_id=call_id, call=calls[0]))
-    return replace(state, activity=activity, calls_made=call_id), tuple(effects)
+    return replace(state, activity=activity, calls_made=call_id)
 
 
-def _returned(state: AgentState, event: EngineReturned) -> Decided:
+def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> AgentState:
     activity = state.activity
     if activity is None or activity.call_id != event.call_id:
-        return state, ()  # an answer to a call of an earlier life
+        return state  # an answer to a call of an earlier life
     call, result = activity.calls[0], event.result
     engine, failure = learn(state.engine, call, result, event.observation)
-    state = replace(state, engine=engine)
     if failure is not None:
-        return _failed(state, activity, failure, event.at_ms)
-    if isinstance(result, Returned):
-        activity = replace(
-            activity,
-            made=(*activity.made, name(call)),
-            auto_stopped=activity.auto_stopped or result.auto_stopped,
-            traces=activity.traces + result.traces,
-        )
+        return _failed(replace(state, engine=engine), activity, failure, event.at_ms, effects)
+    made = (*activity.made, name(call))
+    auto_stopped, traces = activity.auto_stopped, activity.traces
+    if isinstance(result, Returned) and (result.auto_stopped or result.traces):
+        auto_stopped, traces = auto_stopped or result.auto_stopped, traces + result.traces
     rest = activity.calls[1:]
     if rest and not activity.overdue:
         call_id = state.calls_made + 1
-        activity = replace(activity, calls=rest, call_id=call_id)
-        return replace(state, activity=activity, calls_made=call_id), (Perform(call_id=call_id, call=rest[0]),)
-    effects: list[Effect] = []
-    state = replace(state, activity=None)
-    if activity.cause is not None and not activity.overdue:
-        acted = _acted(state, activity.cause, activity.made)
-        acted = replace(acted, auto_stopped=activity.auto_stopped, traces=activity.traces)
-        state, given = _answer(state, activity.cause, acted, 10, effects)
+        activity = replace(activity, calls=rest, call_id=call_id, made=made, auto_stopped=auto_stopped, traces=traces)
+        effects.append(Perform(call_id=call_id, call=rest[0]))
+        return replace(state, engine=engine, activity=activity, calls_made=call_id)
+    state = replace(state, engine=engine, activity=None)
+    cause = activity.cause
+    if cause is not None and not activity.overdue:
+        acted = _acted(state, cause, made)
+        if auto_stopped or traces:
+            acted = replace(acted, auto_stopped=auto_stopped, traces=traces)
+        state = _answer(state, cause, acted, 10, effects)
     return _proceed(state, event.at_ms, effects)
 
 
-def _failed(state: AgentState, activity: Activity, failure: Failed, now_ms: int) -> Decided:
-    effects: list[Effect] = []
+def _failed(state: AgentState, activity: Activity, failure: Failed, now_ms: int, effects: Effects) -> AgentState:
     cause = activity.cause
     state = replace(_concede(state, cause or activity.calls[0]), activity=None)
     if cause is not None and not activity.overdue:
-        state, _ = _answer(state, cause, failure, 10, effects)
+        state = _answer(state, cause, failure, 10, effects)
     syncing = cause is not None and isinstance(cause.command, WeightSync)
     weights = isinstance(activity.calls[0], CheckSource | Load)
     return _proceed(replace(state, inhibited=not (syncing or weights)), now_ms, effects)
 
 
-def _tick(state: AgentState, event: Tick) -> Decided:
+def _tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
     activity = state.activity
-    effects: list[Effect] = []
     if activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
         if activity.cause is not None:
             late = Failed(
@@ -435,7 +460,7 @@ def _tick(state: AgentState, event: Tick) -> Decided:
                 f"{state.engine.name} has not answered {name(activity.calls[0])} by the deadline. The call is not "
                 "taken back; until it ends, nothing else is sent to this engine.",
             )
-            state, _ = _answer(_concede(state, activity.cause), activity.cause, late, 10, effects)
+            state = _answer(_concede(state, activity.cause), activity.cause, late, 10, effects)
         state = replace(state, activity=replace(activity, overdue=True))
     return _proceed(state, event.at_ms, effects)
 
@@ -443,17 +468,16 @@ def _tick(state: AgentState, event: Tick) -> Decided:
 # --- joining, losing the bus, starting again --------------------------------------------------------------------------
 
 
-def _snapshot(state: AgentState, event: SnapshotReceived) -> Decided:
+def _snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -> AgentState:
     newer = event.epoch > state.epoch
     if event.epoch < state.epoch or (event.seq < state.seq and not newer and state.joined):
-        return state, ()
-    effects: list[Effect] = []
+        return state
     for waiting in state.queue:  # the snapshot holds what they asked for
-        state, _ = _answer(state, waiting, Skipped(Reason.SUPERSEDED), 2, effects)
+        state = _answer(state, waiting, _SUPERSEDED, 2, effects)
     activity = state.activity
     if activity is not None:
         if activity.cause is not None and not activity.overdue:
-            state, _ = _answer(state, activity.cause, Skipped(Reason.SUPERSEDED), 2, effects)
+            state = _answer(state, activity.cause, _SUPERSEDED, 2, effects)
         activity = replace(activity, cause=None, calls=activity.calls[:1])
     state = replace(
         state,
@@ -471,41 +495,37 @@ def _snapshot(state: AgentState, event: SnapshotReceived) -> Decided:
     return _proceed(_advance(state), event.at_ms, effects)
 
 
-def _orphan(state: AgentState, event: LeaseExpired) -> Decided:
+def _orphan(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentState:
     """The trainer is gone: go on with what is committed, and ask for the desired state before obeying again."""
     if not state.joined:
-        return state, ()
+        return state
     state = replace(state, desired=orphaned(state.desired), astray=True, inhibited=False)
-    return _proceed(state, event.at_ms, [])
+    return _proceed(state, event.at_ms, effects)
 
 
-def _start(state: AgentState, event: Started) -> Decided:
+def _start(state: AgentState, event: Started) -> AgentState:
     """A new incarnation: what was received and not decided is forgotten, what was decided is not."""
-    return (
-        AgentState(
-            identity=event.identity,
-            incarnation=event.incarnation,
-            settings=event.settings,
-            epoch=state.epoch,
-            seq=state.seq,
-            engine=state.engine,
-            calls_made=state.calls_made,
-            answers=state.answers,
-            interrupted=state.activity or state.interrupted,
-        ),
-        (),
+    return AgentState(
+        identity=event.identity,
+        incarnation=event.incarnation,
+        settings=event.settings,
+        epoch=state.epoch,
+        seq=state.seq,
+        engine=state.engine,
+        calls_made=state.calls_made,
+        answers=state.answers,
+        interrupted=state.activity or state.interrupted,
     )
 
 
-def _observe(state: AgentState, event: EngineObserved) -> Decided:
+def _observe(state: AgentState, event: EngineObserved, effects: Effects) -> AgentState:
     """Correct the belief; after a restart, first settle the call that was cut off."""
     cut = state.interrupted
     if cut is None or event.observation.tokenizer == "unknown":
-        return _proceed(replace(state, engine=believe(state.engine, event.observation)), event.at_ms, [])
+        return _proceed(replace(state, engine=believe(state.engine, event.observation)), event.at_ms, effects)
     call = cut.calls[0]
     engine, done = interrupted(state.engine, call, event.observation)
     state = replace(state, engine=engine, interrupted=None)
-    effects: list[Effect] = []
     if cut.cause is not None and not cut.overdue:
         outcome: Outcome = Failed(
             ErrorKind.UNKNOWN,
@@ -513,5 +533,5 @@ def _observe(state: AgentState, event: EngineObserved) -> Decided:
         )
         if done and len(cut.calls) == 1:
             outcome = _acted(state, cut.cause, (*cut.made, name(call)))
-        state, _ = _answer(state, cut.cause, outcome, 10, effects)
+        state = _answer(state, cut.cause, outcome, 10, effects)
     return _proceed(state, event.at_ms, effects)

@@ -1,8 +1,10 @@
 """Row 10 of the decision table: what each command means on the one node that may act, given the engine's state."""
 
-from typing import assert_never
+from typing import Literal, assert_never
 
-from schemas.commands import EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from msgspec import Struct
+
+from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, refuse_profile
 from schemas.events import Abort, Call, Flush
 from schemas.identity import Identity, Operation, RolloutMode
@@ -12,7 +14,10 @@ from workers.rules.settle import EngineState, settle
 Verdict = tuple[Call, ...] | Skipped | Failed
 """Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
 
-_OPERATIONS: dict[str, Operation] = {
+_ABORT, _FLUSH = Abort(), Flush()
+
+_NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, WeightSync: Operation.LOAD}
+_NEEDED_FOR: dict[str, Operation] = {
     "pause": Operation.PAUSE,
     "resume": Operation.RESUME,
     "sleep": Operation.SLEEP,
@@ -22,21 +27,18 @@ _OPERATIONS: dict[str, Operation] = {
 }
 
 
-def required(command: ProfileCommand | WeightSync | EngineCommand | EpochStart | UnknownCommand) -> Operation | None:
-    """The operation that an engine must have for the command; None when it needs none of its own."""
-    match command:
-        case ProfileCommand():
-            return Operation.PROFILE
-        case WeightSync():
-            return Operation.LOAD
-        case EngineCommand():
-            return _OPERATIONS[command.operation]
-        case EpochStart() | UnknownCommand():
-            return None
+def required(command: Command | UnknownCommand) -> Operation | Literal["unknown"] | None:
+    """The operation that an engine must have for the command; None when it needs none of its own.
+
+    No engine has what an unknown command needs.
+    """
+    if isinstance(command, EngineCommand):
+        return _NEEDED_FOR[command.operation]
+    return "unknown" if isinstance(command, UnknownCommand) else _NEEDED.get(type(command))
 
 
 def rule(
-    command: ProfileCommand | WeightSync | EngineCommand | EpochStart,
+    command: Command | UnknownCommand,
     before: Desired,
     after: Desired,
     engine: EngineState,
@@ -44,13 +46,13 @@ def rule(
 ) -> Verdict:
     """What the primary does for `command`. before, after: what was desired until now, and from this command on."""
     match command:
-        case ProfileCommand():
-            return _profile(command, after, engine, identity)
-        case WeightSync():
-            return _weights(command, before, after, engine, identity)
         case EngineCommand():
             return _engine(command, before, after, engine, identity)
-        case EpochStart():
+        case WeightSync():
+            return _weights(command, before, after, engine, identity)
+        case ProfileCommand():
+            return _profile(command, after, engine, identity)
+        case EpochStart() | UnknownCommand():  # the latter never passes the gate
             return settle(after, engine, identity) or Skipped(Reason.ALREADY)
         case _:
             assert_never(command)
@@ -69,9 +71,7 @@ def _profile(command: ProfileCommand, after: Desired, engine: EngineState, ident
     return settle(after, engine, identity)
 
 
-def _weights(
-    command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity
-) -> Verdict:
+def _weights(command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
     if identity.mode is RolloutMode.COLOCATED:
         return Skipped(Reason.MODE_NEVER_SYNCS)
     if command.version <= before.version:
@@ -99,12 +99,12 @@ def _engine(
     command: EngineCommand, before: Desired, after: Desired, engine: EngineState, identity: Identity
 ) -> Verdict:
     if command.operation == "abort":
-        return (Abort(),)
+        return (_ABORT,)
     if command.operation == "flush":
         if "kv_cache" in engine.asleep:
             return Skipped(Reason.ALREADY)  # releasing the cache dropped it
         calls = settle(after, engine, identity)
-        return calls if any(isinstance(call, Flush) for call in calls) else (*calls, Flush())
+        return calls if _FLUSH in calls else (*calls, _FLUSH)
     if before.sync is not None:
         return Failed(
             ErrorKind.SYNC_IN_PROGRESS,

@@ -9,7 +9,7 @@ The transition that is missing on purpose: nothing leads out of quarantine. Only
 or a new start of the agent changes `desired` so that a load is wanted again.
 """
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -83,10 +83,19 @@ def may_serve(desired: Desired, engine: EngineState) -> bool:
 
 def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[Call, ...]:
     """The calls that bring the engine to `desired`, in the order in which they must be made."""
+    if (
+        engine.generating
+        and desired.generation == "running"
+        and desired.sync is None
+        and not (desired.asleep or desired.quarantined)
+        and desired.profile is None
+        and engine.session is None
+        and not (engine.torn or engine.stale_cache or engine.asleep)
+        and engine.version == desired.version
+    ):
+        return ()  # the usual case: it serves what is committed, and nothing else is wanted
     calls: list[Call] = []
-    closing = engine.session is not None and (
-        desired.profile is None or engine.session.step != desired.profile.step
-    )
+    closing = engine.session is not None and (desired.profile is None or engine.session.step != desired.profile.step)
     if closing and engine.session is not None:
         calls.append(StopProfile(engine.session, trace_directory(engine.session, identity)))
 
@@ -100,13 +109,13 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     if unchecked is not None and engine.checked != unchecked.version:
         calls.append(CheckSource(unchecked.source, unchecked.manifest, unchecked.version))
 
-    releasing = desired.asleep - engine.asleep
+    releasing = desired.asleep - engine.asleep if desired.asleep else desired.asleep
     serving = may_serve(desired, engine)
     pausing = engine.generating and (not serving or weights is not None or bool(releasing))
     mode = sync.in_flight if sync is not None else desired.pause_mode
     if pausing:
         calls.append(Pause(mode))
-    waking = engine.asleep - desired.asleep
+    waking = engine.asleep - desired.asleep if engine.asleep else engine.asleep
     if waking:
         calls.append(Wake(waking))
     if weights is not None:
@@ -218,29 +227,29 @@ def _after_fault(engine: EngineState, call: Call, fault: Fault) -> EngineState:
 
 def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineState:
     match call:
-        case Abort():
-            return engine
-        case CheckSource():
-            return replace(engine, checked=call.version)
+        case Flush():
+            return replace(engine, stale_cache=False) if engine.stale_cache else engine
         case Pause():
             return replace(engine, generating=False, kept=call.mode == "keep")
         case Resume():
             return replace(engine, generating=True, kept=False)
+        case CheckSource():
+            return replace(engine, checked=call.version)
+        case Load():
+            return replace(engine, version=call.version, digest=result.digest, torn=False, stale_cache=True, checked=0)
+        case StartProfile():
+            return replace(engine, session=call.session)
+        case StopProfile():
+            return replace(engine, session=None)
         case Sleep():
             stale = engine.stale_cache and "kv_cache" not in call.tags
             return replace(engine, asleep=engine.asleep | call.tags, stale_cache=stale)
         case Wake():
             return replace(engine, asleep=engine.asleep - call.tags)
-        case Load():
-            return replace(
-                engine, version=call.version, digest=result.digest, torn=False, stale_cache=True, checked=0
-            )
-        case Flush():
-            return replace(engine, stale_cache=False)
-        case StartProfile():
-            return replace(engine, session=call.session)
-        case StopProfile():
-            return replace(engine, session=None)
+        case Abort():
+            return engine
+        case _:
+            assert_never(call)
 
 
 def contradiction(call: Call, result: Returned, seen: Observation) -> Failed | None:
