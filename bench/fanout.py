@@ -1,0 +1,163 @@
+"""One command to N agents and N outcomes back: ours beside bare pyzmq, HTTP and Ray, in one run.
+
+    python -m bench.fanout [--agents 1,8,32,64,256] [--rounds 200] [--systems ...] [--out FILE]
+
+Ours publishes, records, decides on every agent, journals, answers, concludes and reports; `rolloutctl` is that with
+engines which act on every command, `rolloutctl-skip` with agents that decide to skip it (node rank 1 and up). The
+peers only exchange. Agents of all systems but Ray live in two processes. Read ratios, not microseconds.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import anyio
+
+from bench import peers
+from bench.processes import Worker, spawn
+from schemas.commands import EngineCommand
+from schemas.events import Call, Observation, Returned
+from schemas.identity import Identity, Operation
+
+RAY_MOST = 32
+"""Ray actors are processes; more of them than this measure the machine's memory."""
+
+
+class NullEngine:
+    """An engine that has every operation and does nothing: what is measured is the way to it and back."""
+
+    def __init__(self, tokenizer: bool) -> None:
+        self._observation = Observation(
+            engine="null",
+            tokenizer="present" if tokenizer else "absent",
+            operations=frozenset(Operation),
+            generating=True,
+            asleep=frozenset(),
+            profiling=False,
+            version=0,
+        )
+
+    async def open(self) -> None:
+        """Nothing to attach to."""
+
+    async def observe(self) -> Observation:
+        """Always the same."""
+        return self._observation
+
+    async def perform(self, call: Call) -> Returned:
+        """Done."""
+        return Returned()
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def our_agents(first: int, count: int, bus: str, nodes: str) -> None:
+    """`count` agents in this process, on one loop."""
+    from workers.agent import Agent
+
+    async def one(number: int, state: Path) -> None:
+        rank = 0 if nodes == "1" else 1
+        identity = Identity(replica=number, node_rank=rank, nnodes=int(nodes))
+        async with Agent(bus=bus, identity=identity, engine=NullEngine(rank == 0), state_dir=state) as agent:
+            await agent.run()
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as state:
+            async with anyio.create_task_group() as group:
+                for number in range(first, first + count):
+                    group.start_soon(one, number, Path(state) / str(number))
+
+    anyio.run(main, backend_options={"use_uvloop": True})
+
+
+def ours(nodes: int) -> Callable[[int], AbstractContextManager[Worker]]:
+    """Our exchange, with every agent on node rank 0 of a replica of one node, or on node rank 1 of one of two."""
+
+    @contextmanager
+    def exchange_with(agents: int) -> Iterator[Worker]:
+        from controlplane import ControlPlane
+
+        with tempfile.TemporaryDirectory() as folder:
+            log = str(Path(folder) / "run.db")
+            with ControlPlane.blocking("tcp://127.0.0.1:0", log=log) as plane:
+                command = EngineCommand(operation="flush")
+
+                def exchange() -> None:
+                    report = plane.send(command)
+                    assert len(report.acted) + len(report.skipped) == agents, report
+
+                with spawn("rolloutctl", agents, plane.address, str(nodes)):
+                    plane.wait_for_agents(agents, timeout=120)
+                    yield exchange
+
+    return exchange_with
+
+
+SYSTEMS: dict[str, Callable[[int], AbstractContextManager[Worker]]] = {
+    "rolloutctl": ours(1),
+    "rolloutctl-skip": ours(2),
+    "pyzmq": peers.pyzmq_exchange,
+    "http": peers.http_exchange,
+    "ray": peers.ray_exchange,
+}
+
+
+def measure(system: str, agents: int, rounds: int) -> dict[str, object]:
+    """One row: the median and the 99th percentile of `rounds` exchanges, in µs."""
+    with SYSTEMS[system](agents) as exchange:
+        for _ in range(max(5, rounds // 10)):
+            exchange()
+        took = []
+        for _ in range(rounds):
+            start = time.perf_counter_ns()
+            exchange()
+            took.append((time.perf_counter_ns() - start) / 1000)
+    cuts = statistics.quantiles(took, n=100)
+    return {"system": system, "agents": agents, "p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """The rows with each system's median as a multiple of bare pyzmq's, as text."""
+    bare = {row["agents"]: row["p50_us"] for row in rows if row["system"] == "pyzmq"}
+    lines = [f"{'agents':>6}  {'system':<16} {'p50 µs':>10} {'p99 µs':>10}  {'x pyzmq':>8}"]
+    for row in rows:
+        floor = bare.get(row["agents"])
+        ratio = f"{float(str(row['p50_us'])) / float(str(floor)):.2f}" if floor else "-"
+        lines.append(f"{row['agents']:>6}  {row['system']:<16} {row['p50_us']:>10} {row['p99_us']:>10}  {ratio:>8}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    if len(sys.argv) > 2 and sys.argv[1] == "--serve":
+        serve = {"rolloutctl": our_agents, "pyzmq": peers.pyzmq_agents, "http": peers.http_agents}[sys.argv[2]]
+        serve(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", default="1,8,32,64,256")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for agents in (int(one) for one in options.agents.split(",")):
+        for system in options.systems.split(","):
+            if system == "ray" and agents > RAY_MOST:
+                continue
+            rounds = options.rounds if agents <= 64 else max(20, options.rounds // 4)
+            rows.append(measure(system, agents, rounds))
+            print(table(rows[-1:]).splitlines()[1], flush=True)  # noqa: T201
+    print("\n" + table(rows))  # noqa: T201
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
