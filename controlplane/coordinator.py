@@ -6,7 +6,8 @@ Rules
 2. A decision is in the log before its effects are performed, so a command is recorded before it is published.
 3. Every command ends. It is open for the agents that were in the fleet when it was issued, and each of them concludes
    it: by its answer, or as `missing` when time is up, when it is lost, or when another incarnation takes its place.
-4. What is desired of a replica is the fold of the run's commands (`schemas.desired.intend`), never of its answers.
+4. What is desired of a replica is the fold of the run's commands (`schemas.desired.intend`), not of its answers. One
+   exception: a profile session that failed to open is not desired any more, so that nobody opens it late.
 
 Theory of operation. Commands get seq 1, 2, 3 … of one total order that goes on through restarts; the first command
 of a life is `EpochStart`. Agents say hello (a place in the fleet), join (from then on they hear everything) and are
@@ -14,22 +15,22 @@ lost. A stranger is never met with silence: it is told to say hello. An agent th
 a snapshot when they are too old. A command that stays unanswered is repeated, ever more rarely, to those who are
 late: the agents' machine makes a repetition harmless.
 
-The transition that is missing on purpose: nothing makes a lost agent live again but a new hello and join, after which
-it gets a snapshot. Silence proves nothing about what happened in between.
+The transition that is missing on purpose: nothing takes a conclusion back. An answer that comes after its agent was
+given up as missing changes nothing; what the agent did is in its own decisions, and in the state that it reports.
 """
 
 from typing import assert_never
 
-from msgspec import Raw, Struct
+from msgspec import Raw
 from msgspec.structs import replace
 
+from controlplane import fleet
 from controlplane.events import (
     AnswersReceived,
     Closed,
     Conclude,
     CoordinatorEffect,
     CoordinatorEvent,
-    CoordinatorSettings,
     HelloReceived,
     Issued,
     JoinReceived,
@@ -37,99 +38,41 @@ from controlplane.events import (
     Opened,
     PeerAnswer,
     PeerLost,
-    Probe,
     Publish,
     Refuse,
-    Send,
     StatusReceived,
     SyncReport,
     SyncRequested,
     TimeCame,
 )
+from controlplane.fleet import PAGE, CoordinatorState, Effects, Member, Open, Why
 from controlplane.weights import Sync, first_phase, next_phase
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired, intend
-from schemas.identity import Count, Identity, Positive, RolloutMode
-from schemas.outcomes import Failed, Missing
+from schemas.identity import Identity
+from schemas.outcomes import Failed
 from schemas.wire import (
     MAX_COMMAND_BYTES,
     AgentLine,
     AgentOutcome,
-    Downward,
     Envelope,
     FleetStatus,
-    Hello,
     Record,
     Rejoin,
     Replay,
     Report,
-    Snapshot,
-    Status,
-    Welcome,
     encode,
 )
 
 LOGIC = 1
 """Version of the decisions below; recorded in every log. A change of behaviour is a new number."""
 
-PAGE = 64
-"""Records in one page of replay, at most."""
-PAGE_BYTES = 192 * 1024
-"""Bytes of commands in one page, at most."""
 EPOCH_START_TIMEOUT_MS = 60_000
-STRANGER = Identity(replica=0, node_rank=0)
+STRANGER = Identity(replica=2**31 - 1, node_rank=0)
+"""Stands for a replica that was never seen: no quarantine and no set of ranks names it."""
 
+__all__ = ["LOGIC", "CoordinatorState", "decide", "describe", "fleet_status", "next_deadline"]
 
-class Member(Struct, frozen=True, kw_only=True):
-    """One agent that said hello. life: joining until it hears the commands, then live, then gone or left.
-
-    fresh: an incarnation that has not joined yet; a reconnect of a living process is not fresh.
-    """
-
-    peer: str
-    hello: Hello
-    life: str
-    fresh: bool
-    seq: Count = 0
-    status: Status | None = None
-
-
-class Open(Struct, frozen=True, kw_only=True):
-    """A command that is not concluded. waiting: agents that owe an answer.   nudge_us: when to repeat it next."""
-
-    record: Record
-    command: Command
-    ticket: Positive | None
-    issued_us: int
-    deadline_us: int
-    nudge_us: int
-    nudges: Count = 0
-    waiting: frozenset[str]
-    outcomes: tuple[AgentOutcome, ...] = ()
-
-
-class CoordinatorState(Struct, frozen=True, kw_only=True):
-    """Everything the bus knows.
-
-    ring: newest commands, with the moment at which their time is over.   desired: per replica that was ever seen;
-    `blank` is what a replica that was never seen is to be.   contested: since when a place is claimed by a second
-    incarnation.
-    """
-
-    run: str = ""
-    epoch: Count = 0
-    seq: Count = 0
-    settings: CoordinatorSettings | None = None
-    members: dict[str, Member] = {}
-    open: tuple[Open, ...] = ()
-    ring: tuple[tuple[Record, int], ...] = ()
-    desired: dict[int, Desired] = {}
-    blank: Desired = Desired()
-    sync: Sync | None = None
-    contested: dict[str, int] = {}
-
-
-Effects = list[CoordinatorEffect]
 Decided = tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]
 
 
@@ -140,19 +83,19 @@ def decide(state: CoordinatorState, event: CoordinatorEvent) -> Decided:
         case AnswersReceived():
             state = _answers(state, event, effects)
         case StatusReceived():
-            state = _status(state, event, effects)
+            state = fleet.status(state, event, effects)
         case Issued():
             state = _issue(state, event, effects)
         case SyncRequested():
             state = _sync(state, event, effects)
         case NeedReceived():
-            state = _need(state, event, effects)
+            state = fleet.need(state, event, effects)
         case HelloReceived():
-            state = _hello(state, event, effects)
+            state = _conclude(fleet.hello(state, event, effects), event.at_us, effects)
         case JoinReceived():
-            state = _join(state, event, effects)
+            state = fleet.join(state, event, effects)
         case PeerLost():
-            state = _lost(state, event, effects)
+            state = _conclude(fleet.lost(state, event, effects), event.at_us, effects)
         case TimeCame():
             state = _time(state, event, effects)
         case Opened():
@@ -360,9 +303,9 @@ def _identity(state: CoordinatorState, replica: int) -> Identity:
 def _answers(state: CoordinatorState, event: AnswersReceived, effects: Effects) -> CoordinatorState:
     by_seq: dict[int, dict[str, PeerAnswer]] = {}
     for answer in event.answers:
-        name = _member_at(state, answer.peer)
+        name = fleet.member_at(state, answer.peer)
         if name is None:
-            _send(state, answer.peer, Rejoin(why="the bus does not know you: say hello"), effects)
+            fleet.send(state, answer.peer, Rejoin(why="the bus does not know you: say hello"), effects)
         else:
             by_seq.setdefault(answer.seq, {}).setdefault(name, answer)
     still = []
@@ -393,19 +336,8 @@ def _disappointed(state: CoordinatorState, one: Open, arrived: tuple[AgentOutcom
     return replace(state, desired=desired)
 
 
-def _missing_all(state: CoordinatorState, why: str) -> CoordinatorState:
-    return replace(state, open=tuple(_missing(one, one.waiting, why, one.deadline_us) for one in state.open))
-
-
-def _missing(one: Open, agents: frozenset[str], why: str, at_us: int) -> Open:
-    lost = one.waiting & agents
-    if not lost:
-        return one
-    lines = tuple(
-        AgentOutcome(agent=name, conclusion=Missing(why), latency_us=max(0, at_us - one.issued_us))  # type: ignore[arg-type]
-        for name in sorted(lost)
-    )
-    return replace(one, waiting=one.waiting - lost, outcomes=one.outcomes + lines)
+def _missing_all(state: CoordinatorState, why: Why) -> CoordinatorState:
+    return replace(state, open=tuple(fleet.missing(one, one.waiting, why, one.deadline_us) for one in state.open))
 
 
 def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> CoordinatorState:
@@ -436,7 +368,7 @@ def _time(state: CoordinatorState, event: TimeCame, effects: Effects) -> Coordin
     still = []
     for one in state.open:
         if event.at_us >= one.deadline_us:
-            one = _missing(one, one.waiting, "deadline", event.at_us)
+            one = fleet.missing(one, one.waiting, "deadline", event.at_us)
         elif event.at_us >= one.nudge_us:
             one = _nudge(state, one, event.at_us, effects)
         still.append(one)
@@ -448,144 +380,6 @@ def _nudge(state: CoordinatorState, one: Open, at_us: int, effects: Effects) -> 
     left_ms = max(0, one.issued_us + one.record.envelope.ttl_ms * 1000 - at_us) // 1000
     record = replace(one.record, envelope=replace(one.record.envelope, ttl_ms=left_ms))
     for name in sorted(one.waiting)[:PAGE]:
-        _send(state, state.members[name].peer, Replay(records=(record,)), effects)
+        fleet.send(state, state.members[name].peer, Replay(records=(record,)), effects)
     pause_us = (one.nudge_us - one.issued_us) * 2
     return replace(one, nudges=one.nudges + 1, nudge_us=max(at_us + 1000, one.issued_us + pause_us))
-
-
-# --- membership -------------------------------------------------------------------------------------------------------
-
-
-def _hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> CoordinatorState:
-    hello = event.hello
-    name = hello.identity.agent
-    holder = state.members.get(name)
-    settings = state.settings
-    if settings is None:
-        return state
-    if holder is not None and holder.hello.incarnation != hello.incarnation and holder.life in ("joining", "live"):
-        return _contest(state, event, holder, settings, effects)
-    same = holder is not None and holder.hello.incarnation == hello.incarnation
-    member = Member(peer=event.peer, hello=hello, life="joining", fresh=not same)
-    welcome = Welcome(
-        run=state.run,
-        events_port=settings.events_port,
-        heartbeat_ms=settings.heartbeat_ms,
-        lease_ms=settings.lease_ms,
-        recorded=event.recorded,
-    )
-    _send(state, event.peer, welcome, effects)
-    contested = {place: since for place, since in state.contested.items() if place != name}
-    state = replace(state, members={**state.members, name: member}, contested=contested)
-    if same:
-        return state  # the same process again: what it owes, it still owes
-    still = tuple(_missing(one, frozenset({name}), "restarted", event.at_us) for one in state.open)
-    return _conclude(replace(state, open=still), event.at_us, effects)
-
-
-def _contest(
-    state: CoordinatorState, event: HelloReceived, holder: Member, settings: CoordinatorSettings, effects: Effects
-) -> CoordinatorState:
-    """Two incarnations claim one place. A holder that is dead is found out by a probe or by its silence; while it may
-    live, the newcomer waits, and when it had time enough to fall silent and did not, the newcomer is turned away.
-    """
-    name = event.hello.identity.agent
-    since = state.contested.get(name, event.at_us)
-    final = event.at_us - since > (settings.gone_ms + settings.heartbeat_ms) * 1000
-    why = (
-        f"agent {name} is held by incarnation {holder.hello.incarnation} on {holder.hello.host}, "
-        f"pid {holder.hello.pid}. Two agents can't have one replica and node rank: stop the other, or start this one "
-        "with a place of its own"
-    )
-    effects.append(Probe(peer=holder.peer))
-    _send(state, event.peer, Rejoin(why=why, final=final), effects)
-    return replace(state, contested={**state.contested, name: since})
-
-
-def _join(state: CoordinatorState, event: JoinReceived, effects: Effects) -> CoordinatorState:
-    name = _member_at(state, event.peer)
-    if name is None:
-        _send(state, event.peer, Rejoin(why="the bus does not know you: say hello"), effects)
-        return state
-    member = state.members[name]
-    identity = member.hello.identity
-    desired = state.desired.get(identity.replica, _for_mode(state.blank, identity))
-    if member.fresh and identity.node_rank == 0:
-        desired = _anew(desired, state.blank, identity)
-        if state.sync is not None:
-            state = replace(state, sync=replace(state.sync, anew=state.sync.anew | {identity.replica}))
-    _send(state, event.peer, Snapshot(desired=desired), effects)
-    return replace(
-        state,
-        members={**state.members, name: replace(member, life="live", fresh=False)},
-        desired={**state.desired, identity.replica: desired},
-    )
-
-
-def _anew(desired: Desired, blank: Desired, identity: Identity) -> Desired:
-    """A new start leads out of quarantine: the agent loads what is committed before its engine may serve."""
-    if desired.quarantined == 0:
-        return desired
-    sync = None if identity.mode is RolloutMode.COLOCATED else blank.sync
-    return replace(desired, quarantined=0, sync=sync)
-
-
-def _for_mode(blank: Desired, identity: Identity) -> Desired:
-    if identity.mode is RolloutMode.COLOCATED:
-        return replace(blank, committed=None, sync=None)
-    return blank
-
-
-def _status(state: CoordinatorState, event: StatusReceived, effects: Effects) -> CoordinatorState:
-    name = _member_at(state, event.peer)
-    if name is None:
-        _send(state, event.peer, Rejoin(why="the bus does not know you: say hello"), effects)
-        return state
-    member = replace(state.members[name], seq=event.seq, status=event.status)
-    return replace(state, members={**state.members, name: member})
-
-
-def _lost(state: CoordinatorState, event: PeerLost, effects: Effects) -> CoordinatorState:
-    name = _member_at(state, event.peer)
-    if name is None:
-        return state
-    life = "left" if event.why == "left" else "gone"
-    members = {**state.members, name: replace(state.members[name], life=life)}
-    still = tuple(_missing(one, frozenset({name}), "gone", event.at_us) for one in state.open)
-    return _conclude(replace(state, members=members, open=still), event.at_us, effects)
-
-
-def _member_at(state: CoordinatorState, peer: str) -> str | None:
-    """The name under which the peer is a member now. Routing ids begin with the agent's name; the rest must match."""
-    name = peer.partition("/")[0]
-    member = state.members.get(name)
-    return name if member is not None and member.peer == peer and member.life in ("joining", "live") else None
-
-
-# --- replay -----------------------------------------------------------------------------------------------------------
-
-
-def _need(state: CoordinatorState, event: NeedReceived, effects: Effects) -> CoordinatorState:
-    """A page of what is missing, or a snapshot when the ring does not reach back that far."""
-    name = _member_at(state, event.peer)
-    if name is None:
-        _send(state, event.peer, Rejoin(why="the bus does not know you: say hello"), effects)
-        return state
-    if not state.ring or event.first < state.ring[0][0].seq:
-        return _join(state, JoinReceived(at_us=event.at_us, peer=event.peer), effects)
-    page: list[Record] = []
-    size = 0
-    start = event.first - state.ring[0][0].seq
-    for record, over_us in state.ring[start : start + min(event.credit, PAGE)]:
-        size += len(encode(record))
-        if page and size > PAGE_BYTES:
-            break
-        left_ms = max(0, over_us - event.at_us) // 1000
-        page.append(replace(record, envelope=replace(record.envelope, ttl_ms=left_ms)))
-    if page:
-        _send(state, event.peer, Replay(records=tuple(page)), effects)
-    return state
-
-
-def _send(state: CoordinatorState, peer: str, message: Downward, effects: Effects) -> None:
-    effects.append(Send(peer=peer, epoch=max(1, state.epoch), seq=state.seq, message=message))
