@@ -174,9 +174,10 @@ async def test_the_newest_welcome_comes_first_and_no_publication_after_it_is_mis
 
         for _ in range(20):
             scope = anyio.CancelScope()
-            async with anyio.create_task_group() as group, agent_subscriber(
-                context, publisher.address, [b"e1", b"h1"]
-            ) as subscriber:
+            async with (
+                anyio.create_task_group() as group,
+                agent_subscriber(context, publisher.address, [b"e1", b"h1"]) as subscriber,
+            ):
                 group.start_soon(publish_without_pause, scope)
                 (welcome,) = await subscriber.recv()
                 assert welcome[:2] == b"h1"
@@ -457,7 +458,9 @@ def test_local_addresses_bind_and_tell_where(context: Context, tmp_path: Path, a
     router.close(0)
 
 
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://192.0.2.1:5000", "tcp://lo:0"])
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://192.0.2.1:5000", "tcp://lo:0"]
+)
 @pytest.mark.parametrize("constructor", [bus_publisher, bus_router])
 def test_an_address_that_others_reach_is_refused_with_what_to_do(
     context: Context, constructor: Callable[[Context, str], EdgeSocket], address: str

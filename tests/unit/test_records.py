@@ -1,0 +1,500 @@
+"""The record file: what was recorded stays readable, and damage is never read as data."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from schemas import records
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
+from schemas.records import (
+    Record,
+    RecordFile,
+    RecordReader,
+    filesystem_at,
+    is_network,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = {"run": "01J", "logic": "1"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "log.sqlite"
+
+
+def record(position: int) -> Record:
+    """The record that the tests put at a position: of two kinds and several sizes."""
+    return Record(
+        position=position,
+        at_ns=1_000 + position,
+        kind="issued" if position % 3 else "outcome",
+        agent="" if position % 2 else f"{position % 5}.0",
+        body=position.to_bytes(4, "big") * (1 + position % 40),
+    )
+
+
+def fill(file: RecordFile, upto: int, group: int = 10) -> None:
+    while file.last_position < upto:
+        for position in range(file.last_position + 1, min(file.last_position + group, upto) + 1):
+            one = record(position)
+            assert file.append(one.kind, one.agent, one.at_ns, one.body) == position
+        file.commit()
+
+
+def made(path: Path, upto: int) -> Path:
+    with RecordFile.open(path, HEADER) as file:
+        fill(file, upto)
+    return path
+
+
+def all_of(path: Path) -> list[Record]:
+    with RecordReader.open(path) as reader:
+        return list(reader.records())
+
+
+def process(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A Python process that has our modules and prints its progress line by line."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.communicate()
+
+
+# Writing and reading
+
+
+def test_what_was_committed_is_read_back_in_order_and_whole(path: Path) -> None:
+    with RecordFile.open(path, HEADER) as file:
+        assert (file.first_position, file.last_position) == (1, 0)
+        assert list(file.records()) == []
+        fill(file, 1000)
+        assert (file.first_position, file.last_position) == (1, 1000)
+        assert list(file.records()) == [record(position) for position in range(1, 1001)]
+        assert file.verify() == ()
+        assert file.header == HEADER
+    assert all_of(path) == [record(position) for position in range(1, 1001)]
+
+
+def test_nothing_is_in_the_file_before_its_group_is_committed(path: Path) -> None:
+    with RecordFile.open(path) as file:
+        assert [file.append("k", "", 1, b"x") for _ in range(3)] == [1, 2, 3]
+        assert (file.pending, file.last_position) == (3, 0)
+        assert all_of(path) == []
+        assert file.commit() == 3
+        assert (file.pending, file.last_position) == (0, 3)
+        assert len(all_of(path)) == 3
+        assert file.commit() == 3
+
+
+def test_reopening_goes_on_where_the_file_ends_and_keeps_its_header(path: Path) -> None:
+    made(path, 25)
+    with RecordFile.open(path, {"run": "another"}) as file:
+        assert file.header == HEADER
+        fill(file, 40)
+    assert all_of(path) == [record(position) for position in range(1, 41)]
+
+
+def test_closing_commits_what_is_buffered_and_leaves_one_file(path: Path) -> None:
+    with RecordFile.open(path) as file:
+        file.append("k", "", 1, b"x")
+    file.close()
+    assert len(all_of(path)) == 1
+    assert sorted(near.name for near in path.parent.iterdir()) == [path.name, path.name + ".lock"]
+
+
+def test_a_reader_may_start_anywhere_and_choose_kinds(path: Path) -> None:
+    made(path, 600)
+    with RecordReader.open(path) as reader:
+        assert [one.position for one in reader.records(start=598)] == [598, 599, 600]
+        assert [one.position for one in reader.records(start=590, kinds={"outcome"})] == [591, 594, 597, 600]
+        assert list(reader.records(start=601)) == list(reader.records(kinds=())) == []
+
+
+def test_a_reader_sees_what_is_committed_while_it_reads(path: Path) -> None:
+    with RecordFile.open(path) as file, RecordReader.open(path) as reader:
+        fill(file, 10)
+        found = reader.records()
+        assert next(found).position == 1
+        fill(file, 700)
+        assert [one.position for one in found] == list(range(2, 701))
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            reader._connection.execute("DELETE FROM records")
+
+
+def test_folder_and_files_are_for_their_owner_only(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with RecordFile.open(path) as file:
+            fill(file, 10)
+            modes = {near.name: near.stat().st_mode & 0o777 for near in path.parent.iterdir()}
+    finally:
+        os.umask(before)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert set(modes) == {path.name + end for end in ("", "-wal", "-shm", ".lock")}
+    assert set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize(("durability", "synchronous"), [("disk", 2), ("os", 1)])
+def test_durability_decides_when_sqlite_flushes(path: Path, durability: records.Durability, synchronous: int) -> None:
+    with RecordFile.open(path, durability=durability) as file:
+        assert file._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+        assert file.journal_mode == "wal"
+
+
+def test_a_value_that_would_spoil_its_group_is_refused_at_once(path: Path) -> None:
+    with RecordFile.open(path) as file:
+        for at_ns in (-1, 1 << 63):
+            with pytest.raises(ValueError, match="nanoseconds"):
+                file.append("k", "", at_ns, b"")
+        with pytest.raises(TypeError):
+            file.append("k", "", 1, "text")  # type: ignore[arg-type]
+        with pytest.raises(UnicodeEncodeError):
+            file.append("\ud800", "", 1, b"")
+        assert file.append("k", "", (1 << 63) - 1, b"") == 1
+
+
+def test_a_header_may_not_use_the_names_of_the_file(path: Path) -> None:
+    with pytest.raises(ConfigError, match="'format'"):
+        RecordFile.open(path, {"format": "9"})
+    assert not path.exists()
+
+
+def test_records_appended_during_a_commit_in_another_thread_all_arrive(path: Path) -> None:
+    with RecordFile.open(path, durability="os") as file:
+        stop = threading.Event()
+
+        def commit() -> None:
+            while not stop.is_set():
+                file.commit()
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        for position in range(1, 5001):
+            one = record(position)
+            file.append(one.kind, one.agent, one.at_ns, one.body)
+        stop.set()
+        thread.join()
+    assert all_of(path) == [record(position) for position in range(1, 5001)]
+
+
+# Dropping old records
+
+
+def test_dropped_records_leave_their_space_and_positions_go_on(path: Path) -> None:
+    with RecordFile.open(path, HEADER) as file:
+        fill(file, 500)
+        size = path.stat().st_size
+        for _ in range(20):
+            file.truncate_before(file.last_position - 99)
+            assert file.first_position == file.last_position - 99
+            fill(file, file.last_position + 200)
+        assert [one.position for one in file.records()] == list(range(4301 - 100, 4501))
+        file.truncate_before(4501)
+        assert (file.first_position, file.last_position, list(file.records())) == (4501, 4500, [])
+        file.truncate_before(1)
+        assert file.verify() == ()
+        with pytest.raises(ValueError, match="last one committed is 4500"):
+            file.truncate_before(4502)
+    assert path.stat().st_size <= 2 * max(size, 65536)
+    with RecordFile.open(path) as file:
+        assert file.append("k", "", 1, b"") == 4501
+
+
+def test_a_reader_goes_on_after_records_that_are_dropped_under_it(path: Path) -> None:
+    with RecordFile.open(path) as file, RecordReader.open(path) as reader:
+        fill(file, 1000)
+        found = reader.records()
+        assert next(found).position == 1
+        file.truncate_before(900)
+        positions = [one.position for one in found]
+        assert positions == [*range(2, records.PAGE_RECORDS + 1), *range(900, 1001)]
+        found = reader.records()
+        next(found)
+        file.truncate_before(1001)
+        assert [one.position for one in found] == list(range(901, 1001))
+
+
+# One writer
+
+
+def test_a_second_writer_is_refused_by_name_and_let_in_after_the_first(path: Path) -> None:
+    with RecordFile.open(path) as file:
+        with pytest.raises(LogLocked, match="another process writes this file") as caught:
+            RecordFile.open(path)
+        assert str(path) in str(caught.value)
+        fill(file, 5)
+    with RecordFile.open(path) as file:
+        assert file.last_position == 5
+
+
+def test_a_failed_opening_gives_its_lock_back(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"no database, but long enough to be looked at as one" * 100)
+    for _ in range(2):
+        with pytest.raises(LogCorrupt):
+            RecordFile.open(path)
+
+
+def test_a_fork_that_outlives_its_writer_does_not_keep_the_lock(path: Path) -> None:
+    child = process(
+        """
+        import os, sys
+        from schemas.records import RecordFile
+        file = RecordFile.open(sys.argv[1])
+        if os.fork() == 0:
+            print("forked", flush=True)
+        sys.stdin.read()
+        """,
+        path,
+    )
+    assert line(child) == "forked"
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+    with RecordFile.open(path) as file:
+        file.append("k", "", 1, b"")
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.close()
+    assert child.stdout.read() == ""
+    child.stdout.close()
+    child.returncode = 0
+
+
+def test_a_fork_may_not_write_and_leaves_the_file_alone(path: Path) -> None:
+    reader, writer = os.pipe()
+    with RecordFile.open(path) as file:
+        fill(file, 5)
+        if (child := os.fork()) == 0:
+            text = "no error"
+            try:
+                file.append("k", "", 1, b"")
+                file.commit()
+            except LogError as error:
+                text = str(error)
+                file.close()
+            finally:
+                os.write(writer, text.encode())
+                os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        with open(reader, "rb") as pipe:
+            assert b"used in its fork" in pipe.read()
+        with pytest.raises(LogLocked):
+            RecordFile.open(path)
+        fill(file, 9)
+    assert len(all_of(path)) == 9
+
+
+# Cut off in the middle
+
+
+@pytest.mark.parametrize("journal", ["wal", "truncate"])
+def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal: str) -> None:
+    code = """
+        import sys
+        from schemas import records
+        if sys.argv[2] == "truncate":
+            records.is_network = lambda filesystem: True
+        file = records.RecordFile.open(sys.argv[1], durability="os")
+        assert file.journal_mode == sys.argv[2]
+        while True:
+            for _ in range(50):
+                file.append("k", "", 1, b"x" * 300)
+            print(file.commit(), flush=True)
+        """
+    committed = 0
+    for life in range(3):
+        child = process(code, path, journal)
+        for _ in range(20 + life):
+            committed = int(line(child))
+        end(child)
+        found = all_of(path)
+        assert len(found) >= committed and len(found) % 50 == 0
+        assert [one.position for one in found] == list(range(1, len(found) + 1))
+    with RecordFile.open(path) as file:
+        assert file.append("k", "", 1, b"") == len(found) + 1
+
+
+def test_a_reader_undoes_a_commit_that_was_cut_off(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "is_network", lambda filesystem: True)
+    copy = tmp_path / "copy"
+    with RecordFile.open(path) as file:
+        fill(file, 300)
+        # A cache of one page makes SQLite write into the file in the middle of the transaction.
+        file._connection.execute("PRAGMA cache_size = 1")
+        file._connection.execute("BEGIN IMMEDIATE")
+        file._connection.execute("UPDATE records SET body = zeroblob(500)")
+        shutil.copy(path, copy)
+        shutil.copy(f"{path}-journal", f"{copy}-journal")
+        file._connection.execute("ROLLBACK")
+    assert copy.read_bytes() != path.read_bytes()
+    assert all_of(copy) == [record(position) for position in range(1, 301)]
+
+
+# No space
+
+
+def test_a_full_disk_keeps_the_group_and_what_was_recorded(path: Path) -> None:
+    with RecordFile.open(path, HEADER) as file:
+        fill(file, 100)
+        (pages,) = file._connection.execute("PRAGMA page_count").fetchone()
+        file._connection.execute(f"PRAGMA max_page_count = {pages}")
+        for _ in range(20):
+            file.append("k", "", 1, bytes(4000))
+        for _ in range(2):
+            with pytest.raises(LogFull, match="no space left for record 101. Records up to 100 are readable") as caught:
+                file.commit()
+            assert str(path) in str(caught.value)
+            assert (file.pending, file.last_position, len(all_of(path))) == (20, 100, 100)
+        file.append("k", "", 1, b"later")
+        file._connection.execute("PRAGMA max_page_count = 100000")
+        assert file.commit() == 121
+    assert [one.position for one in all_of(path)] == list(range(1, 122))
+
+
+@pytest.mark.parametrize("journal", ["wal", "truncate"])
+def test_a_limit_on_file_sizes_counts_as_full(path: Path, journal: str) -> None:
+    child = process(
+        """
+        import resource, sys
+        from schemas import records
+        from schemas.errors import LogFull
+        if sys.argv[2] == "truncate":
+            records.is_network = lambda filesystem: True
+        file = records.RecordFile.open(sys.argv[1], durability="os")
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+        try:
+            while True:
+                for _ in range(10):
+                    file.append("k", "", 1, bytes(3000))
+                file.commit()
+        except LogFull as error:
+            print(error)
+        with records.RecordReader.open(sys.argv[1]) as reader:
+            print(file.pending, file.last_position, sum(1 for _ in reader.records()))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        print(file.commit())
+        """,
+        path,
+        journal,
+    )
+    out, _ = child.communicate()
+    error, state, recovered = out.splitlines()
+    pending, last, count = map(int, state.split())
+    assert "no space left" in error
+    assert pending == 10 and last == count >= 50
+    assert int(recovered) == last + 10
+    assert len(all_of(path)) == last + 10
+    assert not list(path.parent.glob("*.probe"))
+
+
+def test_a_failed_flush_ends_writing_for_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: RecordFile, key: str, value: int) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+        raise error
+
+    with RecordFile.open(path) as file:
+        fill(file, 10)
+        file.append("k", "", 1, b"x")
+        with monkeypatch.context() as patch:
+            # No disk at hand fails on demand; SQLite's error is put where its flush would raise it.
+            patch.setattr(RecordFile, "_set_bound", fail)
+            with pytest.raises(LogError, match="disk I/O error"):
+                file.commit()
+        for _ in range(2):
+            with pytest.raises(LogError, match="takes no more records"):
+                file.commit()
+    assert len(all_of(path)) == 10
+
+
+# Where the file lies
+
+MOUNTS = """\
+/dev/vda / ext4 rw,relatime 0 0
+server:/home /home nfs4 rw,vers=4.2 0 0
+scratch@tcp:/fs /lustre lustre rw,flock 0 0
+tmpfs /home/local tmpfs rw 0 0
+//share /mnt/my\\040share cifs rw 0 0
+store /weka fuse.s3fs rw 0 0
+tmpfs /weka tmpfs rw 0 0
+
+broken
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "filesystem"),
+    [
+        ("/var/log/x", "ext4"),
+        ("/", "ext4"),
+        ("/home", "nfs4"),
+        ("/home/me/run/log", "nfs4"),
+        ("/home/local/run/log", "tmpfs"),
+        ("/homework/log", "ext4"),
+        ("/lustre/run/log", "lustre"),
+        ("/mnt/my share/log", "cifs"),
+        ("/weka/log", "tmpfs"),
+    ],
+)
+def test_the_deepest_and_newest_mount_tells_the_file_system(path: str, filesystem: str) -> None:
+    assert filesystem_at(path, MOUNTS) == filesystem
+
+
+def test_without_mounts_the_file_system_is_unknown() -> None:
+    assert filesystem_at("/var", "") == ""
+
+
+def test_network_file_systems_are_known_by_name() -> None:
+    for name in ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse", "fuse.sshfs", "ceph", "9p"):
+        assert is_network(name), name
+    for name in ("ext4", "xfs", "tmpfs", "overlay", "btrfs", "zfs", "fuseblk", "nfsd", ""):
+        assert not is_network(name), name
+
+
+def test_on_a_network_file_system_the_file_has_a_rollback_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    with RecordFile.open(path) as file, RecordReader.open(path) as reader:
+        assert file.journal_mode == "truncate"
+        fill(file, 400)
+        found = reader.records()
+        assert next(found).position == 1
+        fill(file, 410)  # would wait for the reader and fail if it held its lock between two pages
+        assert len(list(found)) == 409
+        assert not path.with_name(path.name + "-wal").exists()
+
+
+def test_a_file_with_a_write_ahead_log_changes_over_when_it_comes_to_a_network(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path, 10)
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    monkeypatch.setattr(records, "_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    with RecordFile.open(path) as file:
+        assert file.journal_mode == "truncate"
+        fill(file, 20)
+    assert len(all_of(path)) == 20
