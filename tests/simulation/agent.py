@@ -1,0 +1,391 @@
+"""One agent of the simulated cluster: what its shell does around the real machine, and what survives its death.
+
+The shell here follows the protocol and nothing else: it journals a decision before it performs it, says hello, joins
+after the first frame of its subscription, sends heartbeats, watches its lease. It can die between any two effects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from schemas.events import (
+    Answer,
+    AskSnapshot,
+    CommandReceived,
+    Effect,
+    EngineObserved,
+    EngineReturned,
+    Event,
+    HeadSeen,
+    LeaseExpired,
+    Need,
+    Observation,
+    Perform,
+    Settings,
+    SnapshotReceived,
+    Started,
+    Tick,
+)
+from schemas.identity import Identity
+from schemas.outcomes import Skipped
+from schemas.wire import (
+    Answered,
+    Downward,
+    Envelope,
+    Hello,
+    Join,
+    Leaving,
+    Needs,
+    Rejoin,
+    Replay,
+    Snapshot,
+    Status,
+    Upward,
+    Welcome,
+    decode_command,
+    encode,
+    event_decoder,
+)
+from tests.simulation.engine import Attempt, Engine
+from tests.simulation.promises import Ledger
+from workers.machine import AgentState, next_deadline, settled
+
+if TYPE_CHECKING:
+    from tests.simulation.bus import Bus
+    from tests.simulation.cluster import World
+
+HOLD = 8
+NO_TOKENIZER = Observation(engine="model", tokenizer="absent")
+
+
+class Slot:
+    """One place in the fleet, with everything that outlives its agent: journal, engine, clock, network."""
+
+    def __init__(self, world: World, identity: Identity, engine: Engine | None, embedded: bool) -> None:
+        self.world = world
+        self.identity = identity
+        self.engine = engine
+        self.embedded = embedded
+        self.journal: list[tuple[bytes, bytes]] = []
+        self.clock_ms = world.rng.randrange(1_000_000)
+        self.blocked_until = {"up": 0, "down": 0, "pub": 0}
+        self.incarnations = 0
+        self.process: Process | None = None
+        self.ledger = Ledger()
+
+    @property
+    def name(self) -> str:
+        return self.identity.agent
+
+    def start(self) -> None:
+        """A new incarnation: fold the journal, then go on."""
+        if self.process is not None:
+            return
+        self.incarnations += 1
+        if self.engine is not None and (self.incarnations == 1 or self.embedded):
+            self.relaunch()
+        if not self.world.laws.journal:
+            self.journal.clear()
+        self.process = Process(self)
+        self.process.begin()
+
+    def relaunch(self) -> None:
+        """The engine dies and is launched again; it needs a while until it answers."""
+        engine = self.engine
+        if engine is not None:
+            engine.launch()
+            instance = engine.instance
+
+            def up() -> None:
+                if engine.instance == instance:
+                    engine.ready = True
+
+            self.world.at(self.world.rng.choice((0, 100, 3000)), up)
+
+
+class Process:
+    """One incarnation of an agent. Everything here dies with it."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot, self.world = slot, slot.world
+        self.incarnation = f"i{slot.incarnations}"
+        self.peer = f"{slot.name}/{self.incarnation}"
+        self.alive = True
+        self.state = AgentState()
+        self.pending: list[tuple[bytes, bytes]] = []
+        self.wire = 0  # generation of the connection: what was in flight on an older one is lost
+        self.bus: Bus | None = None
+        self.sub: Bus | None = None
+        self.last_arrival_ms = {"up": 0, "down": 0}
+        self.welcomed = self.hears = self.snapshot_due = False
+        self.heard_ms = self.world.now
+        self.lease_over = False
+        self.next_hello_ms = self.next_join_ms = 0
+        self.deadline_ms: int | None = None
+        self.looked: Observation | None = None
+
+    @property
+    def clock_ms(self) -> int:
+        return self.world.now + self.slot.clock_ms
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Fold what the journal holds, begin the incarnation, look at the engine, and connect."""
+        state = AgentState()
+        for event, _ in self.slot.journal:
+            state, _effects = self.world.laws.agent(state, event_decoder.decode(event))
+        self.state = state
+        self.world.say(f"{self.peer} starts at seq {state.seq}")
+        settings = Settings(hold=HOLD, settle_ms=5000)
+        started = Started(
+            at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
+        )
+        self.feed(started)
+        for delay, act in (
+            (self.world.rng.choice((0, 30, 300)), self.look),
+            (self.world.rng.choice((0, 10, 100)), self.connect),
+            (self.world.rng.randrange(1000), self.beat),
+        ):
+            self.world.at(delay, act)
+
+    def die(self) -> None:
+        """Killed: what is not in the journal is gone. The engine may or may not finish what it was doing."""
+        if not self.alive:
+            return
+        self.world.say(f"{self.peer} dies")
+        self.stop()
+        if self.slot.engine is not None:
+            self.slot.engine.cut()
+        self.world.at(self.world.rng.choice((10, 500, 3000)), self.slot.start)
+
+    def leave(self) -> None:
+        """An orderly end."""
+        self.commit()
+        self.up(Leaving())
+        self.die()
+
+    def stop(self) -> None:
+        self.alive = False
+        self.slot.process = None
+
+    def commit(self) -> None:
+        self.slot.journal += self.pending
+        self.pending.clear()
+
+    # --- the machine --------------------------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Decide; write it down; perform. Any line below may be the last one of this incarnation."""
+        if not self.alive:
+            return
+        before = self.state
+        self.state, effects = self.world.laws.agent(before, event)
+        if effects or (self.state is not before and self.state != before):
+            self.pending.append((encode(event), encode(effects)))
+        self.world.promises.after_agent(self, before, event, effects)
+        if any(_binding(effect) for effect in effects) or self.world.rng.random() < 0.3:
+            self.commit()
+        for effect in effects:
+            if self.world.strikes("agent"):
+                self.die()
+                return
+            self.perform(effect)
+        if self.world.strikes("agent"):
+            self.die()
+            return
+        self.arm()
+
+    def arm(self) -> None:
+        deadline_ms = next_deadline(self.state)
+        if deadline_ms is None or deadline_ms == self.deadline_ms:
+            return
+        self.deadline_ms = deadline_ms
+        self.world.at(max(0, deadline_ms - self.clock_ms), self.tick, deadline_ms)
+
+    def tick(self, deadline_ms: int) -> None:
+        if not self.alive or self.deadline_ms != deadline_ms:
+            return
+        self.deadline_ms = None
+        self.feed(Tick(at_ms=self.clock_ms))
+        if self.alive and self.deadline_ms is not None and self.deadline_ms <= self.clock_ms:
+            self.world.promises.broken("P8 bounded", f"{self.peer} spins: its deadline stays in the past")
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Perform():
+                self.call(effect)
+            case Answer():
+                self.up(Answered(outcome=effect.outcome, row=effect.row), seq=effect.seq, origin=effect.epoch)
+            case Need():
+                self.up(Needs(first=effect.first, credit=64))
+            case AskSnapshot():
+                self.up(Join())
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Observe: after the start, while the engine launches, and now and then."""
+        if not self.alive:
+            return
+        engine = self.slot.engine
+        seen = NO_TOKENIZER if engine is None else engine.observe()
+        idle = engine is None or engine.attempt is None
+        if idle and (seen != self.looked or self.looked is None):
+            self.looked = seen
+            self.feed(EngineObserved(at_ms=self.clock_ms, observation=seen))
+        if engine is not None:
+            self.world.at(500, self.look)
+
+    def call(self, perform: Perform) -> None:
+        engine = self.slot.engine
+        if engine is None:
+            self.world.promises.broken("P5 one effect", f"{self.peer} has no engine and calls it")
+            return
+        self.world.promises.performing(self, perform)
+        attempt, duration_ms = engine.begin(perform.call, perform.call_id)
+        self.world.at(duration_ms, self.returned, attempt)
+
+    def returned(self, attempt: Attempt) -> None:
+        engine = self.slot.engine
+        if not self.alive or engine is None:
+            return
+        result = engine.end(attempt)
+        seen = engine.observe()
+        self.looked = seen
+        self.feed(
+            EngineReturned(at_ms=self.clock_ms, call_id=attempt.call_id, result=result, observation=seen)
+        )
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Dial the address: whoever answers there is the bus."""
+        if not self.alive or self.bus is not None:
+            return
+        bus = self.world.bus
+        if bus is None or not bus.alive or self.world.blocked(self.slot, "up"):
+            self.world.at(500, self.connect)
+            return
+        self.bus = bus
+        self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
+        if not self.welcomed:
+            self.hello()
+
+    def subscribe(self, wire: int) -> None:
+        if self.alive and wire == self.wire and self.bus is not None:
+            self.sub = self.bus
+            self.bus.greet(self)
+
+    def cut(self) -> None:
+        """The connection breaks, in both directions, with all that was under way on it."""
+        if self.alive:
+            self.wire += 1
+            self.bus = self.sub = None
+            self.hears = False
+            self.world.at(self.world.rng.choice((5, 200, 1500)), self.connect)
+
+    def up(self, message: Upward, seq: int = 0, origin: int = 0) -> None:
+        """Send to the bus: in order, unless the connection breaks."""
+        bus = self.bus
+        if bus is not None and not self.world.blocked(self.slot, "up"):
+            self.world.in_order(self, "up", self._arrives, bus, self.wire, message, seq, origin)
+
+    def _arrives(self, bus: Bus, wire: int, message: Upward, seq: int, origin: int) -> None:
+        if wire == self.wire and bus.alive and not self.world.blocked(self.slot, "up"):
+            bus.receive(self, message, seq, origin)
+
+    def hello(self) -> None:
+        self.welcomed = False
+        self.next_hello_ms = self.world.now + self.world.rng.randrange(500, 1500)
+        self.up(
+            Hello(identity=self.slot.identity, incarnation=self.incarnation, journal=self.slot.name, host="h", pid=1)
+        )
+
+    def join(self) -> None:
+        self.next_join_ms = self.world.now + 1000
+        self.up(Join())
+
+    def beat(self) -> None:
+        """Once a heartbeat: say what is so, repeat what was not answered, watch the lease."""
+        if not self.alive:
+            return
+        self.world.at(self.world.settings.heartbeat_ms, self.beat)
+        self.commit()
+        now = self.world.now
+        if not self.welcomed:
+            if now >= self.next_hello_ms:
+                self.hello()
+        elif self.snapshot_due and self.hears and now >= self.next_join_ms:
+            self.join()
+        else:
+            state = self.state
+            self.up(
+                Status(ready=settled(state), generating=state.engine.generating, version=state.engine.version),
+                seq=state.seq,
+            )
+        if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:
+            self.lease_over = True
+            self.world.say(f"{self.peer}: the lease is over")
+            self.feed(LeaseExpired(at_ms=self.clock_ms))
+
+    def hear(self) -> None:
+        self.heard_ms = self.world.now
+        self.lease_over = False
+
+    def on_published(self, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:
+        """A frame of the subscription; without an envelope it is a head."""
+        if not self.alive:
+            return
+        self.hear()
+        if not self.hears:
+            self.hears = True
+            if self.welcomed and self.snapshot_due:
+                self.join()
+        if envelope is None:
+            self.feed(HeadSeen(at_ms=self.clock_ms, epoch=epoch, seq=seq))
+        else:
+            self.command(epoch, origin, seq, envelope)
+
+    def command(self, epoch: int, origin: int, seq: int, envelope: Envelope) -> None:
+        self.feed(
+            CommandReceived(
+                at_ms=self.clock_ms,
+                epoch=epoch,
+                origin=origin,
+                seq=seq,
+                ttl_ms=envelope.ttl_ms,
+                command=decode_command(envelope.body),
+                target=envelope.target,
+            )
+        )
+
+    def on_control(self, epoch: int, seq: int, message: Downward) -> None:
+        if not self.alive:
+            return
+        self.hear()
+        match message:
+            case Welcome():
+                self.welcomed = self.snapshot_due = True
+                if self.hears:
+                    self.join()
+            case Snapshot():
+                self.snapshot_due = False
+                self.feed(
+                    SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired)
+                )
+            case Replay():
+                for record in message.records:
+                    self.command(epoch, record.origin, record.seq, record.envelope)
+            case Rejoin():
+                if message.final:
+                    self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
+                if self.welcomed:
+                    self.hello()
+            case _:
+                pass
+
+
+def _binding(effect: Effect) -> bool:
+    """Must the decision be durable before this is performed? A skip may be forgotten: it would be decided again."""
+    return isinstance(effect, Perform) or (isinstance(effect, Answer) and not isinstance(effect.outcome, Skipped))

@@ -1,0 +1,246 @@
+"""The trainer's side of the simulated cluster: a log that outlives trainers, and one life of a bus on it.
+
+A bus writes each decision to the log before it performs the effects. The log takes records of one life only, the
+newest: that is the fence at the storage. A trainer that was replaced and does not know it (a zombie) goes on sending
+what it has in memory until it wants to write, and ends there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec.msgpack import Decoder
+
+from controlplane.coordinator import CoordinatorState, next_deadline
+from controlplane.events import (
+    AnswersReceived,
+    Closed,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    HelloReceived,
+    JoinReceived,
+    NeedReceived,
+    Opened,
+    PeerAnswer,
+    PeerLost,
+    Probe,
+    Publish,
+    Send,
+    StatusReceived,
+    TimeCame,
+)
+from schemas.wire import Answered, Downward, Envelope, Hello, Join, Leaving, Needs, Status, Upward, encode
+
+if TYPE_CHECKING:
+    from tests.simulation.agent import Process
+    from tests.simulation.cluster import World
+
+event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
+
+
+@dataclass
+class Log:
+    """The run's log. owner: the life that may write."""
+
+    owner: int = 0
+    records: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+class Bus:
+    """One life of the trainer's bus."""
+
+    def __init__(self, world: World, life: int) -> None:
+        self.world, self.life = world, life
+        self.alive = True
+        self.state = CoordinatorState()
+        self.clock_us = world.rng.randrange(1_000_000_000)
+        self.heard: dict[str, int] = {}
+        self.said: dict[str, tuple[int, Status]] = {}
+        self.batch: list[PeerAnswer] = []
+        self.deadline_us: int | None = None
+        self.tickets = 0
+
+    @property
+    def now_us(self) -> int:
+        return self.world.now * 1000 + self.clock_us
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take the log over, fold it, open an epoch."""
+        state = CoordinatorState()
+        for event, _ in self.world.log.records:
+            state, _effects = self.world.laws.bus(state, event_decoder.decode(event))
+        self.state = state
+        self.world.log.owner = self.life
+        self.world.say(f"bus {self.life} opens at seq {state.seq}")
+        self.feed(
+            Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1)
+        )
+        self.world.at(0, self.beacon)
+
+    def die(self) -> None:
+        """The trainer is gone. Connections to it break."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.world.say(f"bus {self.life} is gone")
+        for slot in self.world.slots:
+            process = slot.process
+            if process is not None and process.bus is self:
+                self.world.at(self.world.rng.randrange(300), process.cut)
+
+    def close(self) -> None:
+        """An orderly end."""
+        self.feed(Closed(at_us=self.now_us, at_ns=self.world.now))
+        self.die()
+
+    # --- the machine --------------------------------------------------------------------------------------------------
+
+    def feed(self, event: CoordinatorEvent) -> None:
+        """Decide; write it to the log; perform."""
+        if not self.alive:
+            return
+        before = self.state
+        after, effects = self.world.laws.bus(before, event)
+        if effects or (after is not before and after != before):
+            if self.world.laws.storage_fence and self.world.log.owner != self.life:
+                self.die()  # it can't write, so it must not speak
+                return
+            self.world.log.records.append((encode(event), encode(effects)))
+        self.state = after
+        self.world.promises.after_bus(self, before, event, effects)
+        for effect in effects:
+            if self.world.strikes("trainer"):
+                self.world.replace_trainer()
+                return
+            self.perform(effect)
+        self.arm()
+
+    def arm(self) -> None:
+        deadline_us = next_deadline(self.state)
+        if deadline_us is None or deadline_us == self.deadline_us:
+            return
+        self.deadline_us = deadline_us
+        self.world.at(max(0, -(-(deadline_us - self.now_us) // 1000)), self.time_came, deadline_us)
+
+    def time_came(self, deadline_us: int) -> None:
+        if not self.alive or self.deadline_us != deadline_us:
+            return
+        self.deadline_us = None
+        self.feed(TimeCame(at_us=self.now_us))
+        if self.alive and self.deadline_us is not None and self.deadline_us <= self.now_us:
+            self.world.promises.broken("P8 bounded", "the bus spins: its deadline stays in the past")
+
+    def perform(self, effect: CoordinatorEffect) -> None:
+        match effect:
+            case Publish():
+                self.world.say(f"bus {self.life} publishes {effect.seq}: {bytes(effect.envelope.body)!r}")
+                self.publish(effect.epoch, effect.epoch, effect.seq, effect.envelope)
+            case Send():
+                self.send(effect.peer, effect.epoch, effect.seq, effect.message)
+            case Probe():
+                if self.process_at(effect.peer) is None:
+                    self.unreachable(effect.peer)
+            case _:
+                pass
+
+    def unreachable(self, peer: str) -> None:
+        self.world.at(0, lambda: self.feed(PeerLost(at_us=self.now_us, peer=peer, why="unreachable")))
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def process_at(self, peer: str) -> Process | None:
+        """The process that is connected under this routing id."""
+        for slot in self.world.slots:
+            process = slot.process
+            if process is not None and process.peer == peer and process.bus is self:
+                return process
+        return None
+
+    def send(self, peer: str, epoch: int, seq: int, message: Downward) -> None:
+        process = self.process_at(peer)
+        if process is None:
+            self.unreachable(peer)
+        elif not self.world.blocked(process.slot, "down"):
+            self.world.in_order(process, "down", self._arrives, process, process.wire, epoch, seq, message)
+
+    def _arrives(self, process: Process, wire: int, epoch: int, seq: int, message: Downward) -> None:
+        if wire == process.wire and not self.world.blocked(process.slot, "down"):
+            process.on_control(epoch, seq, message)
+
+    def publish(self, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:
+        """To every subscriber: lost, repeated or late, as it happens."""
+        for slot in self.world.slots:
+            process = slot.process
+            if process is not None and process.sub is self:
+                for delay_ms in self.world.luck(slot, envelope is None):
+                    self.world.at(delay_ms, self._published, process, epoch, origin, seq, envelope)
+
+    def _published(self, process: Process, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:
+        if not self.world.blocked(process.slot, "pub"):
+            process.on_published(epoch, origin, seq, envelope)
+
+    def greet(self, process: Process) -> None:
+        """The welcome message of the publish socket: a head."""
+        if self.alive and self.world.laws.beacon:
+            self.world.at(
+                1, self._published, process, max(1, self.state.epoch), 0, self.state.seq, None
+            )
+        elif self.alive:
+            process.hears = True  # without heads the subscription itself has to do
+
+    def beacon(self) -> None:
+        """Once a second: where the order is, and who has fallen silent. A zombie repeats what it remembers."""
+        if not self.alive:
+            return
+        self.world.at(1000, self.beacon)
+        state = self.state
+        if self.world.laws.beacon:
+            self.publish(state.epoch, 0, state.seq, None)
+        if self.world.bus is not self and state.ring:
+            record, _ = self.world.rng.choice(state.ring)
+            self.publish(state.epoch, record.origin, record.seq, record.envelope)
+        silent = self.world.now - self.world.settings.gone_ms
+        for peer, heard_ms in list(self.heard.items()):
+            if heard_ms < silent:
+                del self.heard[peer]
+                self.feed(PeerLost(at_us=self.now_us, peer=peer, why="silent"))
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def receive(self, process: Process, message: Upward, seq: int, origin: int) -> None:
+        """A control message; any counts as a sign of life."""
+        peer = process.peer
+        self.heard[peer] = self.world.now
+        match message:
+            case Answered():
+                answer = PeerAnswer(peer=peer, origin=origin, seq=seq, outcome=message.outcome, row=message.row)
+                self.batch.append(answer)
+                if len(self.batch) == 1:
+                    self.world.at(self.world.rng.randrange(2), self.flush)
+            case Status():
+                if self.said.get(peer) != (seq, message) or self.is_stranger(peer):
+                    self.said[peer] = (seq, message)
+                    self.feed(StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))
+            case Hello():
+                self.feed(HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded=0))
+            case Join():
+                self.feed(JoinReceived(at_us=self.now_us, peer=peer))
+            case Needs():
+                self.feed(NeedReceived(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit))
+            case Leaving():
+                self.feed(PeerLost(at_us=self.now_us, peer=peer, why="left"))
+            case _:
+                pass
+
+    def flush(self) -> None:
+        """Everything that lay on the socket, as one event."""
+        batch, self.batch = tuple(self.batch), []
+        if batch:
+            self.feed(AnswersReceived(at_us=self.now_us, answers=batch))
+
+    def is_stranger(self, peer: str) -> bool:
+        member = self.state.members.get(peer.partition("/")[0])
+        return member is None or member.peer != peer or member.life not in ("joining", "live")

@@ -1,0 +1,346 @@
+"""A whole cluster in one thread: real machines, and everything around them simulated from one seed.
+
+No sockets, no tasks, no sleep: a heap of (time, number, act) is the clock, and one `random.Random(seed)` decides every
+drop, delay, crash and command. The same seed is the same run. Each seed also draws its own weather, so that some runs
+are only lossy, some only crash, and some have everything at once.
+
+    python -m tests.simulation.cluster 236      # run one seed and tell its story
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from controlplane import coordinator
+from controlplane.coordinator import CoordinatorState
+from controlplane.events import CoordinatorEffect, CoordinatorEvent, CoordinatorSettings
+from schemas.events import Effect, Event
+from schemas.identity import Identity, Operation, RolloutMode
+from schemas.wire import encode, event_decoder
+from tests.simulation.agent import Process, Slot
+from tests.simulation.bus import Bus, Log
+from tests.simulation.bus import event_decoder as bus_event_decoder
+from tests.simulation.engine import LAUNCHED, Engine, Temper
+from tests.simulation.promises import Broken, Promises
+from tests.simulation.trainer import Trainer
+from workers import machine
+from workers.machine import AgentState
+
+SETTINGS = CoordinatorSettings(heartbeat_ms=1000, gone_ms=4000, lease_ms=12_000, ring=12, nudge_ms=500)
+
+AgentLaw = Callable[[AgentState, Event], tuple[AgentState, tuple[Effect, ...]]]
+BusLaw = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]]
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What holds in a world. The default is the product; an ablation takes one mechanism away."""
+
+    agent: AgentLaw = machine.decide
+    bus: BusLaw = coordinator.decide
+    beacon: bool = True
+    journal: bool = True
+    storage_fence: bool = True
+
+
+@dataclass
+class Weather:
+    """How rough a run is. Chances are per message, per effect or per second; all are 0 once it is calm."""
+
+    drops: float = 0.0
+    repeats: float = 0.0
+    late_ms: int = 5
+    agent_dies: float = 0.0
+    trainer_dies: float = 0.0
+    cuts: float = 0.0
+    partitions: float = 0.0
+    engine_dies: float = 0.0
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Weather:
+        return cls(
+            drops=rng.choice((0.0, 0.1, 0.4)),
+            repeats=rng.choice((0.0, 0.2)),
+            late_ms=rng.choice((5, 50, 1500)),
+            agent_dies=rng.choice((0.0, 0.0, 0.005, 0.03)),
+            trainer_dies=rng.choice((0.0, 0.0, 0.003, 0.02)),
+            cuts=rng.choice((0.0, 0.0, 0.1)),
+            partitions=rng.choice((0.0, 0.0, 0.05)),
+            engine_dies=rng.choice((0.0, 0.0, 0.0, 0.02)),
+        )
+
+
+class World:
+    """The cluster, its clock and its luck."""
+
+    def __init__(self, seed: int, laws: Laws | None = None, story: list[str] | None = None) -> None:
+        self.seed = seed
+        self.laws = laws if laws is not None else Laws()
+        self.rng = random.Random(seed)
+        self.now = 0
+        self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.steps = 0
+        self.story = story
+        self.settings = SETTINGS
+        self.promises = Promises(self)
+        self.weather = Weather.draw(self.rng)
+        self.log = Log()
+        self.lives = 0
+        self.buses: list[Bus] = []
+        self.bus: Bus | None = None
+        self.slots = self._fleet()
+        self.by_name = {slot.name: slot for slot in self.slots}
+        self.trainer = Trainer(self)
+
+    def _fleet(self) -> list[Slot]:
+        rng = self.rng
+        slots = []
+        for replica in range(rng.choice((1, 2, 2, 3))):
+            nnodes = rng.choice((1, 1, 2))
+            mode = RolloutMode.COLOCATED if replica > 0 and rng.random() < 0.1 else RolloutMode.HYBRID
+            for node_rank in range(nnodes):
+                identity = Identity(replica=replica, node_rank=node_rank, nnodes=nnodes, mode=mode)
+                slot = Slot(self, identity, None, embedded=rng.random() < 0.3)
+                if node_rank == 0:
+                    slot.engine = self._engine(slot)
+                slots.append(slot)
+        return slots
+
+    def _engine(self, slot: Slot) -> Engine:
+        rng = self.rng
+        temper = Temper(
+            fails=rng.choice((0.0, 0.0, 0.05)), hangs=rng.choice((0.0, 0.0, 0.03)), slow_ms=rng.choice((5, 40, 400))
+        )
+        if rng.random() < 0.1:
+            lacks = rng.choice(({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}))
+            temper.lacks = frozenset(lacks)
+
+        def kill(text: str) -> None:
+            process = slot.process
+            if process is None or not self.promises.misled(process):
+                self.promises.broken("P5 one effect", f"{slot.name}: {text}")
+
+        return Engine(self.rng, temper, kill, lambda: self.promises.resumed(slot))
+
+    # --- the clock ----------------------------------------------------------------------------------------------------
+
+    def at(self, delay_ms: int, act: Callable[..., None], *args: Any) -> None:
+        self.steps += 1
+        heapq.heappush(self.heap, (self.now + delay_ms, self.steps, act, args))
+
+    def run(self, until_ms: int) -> None:
+        heap = self.heap
+        while heap and heap[0][0] <= until_ms:
+            self.now, _, act, args = heapq.heappop(heap)
+            act(*args)
+        self.now = until_ms
+
+    def say(self, text: str) -> None:
+        if self.story is not None:
+            self.story.append(f"{self.now:7d} {text}")
+
+    # --- luck ---------------------------------------------------------------------------------------------------------
+
+    def slot(self, name: str) -> Slot:
+        return self.by_name[name]
+
+    def blocked(self, slot: Slot, way: str) -> bool:
+        return self.now < slot.blocked_until[way]
+
+    def strikes(self, whom: str) -> bool:
+        """Does death come now? Asked between any two effects."""
+        chance = self.weather.agent_dies if whom == "agent" else self.weather.trainer_dies
+        return chance > 0.0 and self.rng.random() < chance
+
+    def luck(self, slot: Slot, head: bool) -> tuple[int, ...]:
+        """When copies of a published message arrive: none when it is lost, two when it is repeated."""
+        weather, rng = self.weather, self.rng
+        if self.blocked(slot, "pub") or (weather.drops and rng.random() < weather.drops):
+            return ()
+        delay = 1 + int(rng.random() * weather.late_ms)
+        if weather.repeats and not head and rng.random() < weather.repeats:
+            return (delay, delay + int(rng.random() * 3000))
+        return (delay,)
+
+    def in_order(self, process: Process, way: str, act: Callable[..., None], *args: Any) -> None:
+        """Deliver on a connection that keeps order."""
+        delay = 1 + int(self.rng.random() * min(self.weather.late_ms, 100))
+        arrival = max(process.last_arrival_ms[way], self.now + delay)
+        process.last_arrival_ms[way] = arrival
+        self.at(arrival - self.now, act, *args)
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def misfortune(self) -> None:
+        """Once a second: what breaks by itself."""
+        rng, weather = self.rng, self.weather
+        self.at(1000, self.misfortune)
+        for slot in self.slots:
+            if weather.cuts and rng.random() < weather.cuts and slot.process is not None:
+                slot.process.cut()
+            if weather.partitions and rng.random() < weather.partitions:
+                for way in rng.choice((("up",), ("down",), ("pub",), ("up", "down", "pub"))):
+                    slot.blocked_until[way] = self.now + rng.choice((500, 3000, 15_000))
+            if weather.engine_dies and rng.random() < weather.engine_dies:
+                self.say(f"the engine of {slot.name} is launched anew")
+                slot.relaunch()
+            if weather.agent_dies and rng.random() < weather.agent_dies and slot.process is not None:
+                rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
+        if weather.trainer_dies and rng.random() < weather.trainer_dies:
+            self.replace_trainer()
+
+    def replace_trainer(self) -> None:
+        """The trainer dies, or lives on as a zombie, and another takes over."""
+        bus, self.bus = self.bus, None
+        if bus is None:
+            return
+        if bus.alive:
+            fate = self.rng.choice(("dies", "dies", "closes", "zombie"))
+            if fate == "zombie":
+                self.at(self.rng.randrange(1000, 10_000), bus.die)
+                self.say(f"bus {bus.life} is a zombie from now on")
+                for slot in self.slots:
+                    if slot.process is not None and self.rng.random() < 0.5:
+                        self.at(self.rng.randrange(3000), slot.process.cut)
+            elif fate == "closes":
+                bus.close()
+            else:
+                bus.die()
+        self.at(self.rng.choice((100, 1000, 5000, 20_000)), self.open_bus)
+
+    def open_bus(self) -> None:
+        if self.bus is not None:
+            return
+        self.lives += 1
+        self.bus = Bus(self, self.lives)
+        self.buses.append(self.bus)
+        self.bus.begin()
+
+    # --- the course of a run ------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """Rough weather, then calm; then everything must have come right."""
+        for slot in self.slots:
+            self.at(self.rng.choice((0, 200, 5000)), slot.start)
+        self.at(self.rng.choice((0, 1000)), self.open_bus)
+        self.at(self.rng.randrange(500, 3000), self.trainer.work)
+        self.at(1000, self.misfortune)
+        self.run(self.rng.randrange(15_000, 40_000))
+        self.calm()
+        if self.rng.random() < 0.2:
+            self._trainer_is_gone()
+        else:
+            self._all_comes_right()
+        self._replayed()
+
+    def calm(self) -> None:
+        """Nothing breaks any more. What is under way may still take its time."""
+        self.say("calm")
+        self.weather = Weather()
+        self.trainer.busy = False
+        for slot in self.slots:
+            slot.blocked_until = dict.fromkeys(slot.blocked_until, 0)
+            if slot.engine is not None:
+                slot.engine.temper.fails = slot.engine.temper.hangs = 0.0
+
+    def _trainer_is_gone(self) -> None:
+        """P7 and I7: after the lease, every replica runs on what is committed, and no session is open."""
+        self.run(self.now + 25_000)  # everyone who can has joined
+        joined = [slot.process for slot in self.slots if slot.process is not None and slot.process.state.joined]
+        if self.bus is not None:
+            self.bus.die()
+        for bus in self.buses:
+            bus.die()
+        self.say("the trainer is gone for good")
+        self.run(self.now + self.settings.lease_ms + 20_000)
+        for process in joined:
+            engine, desired = process.slot.engine, process.state.desired
+            if engine is None or not engine.ready or self.promises.misled(process):
+                continue
+            lost = desired.committed is None and engine.weights != LAUNCHED
+            kept = desired.asleep or desired.quarantined or process.state.inhibited or lost
+            if not engine.generating and not kept:
+                self.promises.broken("P7 trainer first", f"{process.peer} stays paused without a trainer")
+            if engine.session_step is not None and not process.state.inhibited:
+                self.promises.broken("I7 windows close", f"{process.peer} profiles without a trainer")
+
+    def _all_comes_right(self) -> None:
+        """Convergence: the fleet is as desired, and one more sync brings everybody back, whatever happened before."""
+        self.at(20_000, self.open_bus)
+        self.run(self.now + 45_000)
+        self._converged("calm")
+        version = self.trainer.restore()
+        self.run(self.now + 40_000)
+        self._converged("the last sync")
+        for slot in self.slots:
+            engine, process = slot.engine, slot.process
+            if engine is None or process is None:
+                continue
+            colocated = slot.identity.mode is RolloutMode.COLOCATED
+            if not engine.generating or (engine.version != version and not colocated):
+                text = f"after the last sync {slot.name} holds {engine.weights}, generating: {engine.generating}"
+                self.promises.broken("convergence", text)
+
+    def _converged(self, when: str) -> None:
+        bus = self.bus
+        if bus is None or not bus.alive:
+            self.promises.broken("convergence", f"no bus after {when}")
+            return
+        if bus.state.open or bus.state.sync is not None:
+            self.promises.broken("P3 answer", f"open after {when}: {[one.record.seq for one in bus.state.open]}")
+        concluded = {seq for _, seq in self.promises.concluded}
+        silent = [seq for seq in self.promises.log if seq not in concluded]
+        if silent:
+            self.promises.broken("P3 answer", f"never concluded: {silent}")
+        for slot in self.slots:
+            process = slot.process
+            if process is None or bus.state.members[slot.name].life != "live":
+                self.promises.broken("convergence", f"{slot.name} is not in the fleet after {when}")
+                return
+            state = process.state
+            if state.seq != bus.state.seq or not state.joined or state.astray:
+                self.promises.broken("convergence", f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}")
+            if not machine.settled(state) and not state.inhibited:
+                self.promises.broken("convergence", f"{process.peer} is not as desired after {when}, and rests")
+
+    def _replayed(self) -> None:
+        """P9: folding what was recorded gives the same effects, byte for byte."""
+        bus_state = CoordinatorState()
+        for event, effects in self.log.records:
+            bus_state, again = self.laws.bus(bus_state, bus_event_decoder.decode(event))
+            if encode(again) != effects:
+                self.promises.broken("P9 recorded", f"the bus decides otherwise in replay: {event!r}")
+        for slot in self.slots:
+            state = AgentState()
+            for event, effects in slot.journal:
+                state, decided = self.laws.agent(state, event_decoder.decode(event))
+                if encode(decided) != effects:
+                    self.promises.broken("P9 recorded", f"{slot.name} decides otherwise in replay: {event!r}")
+
+
+def simulate(seed: int, laws: Laws | None = None, story: list[str] | None = None) -> World:
+    """One run. Raises Broken when a promise does not hold."""
+    world = World(seed, laws, story)
+    world.play()
+    return world
+
+
+def main() -> int:
+    """Run one seed and tell what happened."""
+    story: list[str] = []
+    verdict = "every promise held"
+    try:
+        simulate(int(sys.argv[1]), story=story)
+    except Broken as broken:
+        verdict = str(broken)
+    sys.stdout.write("\n".join([*story, verdict]) + "\n")
+    return 0 if verdict == "every promise held" else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

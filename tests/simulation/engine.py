@@ -1,0 +1,226 @@
+"""A model of one inference engine, as unforgiving as the real ones: it dies of what they die of.
+
+It is not idempotent. A second profile start destroys the first session; releasing memory while requests run, waking
+what was never released and loading into a running or sleeping engine kill it. All of these are faults of the machine
+that asked for them, so they break promise P5 on the spot. What an engine may do by itself (fail a call, hang, die and
+come back as it was launched) it does at random.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from schemas.events import (
+    Abort,
+    Call,
+    CheckSource,
+    Fault,
+    Flush,
+    Load,
+    Observation,
+    Pause,
+    Resume,
+    Returned,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
+from schemas.identity import Operation, Tag
+
+LAUNCHED = "as launched"
+"""What a fresh engine holds; also the name of version 0."""
+
+OPERATIONS = {
+    "check_source": Operation.LOAD,
+    "load": Operation.LOAD,
+    "pause": Operation.PAUSE,
+    "resume": Operation.RESUME,
+    "sleep": Operation.SLEEP,
+    "wake": Operation.WAKE,
+    "flush": Operation.FLUSH,
+    "abort": Operation.ABORT,
+    "start_profile": Operation.PROFILE,
+    "stop_profile": Operation.PROFILE,
+}
+
+
+def digest_of(weights: str) -> str:
+    """The digest of a checkpoint: in this world its name says everything."""
+    return f"sha256 of {weights}"
+
+
+@dataclass
+class Attempt:
+    """One call that an engine works on. result is decided at the start; applied when the call has taken hold."""
+
+    call: Call
+    call_id: int
+    instance: int
+    result: Returned | Fault
+    applied: bool = False
+
+
+@dataclass
+class Temper:
+    """How an engine misbehaves. Chances are per call; `tells` is what its adapter can read back."""
+
+    fails: float = 0.0
+    hangs: float = 0.0
+    lacks: frozenset[Operation] = frozenset()
+    tells: frozenset[str] = frozenset({"generating", "asleep", "profiling", "version", "digest"})
+    slow_ms: int = 40
+
+
+@dataclass
+class Engine:
+    """The engine of one replica. `kill(text)` breaks a promise: the machine asked for what no engine survives.
+
+    weights, version: what it really holds, and how it labels that.   called: every call that was begun, in order.
+    resumed: asked before the engine generates again, so that what it holds can be judged.
+    """
+
+    rng: Random
+    temper: Temper
+    kill: Callable[[str], None]
+    resumed: Callable[[], None]
+    instance: int = 0
+    ready: bool = False
+    generating: bool = True
+    asleep: frozenset[Tag] = frozenset()
+    session_step: int | None = None
+    session_closed: bool = False
+    version: int = 0
+    weights: str = LAUNCHED
+    attempt: Attempt | None = None
+    called: list[tuple[int, int, str]] = field(default_factory=list)
+    torn: int = 0
+
+    def launch(self) -> None:
+        """A new instance, which has forgotten everything. A call of the old one never takes hold."""
+        self.instance += 1
+        self.ready = False
+        self.generating, self.asleep = True, frozenset()
+        self.session_step, self.session_closed = None, False
+        self.version, self.weights = 0, LAUNCHED
+        self.attempt = None
+
+    def observe(self) -> Observation:
+        """What the adapter can read."""
+        if not self.ready:
+            return Observation(engine="model", tokenizer="unknown")
+        tells = self.temper.tells
+        return Observation(
+            engine="model",
+            instance=f"launch {self.instance}",
+            tokenizer="present",
+            operations=frozenset(Operation) - self.temper.lacks,
+            generating=self.generating if "generating" in tells else None,
+            asleep=self.asleep if "asleep" in tells else None,
+            profiling=(self.session_step is not None and not self.session_closed) if "profiling" in tells else None,
+            version=self.version if "version" in tells else None,
+            digest=digest_of(self.weights) if "digest" in tells else None,
+        )
+
+    def begin(self, call: Call, call_id: int) -> tuple[Attempt, int]:
+        """Start a call. Returns it, and how long it takes in ms."""
+        if self.attempt is not None:
+            self.kill(f"{_word(call)} was called while {_word(self.attempt.call)} was under way")
+        if OPERATIONS.get(_word(call)) in self.temper.lacks:
+            self.kill(f"{_word(call)} was called on an engine that has no such operation")
+        self.called.append((self.instance, call_id, _word(call)))
+        duration_ms = 1 + int(self.rng.expovariate(1.0 / self.temper.slow_ms))
+        if self.rng.random() < self.temper.hangs:
+            duration_ms += self.rng.randrange(2000, 12000)
+        result: Returned | Fault = Returned()
+        if not self.ready or self.rng.random() < self.temper.fails:
+            refused = isinstance(call, CheckSource) or (isinstance(call, Load) and self.rng.random() < 0.3)
+            result = Fault("source_refused" if refused else "engine_error", "it went wrong.")
+        self.attempt = Attempt(call, call_id, self.instance, result)
+        return self.attempt, duration_ms
+
+    def end(self, attempt: Attempt) -> Returned | Fault:
+        """The call returns: it takes hold if it has not yet, and says how it went."""
+        if attempt is not self.attempt:
+            return Fault("engine_error", "the engine went away during the call.")
+        if not attempt.applied:
+            attempt.result = self._apply(attempt)
+        self.attempt = None
+        return attempt.result
+
+    def cut(self) -> None:
+        """The agent died during the call: it takes hold, or not, before anybody looks again."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is None:
+            return
+        if not attempt.applied and self.rng.random() < 0.5:
+            self._apply(attempt)
+        elif isinstance(attempt.call, Load) and not attempt.applied and self.rng.random() < 0.5:
+            self._check_loadable()
+            self._tear()
+
+    def _apply(self, attempt: Attempt) -> Returned | Fault:
+        attempt.applied = True
+        call = attempt.call
+        if isinstance(attempt.result, Fault):
+            if isinstance(call, Load) and attempt.result.kind == "engine_error" and self.rng.random() < 0.7:
+                self._check_loadable()
+                self._tear()
+            if isinstance(call, StartProfile | StopProfile):
+                self.session_step = None
+            return attempt.result
+        match call:
+            case CheckSource() | Abort() | Flush():
+                pass
+            case Pause():
+                self.generating = False
+            case Resume():
+                self._resume()
+            case Sleep():
+                self._sleep(call.tags)
+            case Wake():
+                if not call.tags <= self.asleep:
+                    self.kill(f"woke {sorted(call.tags)} of an engine with only {sorted(self.asleep)} asleep")
+                self.asleep -= call.tags
+            case Load():
+                self._check_loadable()
+                self.version, self.weights = call.version, call.source.path
+                return Returned(digest=digest_of(self.weights))
+            case StartProfile():
+                if self.session_step is not None:
+                    self.kill(f"a second profile start destroyed the session of step {self.session_step}")
+                self.session_step, self.session_closed = call.session.step, False
+            case StopProfile():
+                auto = self.session_step is None or self.session_closed
+                self.session_step, self.session_closed = None, False
+                return Returned(auto_stopped=auto)
+        return attempt.result
+
+    def close_window(self) -> None:
+        """A session that was given a window ends by itself."""
+        self.session_closed = self.session_step is not None
+
+    def _resume(self) -> None:
+        if self.asleep:
+            self.kill(f"resumed an engine with {sorted(self.asleep)} asleep")
+        self.generating = True
+        self.resumed()
+
+    def _sleep(self, tags: frozenset[Tag]) -> None:
+        if self.generating:
+            self.kill("memory was released while requests run")
+        self.asleep |= tags
+
+    def _check_loadable(self) -> None:
+        if self.generating:
+            self.kill("weights were loaded into a running engine")
+        if "weights" in self.asleep:
+            self.kill("weights were loaded into memory that is asleep")
+
+    def _tear(self) -> None:
+        self.torn += 1
+        self.weights = f"torn {self.torn}"
+
+
+def _word(call: Call) -> str:
+    return str(call.__struct_config__.tag)

@@ -1,0 +1,323 @@
+"""The promises, checked by name after every step. A broken one raises `Broken` and ends the run.
+
+The checks look from outside: at what goes into a machine and comes out of it, at the log, and at what the engines
+really are. They believe nothing that a machine says of itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+from controlplane.events import Conclude, CoordinatorEffect, CoordinatorEvent, Publish
+from schemas.commands import Command, Target, UnknownCommand, WeightSync
+from schemas.desired import Desired, intend
+from schemas.events import (
+    Answer,
+    CommandReceived,
+    Effect,
+    EngineObserved,
+    Event,
+    HeadSeen,
+    LeaseExpired,
+    Perform,
+    SnapshotReceived,
+    Started,
+    StartProfile,
+)
+from schemas.identity import RolloutMode
+from schemas.outcomes import Acted, Missing, Outcome
+from schemas.wire import Report, decode_command
+from tests.simulation.engine import LAUNCHED
+from workers.machine import AgentState, settled
+
+if TYPE_CHECKING:
+    from controlplane.coordinator import CoordinatorState
+    from tests.simulation.agent import Process, Slot
+    from tests.simulation.bus import Bus
+    from tests.simulation.cluster import World
+
+
+class Broken(AssertionError):
+    """A promise was broken. promise: its name."""
+
+    def __init__(self, promise: str, text: str) -> None:
+        super().__init__(f"{promise}: {text}")
+        self.promise = promise
+
+
+@dataclass
+class Ledger:
+    """What one place in the fleet has been seen to do, through all its incarnations.
+
+    seen: newest epoch seen by this incarnation; seen_ever: by any.   oracle: the desired state as folded here, from
+    the last snapshot on.   folded: seq up to which.
+    """
+
+    seen: int = 0
+    seen_ever: int = 0
+    decided: dict[int, tuple[int, Outcome]] = field(default_factory=dict)
+    last_decided: int = 0
+    answered: dict[tuple[int, int], list[Outcome]] = field(default_factory=dict)
+    performed: set[int] = field(default_factory=set)
+    started: set[int] = field(default_factory=set)
+    oracle: Desired | None = None
+    folded: int = 0
+    version: int = 0
+
+
+@dataclass
+class Published:
+    """One command as it stands in the log. live: who was in the fleet and owes an answer."""
+
+    origin: int
+    command: Command | UnknownCommand
+    target: Target
+    live: frozenset[str]
+    deadline_us: int
+    life: int
+
+
+class Promises:
+    """All checks, and what they remember."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.log: dict[int, Published] = {}
+        self.head = 0
+        self.concluded: dict[tuple[int, int], Report] = {}
+
+    def broken(self, promise: str, text: str) -> NoReturn:
+        raise Broken(promise, f"{text} (at {self.world.now} ms)")
+
+    # --- after a step of an agent -------------------------------------------------------------------------------------
+
+    def after_agent(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
+        ledger, state = process.slot.ledger, process.state
+        if isinstance(event, Started):
+            ledger.seen, ledger.last_decided, ledger.oracle = 0, 0, None
+            return
+        self._fenced(process, before, event, effects)
+        if state is before and not effects:
+            return
+        self._ordered(process, before, event, effects)
+        for effect in effects:
+            if isinstance(effect, Answer):
+                ledger.answered.setdefault((effect.epoch, effect.seq), []).append(effect.outcome)
+                self._proven(process, effect)
+        self._folded(process, event)
+        self._bounded(process)
+        self.serving(process)
+
+    def _fenced(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
+        """P6: nothing of an older epoch changes anything, and nothing of the newest is refused."""
+        if not isinstance(event, CommandReceived | HeadSeen | SnapshotReceived):
+            return
+        ledger, state = process.slot.ledger, process.state
+        if event.epoch < ledger.seen and state != before:
+            self.broken("P6 fencing", f"{process.peer} saw epoch {ledger.seen} and heeds epoch {event.epoch}")
+        applied = (state.seq, state.joined, state.desired) != (before.seq, before.joined, before.desired)
+        if event.epoch < ledger.seen_ever and applied:
+            self.broken("P6 fencing", f"{process.slot.name} saw epoch {ledger.seen_ever}, applies {event.epoch}")
+        if event.epoch >= ledger.seen and any(isinstance(one, Answer) and one.row == 1 for one in effects):
+            self.broken("P6 fencing", f"{process.peer} refuses epoch {event.epoch}, and has seen none newer")
+        ledger.seen = max(ledger.seen, event.epoch)
+        ledger.seen_ever = max(ledger.seen_ever, event.epoch)
+
+    def _ordered(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
+        """P1 and P2: each seq is taken once, in order, without a hole, and is what the log has under it."""
+        ledger, state = process.slot.ledger, process.state
+        base = event.seq if isinstance(event, SnapshotReceived) else before.seq
+        if state.seq < base:
+            self.broken("P1 order", f"{process.peer} went back from {before.seq} to {state.seq}")
+        origins = {one.seq: one.epoch for one in effects if isinstance(one, Answer)}
+        origins |= {one.seq: one.origin for one in state.queue}
+        if state.activity is not None and state.activity.cause is not None:
+            origins[state.activity.cause.seq] = state.activity.cause.origin
+        for seq in range(base + 1, state.seq + 1):
+            if seq not in origins:
+                self.broken("P2 no hole", f"{process.peer} went from {before.seq} to {state.seq}, leaving out {seq}")
+            if seq not in self.log or self.log[seq].origin != origins[seq]:
+                self.broken("P1 order", f"{process.peer} took a command {seq} that is not the log's")
+        cut = before.interrupted.cause if before.interrupted is not None else None
+        for effect in effects:
+            if not isinstance(effect, Answer) or effect.row in (1, 2):
+                continue
+            decision = (effect.epoch, effect.outcome)
+            if ledger.decided.setdefault(effect.seq, decision) != decision:
+                self.broken("P1 order", f"{process.peer} decided {effect.seq} twice, and differently")
+            settling = isinstance(event, EngineObserved) and cut is not None and cut.seq == effect.seq
+            again = isinstance(event, CommandReceived) and event.seq <= before.seq
+            if effect.seq <= ledger.last_decided and not settling and not again:
+                self.broken("P1 order", f"{process.peer} decided {effect.seq} after {ledger.last_decided}")
+            ledger.last_decided = max(ledger.last_decided, effect.seq)
+
+    def _proven(self, process: Process, answer: Answer) -> None:
+        """I2: an agent that says it follows a commit holds what was committed."""
+        published = self.log.get(answer.seq)
+        engine = process.slot.engine
+        if published is None or engine is None or not isinstance(published.command, WeightSync):
+            return
+        command = published.command
+        if command.phase != "commit" or command.source is None or not isinstance(answer.outcome, Acted):
+            return
+        if process.slot.identity.replica in command.quarantine or self.misled(process):
+            return
+        if engine.weights != command.source.path:
+            self.broken("I2 proof", f"{process.peer} acted on the commit of {command.source.path}, has {engine.weights}")
+
+    def _folded(self, process: Process, event: Event) -> None:
+        """P4: what a snapshot says is what the log says, and committed versions never go back."""
+        ledger, state = process.slot.ledger, process.state
+        identity = process.slot.identity
+        if isinstance(event, SnapshotReceived) and state.desired is event.desired:
+            newest = self.newest(identity.replica, event.seq) if identity.mode is not RolloutMode.COLOCATED else None
+            held = event.desired.committed.source.path if event.desired.committed is not None else None
+            if held != newest:
+                self.broken("P4 late joiner", f"the snapshot for {process.peer} says {held}, committed is {newest}")
+            ledger.oracle, ledger.folded = event.desired, event.seq
+        if isinstance(event, LeaseExpired):
+            ledger.oracle = None
+        if not state.joined:
+            return
+        if state.desired.version < ledger.version:
+            self.broken("I4 monotonic", f"{process.peer} goes back to version {state.desired.version}")
+        ledger.version = state.desired.version
+
+    def _bounded(self, process: Process) -> None:
+        state = process.state
+        hold = state.settings.hold
+        if len(state.held) > hold or len(state.queue) > hold or len(state.answers) > 64:
+            sizes = f"{len(state.held)} held, {len(state.queue)} queued, {len(state.answers)} remembered"
+            self.broken("P8 bounded", f"{process.peer} keeps {sizes}, and may keep {hold}")
+
+    def misled(self, process: Process) -> bool:
+        """Was the engine launched anew since the agent looked at it? Then what it believes is nobody's fault."""
+        engine = process.slot.engine
+        return engine is not None and process.state.engine.instance != f"launch {engine.instance}"
+
+    def serving(self, process: Process) -> None:
+        """P4 and I1: an agent that says it is as desired is, and one that generates, generates what is committed."""
+        state, engine = process.state, process.slot.engine
+        if engine is None or engine.attempt is not None or not settled(state) or self.misled(process):
+            return
+        desired = self._oracle(process)
+        if desired is None:
+            return
+        name = process.peer
+        committed = desired.committed.source.path if desired.committed is not None else LAUNCHED
+        if engine.generating and not desired.serving:
+            self.broken("I1 no torn serving", f"{name} is to be out of service, and generates")
+        colocated = process.slot.identity.mode is RolloutMode.COLOCATED
+        if engine.generating and engine.weights != committed and not colocated:
+            self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
+        lost = desired.committed is None and engine.weights != LAUNCHED
+        if not engine.generating and state.desired.serving and not lost:
+            self.broken("P4 late joiner", f"{name} says it serves, and is paused")
+        if engine.asleep != state.desired.asleep:
+            self.broken("P4 late joiner", f"{name} says it is as desired, asleep is {sorted(engine.asleep)}")
+        wanted = state.desired.profile.step if state.desired.profile is not None else None
+        if engine.session_step != wanted:
+            self.broken("P4 late joiner", f"{name}: session {engine.session_step} is open, desired is {wanted}")
+
+    def _oracle(self, process: Process) -> Desired | None:
+        """The desired state of a settled agent: the fold of the log, from its last snapshot to its position."""
+        ledger, state = process.slot.ledger, process.state
+        desired = ledger.oracle
+        if desired is None:
+            return None
+        identity = process.slot.identity
+        for seq in range(ledger.folded + 1, state.seq + 1):
+            published = self.log[seq]
+            replicas = published.target.replicas
+            targeted = replicas is None or identity.replica in replicas
+            desired = intend(desired, published.command, targeted, identity)
+        ledger.oracle, ledger.folded = desired, state.seq
+        return desired
+
+    def newest(self, replica: int, seq: int) -> str | None:
+        """The source of the newest commit for the replica up to `seq`."""
+        newest: str | None = None
+        version = 0
+        for at, one in self.log.items():
+            command = one.command
+            if at > seq or not isinstance(command, WeightSync) or command.phase != "commit" or command.source is None:
+                continue
+            targeted = one.target.replicas is None or replica in one.target.replicas
+            if targeted and command.version > version:
+                newest, version = command.source.path, command.version
+        return newest
+
+    # --- around an engine call ----------------------------------------------------------------------------------------
+
+    def performing(self, process: Process, perform: Perform) -> None:
+        """P5: no call of the journal is made twice, and no command opens two sessions."""
+        ledger = process.slot.ledger
+        if perform.call_id in ledger.performed:
+            self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
+        ledger.performed.add(perform.call_id)
+        activity = process.state.activity
+        if isinstance(perform.call, StartProfile) and activity is not None and activity.cause is not None:
+            if activity.cause.seq in ledger.started:
+                self.broken("P5 one effect", f"{process.peer} opens a second session for {activity.cause.seq}")
+            ledger.started.add(activity.cause.seq)
+
+    def resumed(self, slot: Slot) -> None:
+        """I1: an engine that starts to generate holds weights that were committed, or those it was launched with."""
+        engine = slot.engine
+        if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
+            return
+        for one in self.log.values():
+            command = one.command
+            if isinstance(command, WeightSync) and command.phase == "commit" and command.source is not None:
+                if command.source.path == engine.weights:
+                    return
+        self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
+
+    # --- after a step of the bus --------------------------------------------------------------------------------------
+
+    def after_bus(
+        self, bus: Bus, before: CoordinatorState, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]
+    ) -> None:
+        state = bus.state
+        for effect in effects:
+            if isinstance(effect, Publish):
+                self._published(bus, effect)
+            elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
+                self._concluded(bus, effect.report)
+        if len(state.ring) > bus.world.settings.ring:
+            self.broken("P8 bounded", f"the ring holds {len(state.ring)} commands")
+
+    def _published(self, bus: Bus, effect: Publish) -> None:
+        if effect.seq != self.head + 1:
+            self.broken("P1 order", f"the bus publishes {effect.seq} after {self.head}")
+        self.head = effect.seq
+        opened = next((one for one in bus.state.open if one.record.seq == effect.seq), None)
+        members = bus.state.members.items()
+        self.log[effect.seq] = Published(
+            origin=effect.epoch,
+            command=decode_command(effect.envelope.body),
+            target=effect.envelope.target,
+            live=frozenset(name for name, member in members if member.life == "live"),
+            deadline_us=opened.deadline_us if opened is not None else bus.now_us,
+            life=bus.life,
+        )
+
+    def _concluded(self, bus: Bus, report: Report) -> None:
+        """P3: once, in time, one conclusion for each agent of the fleet, and each answer is one that was given."""
+        published = self.log[report.seq]
+        key = (report.origin, report.seq)
+        if key in self.concluded:
+            self.broken("P3 answer", f"command {report.seq} was concluded twice")
+        self.concluded[key] = report
+        names = [line.agent for line in report.outcomes]
+        if len(names) != len(set(names)) or frozenset(names) != published.live:
+            self.broken("P3 answer", f"command {report.seq} was for {sorted(published.live)}, concluded for {names}")
+        if published.life == bus.life and bus.now_us > published.deadline_us + 1000:
+            self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
+        for line in report.outcomes:
+            if isinstance(line.conclusion, Missing):
+                continue
+            given = self.world.slot(line.agent).ledger.answered.get(key, [])
+            if line.conclusion not in given:
+                self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")

@@ -1,0 +1,123 @@
+"""What the simulated trainer asks for: every kind of command, in no sensible order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controlplane.events import CoordinatorEvent, Issued, SyncRequested
+from schemas.commands import Checkpoint, Command, EngineCommand, Manifest, ProfileCommand, ProfilePlan, Target, Window
+from schemas.commands import WeightSync
+from schemas.identity import Tag
+from tests.simulation.engine import digest_of
+
+if TYPE_CHECKING:
+    from tests.simulation.bus import Bus
+    from tests.simulation.cluster import World
+
+TAGS: tuple[frozenset[Tag], ...] = (frozenset(), frozenset({"weights"}), frozenset({"kv_cache"}))
+
+
+class Trainer:
+    """Issues commands to the living bus, and to zombies as well if they can still write."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.busy = True
+        self.tries = 0
+        self.step = 0
+        self.pace_ms = world.rng.choice((200, 800, 2500))
+
+    def work(self) -> None:
+        """Ask for something now and then, sometimes for a lot at once."""
+        if not self.busy:
+            return
+        rng = self.world.rng
+        self.world.at(1 + int(rng.expovariate(1.0 / self.pace_ms)), self.work)
+        writing = [bus for bus in self.world.buses if bus.alive and (self._may_write(bus) or rng.random() < 0.1)]
+        if writing:
+            bus = rng.choice(writing)
+            for _ in range(20 if rng.random() < 0.02 else 1):
+                self.ask(bus)
+
+    def _may_write(self, bus: Bus) -> bool:
+        return bus is self.world.bus or not self.world.laws.storage_fence
+
+    def ask(self, bus: Bus) -> None:
+        if self.world.rng.random() < 0.2:
+            self.sync(bus, None)
+        else:
+            self.issue(bus, self._command(), self._target())
+
+    def issue(self, bus: Bus, command: Command, target: Target, timeout_ms: int | None = None) -> None:
+        bus.tickets += 1
+        timeout_ms = timeout_ms if timeout_ms is not None else self.world.rng.choice((300, 2000, 6000))
+        bus.feed(
+            Issued(
+                at_us=bus.now_us,
+                at_ns=self.world.now,
+                ticket=bus.tickets,
+                command=command,
+                target=target,
+                timeout_ms=timeout_ms,
+            )
+        )
+
+    def sync(self, bus: Bus, quorum: int | None, timeout_ms: int | None = None) -> int:
+        """The next version. One that was aborted is tried again under its number, from another source."""
+        rng = self.world.rng
+        bus.tickets += 1
+        self.tries += 1
+        version = 1 + max((one.command.version for one in self.world.promises.log.values() if _commits(one.command)), default=0)
+        path = f"v{version}/try{self.tries}"
+        manifest = Manifest(tensors=1, nbytes=1, layout="l", content=digest_of(path)) if rng.random() < 0.5 else None
+        event: CoordinatorEvent = SyncRequested(
+            at_us=bus.now_us,
+            at_ns=self.world.now,
+            ticket=bus.tickets,
+            version=version,
+            source=Checkpoint(path),
+            manifest=manifest,
+            in_flight=rng.choice(("abort", "wait", "keep")),
+            quorum=quorum,
+            target=Target() if quorum is not None else self._target(),
+            timeout_ms=timeout_ms if timeout_ms is not None else rng.choice((1000, 3000, 6000)),
+        )
+        bus.feed(event)
+        return version
+
+    def restore(self) -> int:
+        """Everything that a replica needs to come back, then one sync for all. Returns its version."""
+        bus = self.world.bus
+        if bus is None:
+            self.world.promises.broken("convergence", "there is no bus to restore from")
+        self.issue(bus, ProfileCommand(action="stop", step=0), Target(), timeout_ms=5000)
+        self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=5000)
+        self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=5000)
+        self.world.run(self.world.now + 10_000)
+        return self.sync(bus, quorum=1, timeout_ms=5000)
+
+    def _target(self) -> Target:
+        rng = self.world.rng
+        return Target(replicas=frozenset({rng.randrange(3)})) if rng.random() < 0.15 else Target()
+
+    def _command(self) -> Command:
+        rng = self.world.rng
+        kind = rng.randrange(8)
+        if kind < 2:
+            self.step += rng.randrange(2)
+            window = Window(0, 3) if rng.random() < 0.3 else None
+            plan = ProfilePlan(window=window, enabled=rng.random() < 0.95)
+            return ProfileCommand(action="start", step=self.step, plan=plan)
+        if kind == 2:
+            return ProfileCommand(action="stop", step=self.step)
+        if kind == 3:
+            return EngineCommand(operation=rng.choice(("flush", "abort")))
+        if kind == 4:
+            return EngineCommand(operation="pause", mode=rng.choice(("abort", "wait", "keep")))
+        if kind == 5:
+            return EngineCommand(operation="resume")
+        return EngineCommand(operation=rng.choice(("sleep", "wake", "wake")), tags=rng.choice(TAGS))
+
+
+def _commits(command: object) -> bool:
+    return isinstance(command, WeightSync) and command.phase == "commit"
