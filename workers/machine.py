@@ -190,10 +190,9 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
 
 def next_deadline(state: AgentState) -> int | None:
     """When the machine wants a `Tick`, in ms of its own clock; None when nothing is pending."""
-    deadlines = [event.at_ms + event.ttl_ms for event in state.queue]
     if state.activity is not None and not state.activity.overdue:
-        deadlines.append(state.activity.deadline_ms)
-    return min(deadlines, default=None)
+        return state.activity.deadline_ms  # what is queued has its turn after that, whatever its own time
+    return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
 
 
 def settled(state: AgentState) -> bool:

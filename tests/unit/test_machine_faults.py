@@ -1,0 +1,52 @@
+"""One test for each fault that the simulated cluster found in the agent's machine, as short as it can be told."""
+
+from schemas.commands import Command, EngineCommand, ProfileCommand, Target
+from schemas.desired import Desired
+from schemas.events import CommandReceived, EngineObserved, Event, Observation, Settings, SnapshotReceived, Started
+from schemas.identity import Identity, Operation
+from workers.machine import AgentState, decide, next_deadline
+
+PRESENT = Observation(
+    engine="e",
+    instance="launch 1",
+    tokenizer="present",
+    operations=frozenset(Operation),
+    generating=True,
+    asleep=frozenset(),
+    profiling=False,
+    version=0,
+)
+STARTED = Started(at_ms=0, identity=Identity(replica=0, node_rank=0), incarnation="a", settings=Settings(hold=4))
+JOINED = SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired())
+
+
+def fold(*events: Event) -> AgentState:
+    """The state after the events."""
+    state = AgentState()
+    for event in events:
+        state, _ = decide(state, event)
+    return state
+
+
+def command(seq: int, body: Command, at_ms: int = 0, ttl_ms: int = 1000, epoch: int = 1) -> CommandReceived:
+    """A command to everyone, published and received in the same epoch."""
+    return CommandReceived(
+        at_ms=at_ms, epoch=epoch, origin=epoch, seq=seq, ttl_ms=ttl_ms, command=body, target=Target()
+    )
+
+
+def observed(seen: Observation = PRESENT) -> EngineObserved:
+    """The engine was read."""
+    return EngineObserved(at_ms=0, observation=seen)
+
+
+PAUSE = EngineCommand(operation="pause")
+RESUME = EngineCommand(operation="resume")
+START = ProfileCommand(action="start", step=3)
+
+
+def test_a_command_queued_behind_a_call_wants_no_tick_before_the_call_is_due() -> None:
+    state = fold(
+        STARTED, observed(), JOINED, command(1, PAUSE, ttl_ms=5000), command(2, RESUME, at_ms=10, ttl_ms=100)
+    )
+    assert next_deadline(state) == 5000  # a tick at 110 would change nothing, and would be due again at once
