@@ -121,7 +121,9 @@ class Fault(Struct, frozen=True, tag="fault"):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """Limits of one machine. hold: commands kept behind a hole. settle_ms: for calls that no command asked for."""
+    """Limits of one machine. hold: commands kept for their turn, and as many behind a hole. settle_ms: for calls that no
+    command asked for.
+    """
 
     hold: Positive = 256
     settle_ms: Positive = 600_000

@@ -222,6 +222,8 @@ def _command(state: AgentState, event: CommandReceived, effects: Effects) -> Age
         return _again(state, event, effects)
     if event.seq > state.seq + 1:  # row 3
         return _ask(_hold(state, event), effects)
+    if len(state.queue) >= state.settings.hold:
+        return _hold(state, event)  # no room: it is next in line, and taken when the queue moves
     if state.queue or state.held or state.activity is not None:
         state = _advance(replace(state, seq=event.seq, queue=(*state.queue, event)))
         return _proceed(state, event.at_ms, effects)
@@ -247,9 +249,9 @@ def _hold(state: AgentState, event: CommandReceived) -> AgentState:
 
 
 def _advance(state: AgentState) -> AgentState:
-    """Move held commands that are next in line into the queue."""
+    """Move held commands that are next in line into the queue, while it has room."""
     seq, queue, held = state.seq, list(state.queue), state.held
-    while held and held[0].seq <= seq + 1:
+    while held and held[0].seq <= seq + 1 and len(queue) < state.settings.hold:
         if held[0].seq == seq + 1:
             queue.append(held[0])
             seq += 1
@@ -282,7 +284,7 @@ def _head(state: AgentState, event: HeadSeen, effects: Effects) -> AgentState:
     if state.astray:
         effects.append(AskSnapshot())
         return state
-    if not state.joined or event.seq <= state.seq:
+    if not state.joined or event.seq <= state.seq or len(state.queue) >= state.settings.hold:
         return state
     return _ask(replace(state, needs=0), effects)
 
@@ -297,6 +299,8 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         if _must_wait(state, event, now_ms):
             return state
         state = _turn(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
+        if state.held:
+            state = _advance(state)
     if state.activity is not None or not state.joined or state.inhibited:
         return state
     if state.identity.node_rank > 0 or state.engine.tokenizer != "present":

@@ -2,7 +2,18 @@
 
 from schemas.commands import Command, EngineCommand, ProfileCommand, Target
 from schemas.desired import Desired
-from schemas.events import CommandReceived, EngineObserved, Event, Observation, Settings, SnapshotReceived, Started
+from schemas.events import (
+    CommandReceived,
+    EngineObserved,
+    EngineReturned,
+    Event,
+    HeadSeen,
+    Observation,
+    Returned,
+    Settings,
+    SnapshotReceived,
+    Started,
+)
 from schemas.identity import Identity, Operation
 from workers.machine import AgentState, decide, next_deadline
 
@@ -50,3 +61,17 @@ def test_a_command_queued_behind_a_call_wants_no_tick_before_the_call_is_due() -
         STARTED, observed(), JOINED, command(1, PAUSE, ttl_ms=5000), command(2, RESUME, at_ms=10, ttl_ms=100)
     )
     assert next_deadline(state) == 5000  # a tick at 110 would change nothing, and would be due again at once
+
+
+def test_a_full_queue_holds_the_next_command_and_takes_it_when_it_moves() -> None:
+    state = fold(STARTED, observed(), JOINED, *(command(seq, PAUSE, ttl_ms=9000) for seq in range(1, 20)))
+    assert state.seq == 5  # one under way, four queued
+    assert [one.seq for one in state.held] == [6, 7, 8, 9]
+    done, _ = decide(state, EngineReturned(at_ms=5, call_id=1, result=Returned()))
+    assert done.seq == 9
+    assert not done.queue and not done.held
+
+
+def test_a_full_queue_does_not_ask_for_what_it_has_no_room_for() -> None:
+    state = fold(STARTED, observed(), JOINED, *(command(seq, PAUSE, ttl_ms=9000) for seq in range(1, 20)))
+    assert decide(state, HeadSeen(at_ms=5, epoch=1, seq=19)) == (state, ())
