@@ -1,0 +1,39 @@
+# Two targets are for everybody: `make demo` and `make test`. Both set up .venv first, from a Python 3.11 and nothing else.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Exactly this one: an open range takes a build with several gigabytes of CUDA. Set TORCH to your own for a GPU.
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/rolloutctl demo
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench-ready
+	$(BIN)/python -m bench.fanout --out bench/fanout.json
+	$(BIN)/python -m bench.machines --out bench/machines.json
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+	$(PIP) install "$(TORCH)"
+	$(PIP) install --editable ".[torch,dev,speed]"
+	touch $@
+
+$(VENV)/.bench-ready: $(VENV)/.ready
+	$(PIP) install --editable ".[bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist rolloutctl-demo
