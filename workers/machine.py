@@ -53,7 +53,7 @@ from schemas.events import (
 from schemas.identity import Count, Identity, Positive
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from workers.rules.commands import required, rule
-from workers.rules.settle import EngineState, believe, holds, interrupted, learn, name, settle
+from workers.rules.settle import EngineState, believe, holds, holds_committed, interrupted, learn, name, settle
 
 LOGIC = 1
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
@@ -399,7 +399,7 @@ def _concede(state: AgentState, failed: CommandReceived | Call) -> AgentState:
     if isinstance(command, WeightSync) or isinstance(failed, CheckSource | Load):
         if desired.sync is not None:
             return replace(state, desired=replace(desired, sync=None, quarantined=desired.sync.version))
-        if state.engine.torn or state.engine.version != desired.version:
+        if not holds_committed(desired, state.engine):
             return replace(state, desired=replace(desired, quarantined=max(1, desired.version)))
     return state
 

@@ -1,14 +1,17 @@
 """One test for each fault that the simulated cluster found in the agent's machine, as short as it can be told."""
 
-from schemas.commands import Command, EngineCommand, ProfileCommand, Target
+from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired
 from schemas.events import (
+    CheckSource,
     CommandReceived,
     EngineObserved,
     EngineReturned,
     Event,
     HeadSeen,
+    Load,
     Observation,
+    Perform,
     Returned,
     Settings,
     SnapshotReceived,
@@ -75,3 +78,38 @@ def test_a_full_queue_holds_the_next_command_and_takes_it_when_it_moves() -> Non
 def test_a_full_queue_does_not_ask_for_what_it_has_no_room_for() -> None:
     state = fold(STARTED, observed(), JOINED, *(command(seq, PAUSE, ttl_ms=9000) for seq in range(1, 20)))
     assert decide(state, HeadSeen(at_ms=5, epoch=1, seq=19)) == (state, ())
+
+
+def prepare(seq: int, path: str) -> CommandReceived:
+    """Version 2, from another place each time."""
+    return command(seq, WeightSync(phase="prepare", version=2, source=Checkpoint(path)))
+
+
+def performed(state: AgentState, event: Event) -> tuple[AgentState, list[str]]:
+    """Feed the event, and every call's good end. Returns the names of the calls, with the source of a load."""
+    names: list[str] = []
+    events = [event]
+    while events:
+        state, effects = decide(state, events.pop(0))
+        for effect in effects:
+            if isinstance(effect, Perform):
+                call = effect.call
+                names.append(call.source.path if isinstance(call, Load | CheckSource) else "")
+                events.append(EngineReturned(at_ms=0, call_id=effect.call_id, result=Returned()))
+    return state, [name for name in names if name]
+
+
+def test_an_aborted_version_that_is_tried_again_is_checked_again_in_its_new_place() -> None:
+    state, checked = performed(fold(STARTED, observed(), JOINED), prepare(1, "a"))
+    state, _ = performed(state, command(2, WeightSync(phase="abort", version=2)))
+    state, again = performed(state, prepare(3, "b"))
+    assert (checked, again) == (["a"], ["b"])
+
+
+def test_an_aborted_version_that_is_tried_again_is_loaded_again_though_its_number_is_the_same() -> None:
+    state, _ = performed(fold(STARTED, observed(), JOINED), prepare(1, "a"))
+    state, loaded = performed(state, command(2, WeightSync(phase="load", version=2)))
+    state, _ = performed(state, command(3, WeightSync(phase="abort", version=2)))
+    state, _ = performed(state, prepare(4, "b"))
+    state, again = performed(state, command(5, WeightSync(phase="load", version=2)))
+    assert (loaded, again) == (["a"], ["b"])

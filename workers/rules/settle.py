@@ -39,7 +39,9 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the machine believes of its engine: what its calls brought about, corrected by each observation.
 
     version: of the weights held, 0 as launched.   torn: a load was cut off or failed; nobody knows what is held.
-    stale_cache: prefixes in the cache were computed by other weights.   checked: version whose source was found good.
+    loaded: what the last load was to bring; a number alone does not tell weights apart, since one that was aborted may be
+    tried again from another source.   checked: the source that was last found good.
+    stale_cache: prefixes in the cache were computed by other weights.
     kept: requests were frozen by the last pause and continue, so their cache must not be dropped.
     """
 
@@ -54,7 +56,8 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str | None = None
     torn: bool = False
     stale_cache: bool = False
-    checked: Count = 0
+    loaded: Committed | None = None
+    checked: Committed | None = None
     kept: bool = False
 
 
@@ -72,12 +75,34 @@ def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing 
     return desired.committed if desired.quarantined == 0 else None
 
 
+def named(weights: Committed | Syncing | CheckSource | Load) -> Committed:
+    """What tells weights apart: number, source and manifest."""
+    if isinstance(weights, Committed):
+        return weights
+    return Committed(weights.version, weights.source, weights.manifest)
+
+
+def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
+    """Does the engine hold these weights, as far as anybody knows?"""
+    if engine.torn or engine.version != weights.version:
+        return False
+    loaded = engine.loaded
+    return loaded is None or loaded.version != engine.version or loaded == named(weights)
+
+
+def holds_committed(desired: Desired, engine: EngineState) -> bool:
+    """Does the engine hold what is committed: the weights of the newest commit, or else those it was launched with?"""
+    if desired.committed is None:
+        return engine.version == 0 and not engine.torn
+    return holds_weights(engine, desired.committed)
+
+
 def may_serve(desired: Desired, engine: EngineState) -> bool:
     """May the engine generate once everything that `desired` asks for is done?
 
     An engine that holds uncommitted or torn weights, with nothing committed to go back to, may not.
     """
-    lost = desired.committed is None and (engine.torn or engine.version != 0)
+    lost = desired.committed is None and not holds_committed(desired, engine)
     return desired.serving and not lost
 
 
@@ -92,6 +117,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
         and engine.session is None
         and not (engine.torn or engine.stale_cache or engine.asleep)
         and engine.version == desired.version
+        and (engine.loaded is None or engine.loaded == desired.committed)
     ):
         return ()  # the usual case: it serves what is committed, and nothing else is wanted
     calls: list[Call] = []
@@ -101,12 +127,12 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
 
     sync = desired.sync
     weights = wanted_weights(desired, identity)
-    if weights is not None and (weights.version == engine.version and not engine.torn):
+    if weights is not None and holds_weights(engine, weights):
         weights = None
     if weights is not None and "weights" in desired.asleep:
         weights = None  # loaded when the trainer wakes them; the engine can't serve before that either
     unchecked = sync if sync is not None and sync.phase == "prepare" else weights
-    if unchecked is not None and engine.checked != unchecked.version:
+    if unchecked is not None and engine.checked != named(unchecked):
         calls.append(CheckSource(unchecked.source, unchecked.manifest, unchecked.version))
 
     releasing = desired.asleep - engine.asleep if desired.asleep else desired.asleep
@@ -204,7 +230,8 @@ def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[Eng
             wanted = call.manifest.content if call.manifest is not None else None
             done = wanted is not None and seen.digest == wanted and seen.version == call.version
             unharmed = seen.digest is not None and seen.digest == before
-            return replace(engine, torn=not done and not unharmed, stale_cache=True), done
+            loaded = named(call) if done else engine.loaded
+            return replace(engine, torn=not done and not unharmed, stale_cache=True, loaded=loaded), done
         case _:
             return engine, False
 
@@ -234,9 +261,10 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
         case Resume():
             return replace(engine, generating=True, kept=False)
         case CheckSource():
-            return replace(engine, checked=call.version)
+            return replace(engine, checked=named(call))
         case Load():
-            return replace(engine, version=call.version, digest=result.digest, torn=False, stale_cache=True, checked=0)
+            fresh = replace(engine, version=call.version, digest=result.digest, torn=False, stale_cache=True)
+            return replace(fresh, loaded=named(call), checked=None)
         case StartProfile():
             return replace(engine, session=call.session)
         case StopProfile():
