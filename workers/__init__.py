@@ -1,0 +1,22 @@
+"""The node's side: the agent, its machine, and the engines it commands. Importing this loads neither."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workers.agent import Agent
+    from workers.engine import Engine
+
+__all__ = ["Agent", "Engine"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name == "Agent":
+            from workers.agent import Agent
+
+            return Agent
+        if name == "Engine":
+            from workers.engine import Engine
+
+            return Engine
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -507,14 +507,17 @@ def _orphan(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentSt
 
 
 def _start(state: AgentState, event: Started) -> AgentState:
-    """A new incarnation: what was received and not decided is forgotten, what was decided is not."""
+    """A new incarnation: what was received and not decided is forgotten, what was decided is not.
+
+    Nothing is done to the engine before it was read: it may have gone on, or been launched anew, in the meantime.
+    """
     return AgentState(
         identity=event.identity,
         incarnation=event.incarnation,
         settings=event.settings,
         epoch=state.epoch,
         seq=state.seq,
-        engine=state.engine,
+        engine=replace(state.engine, tokenizer="unknown"),
         calls_made=state.calls_made,
         answers=state.answers,
         interrupted=state.activity or state.interrupted,

@@ -1,5 +1,7 @@
 """One test for each fault that the simulated cluster found in the agent's machine, as short as it can be told."""
 
+import msgspec
+
 from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired
 from schemas.events import (
@@ -113,3 +115,12 @@ def test_an_aborted_version_that_is_tried_again_is_loaded_again_though_its_numbe
     state, _ = performed(state, prepare(4, "b"))
     state, again = performed(state, command(5, WeightSync(phase="load", version=2)))
     assert (loaded, again) == (["a"], ["b"])
+
+
+def test_after_a_restart_the_engine_is_read_before_anything_is_asked_of_it() -> None:
+    state = fold(STARTED, observed(), JOINED)
+    state, _ = decide(state, command(1, START))  # the start is under way when the agent dies
+    state, effects = decide(decide(state, STARTED)[0], SnapshotReceived(at_ms=0, epoch=1, seq=1, desired=state.desired))
+    assert effects == ()
+    state, effects = decide(state, observed(msgspec.structs.replace(PRESENT, profiling=True)))
+    assert not any(isinstance(effect, Perform) for effect in effects)  # the session it finds is the one desired
