@@ -2,11 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from workers.shadowing import refuse_foreign_schemas
+
 if TYPE_CHECKING:
     from workers.agent import Agent
     from workers.engine import Engine
 
 __all__ = ["Agent", "Engine"]
+
+refuse_foreign_schemas()
 
 if not TYPE_CHECKING:
 

@@ -1,0 +1,1 @@
+"""The composition roots: the only code that sees both the trainer's side and the nodes'."""
