@@ -9,7 +9,7 @@ from schemas.desired import Desired, refuse_profile
 from schemas.events import Abort, Call, Flush
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
-from workers.rules.settle import EngineState, settle
+from workers.rules.settle import EngineState, attainable, settle
 
 Verdict = tuple[Call, ...] | Skipped | Failed
 """Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
@@ -77,7 +77,7 @@ def _weights(command: WeightSync, before: Desired, after: Desired, engine: Engin
     if command.version <= before.version:
         return Skipped(Reason.STALE_VERSION)
     left_out = identity.replica in command.quarantine
-    if command.phase == "prepare" and "weights" in before.asleep:
+    if command.phase == "prepare" and "weights" in attainable(before, engine).asleep:
         return Failed(
             ErrorKind.WEIGHTS_ASLEEP,
             f"replica {identity.replica} was asked to prepare version {command.version} while its weights are asleep. "

@@ -34,6 +34,8 @@ from schemas.events import (
 from schemas.identity import Count, Identity, Operation, RolloutMode, Tag
 from schemas.outcomes import ErrorKind, Failed
 
+_NEEDED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD})
+
 
 class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the machine believes of its engine: what its calls brought about, corrected by each observation.
@@ -106,6 +108,15 @@ def may_serve(desired: Desired, engine: EngineState) -> bool:
     return desired.serving and not lost
 
 
+def attainable(desired: Desired, engine: EngineState) -> Desired:
+    """`desired` without what this engine has no operation for: that was answered `unsupported`, and is not asked for."""
+    if _NEEDED <= engine.operations:
+        return desired
+    if not {Operation.SLEEP, Operation.WAKE} <= engine.operations:
+        desired = replace(desired, asleep=frozenset())
+    return desired if Operation.PROFILE in engine.operations else replace(desired, profile=None)
+
+
 def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[Call, ...]:
     """The calls that bring the engine to `desired`, in the order in which they must be made."""
     if (
@@ -121,6 +132,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     ):
         return ()  # the usual case: it serves what is committed, and nothing else is wanted
     calls: list[Call] = []
+    desired = attainable(desired, engine)
     closing = engine.session is not None and (desired.profile is None or engine.session.step != desired.profile.step)
     if closing and engine.session is not None:
         calls.append(StopProfile(engine.session, trace_directory(engine.session, identity)))
@@ -132,11 +144,13 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     if weights is not None and "weights" in desired.asleep:
         weights = None  # loaded when the trainer wakes them; the engine can't serve before that either
     unchecked = sync if sync is not None and sync.phase == "prepare" else weights
-    if unchecked is not None and engine.checked != named(unchecked):
+    if unchecked is not None and Operation.LOAD in engine.operations and engine.checked != named(unchecked):
         calls.append(CheckSource(unchecked.source, unchecked.manifest, unchecked.version))
 
     releasing = desired.asleep - engine.asleep if desired.asleep else desired.asleep
     serving = may_serve(desired, engine)
+    if weights is not None and Operation.LOAD not in engine.operations:
+        weights, serving = None, False  # it can't follow, and must not serve what nobody wants
     pausing = engine.generating and (not serving or weights is not None or bool(releasing))
     mode = sync.in_flight if sync is not None else desired.pause_mode
     if pausing:
