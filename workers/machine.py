@@ -229,7 +229,10 @@ def _command(state: AgentState, event: CommandReceived, effects: Effects) -> Age
         return _proceed(state, event.at_ms, effects)
     if state.engine.tokenizer == "unknown" and _must_wait(state, event, event.at_ms):
         return replace(state, seq=event.seq, queue=(event,), needs=0)
-    return _turn(state, event, event.seq, event.at_ms, effects)
+    turned = _turn(state, event, event.seq, event.at_ms, effects)
+    if turned.desired is state.desired and not state.inhibited:
+        return turned
+    return _proceed(turned, event.at_ms, effects)  # also a command that was refused changes what is desired
 
 
 def _ask(state: AgentState, effects: Effects) -> AgentState:

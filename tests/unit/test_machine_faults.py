@@ -5,6 +5,7 @@ import msgspec
 from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired
 from schemas.events import (
+    Answer,
     CheckSource,
     CommandReceived,
     EngineObserved,
@@ -13,6 +14,7 @@ from schemas.events import (
     HeadSeen,
     Load,
     Observation,
+    Pause,
     Perform,
     Returned,
     Settings,
@@ -20,7 +22,7 @@ from schemas.events import (
     Started,
 )
 from schemas.identity import Identity, Operation
-from workers.machine import AgentState, decide, next_deadline
+from workers.machine import AgentState, decide, next_deadline, settled
 
 PRESENT = Observation(
     engine="e",
@@ -124,3 +126,24 @@ def test_after_a_restart_the_engine_is_read_before_anything_is_asked_of_it() -> 
     assert effects == ()
     state, effects = decide(state, observed(msgspec.structs.replace(PRESENT, profiling=True)))
     assert not any(isinstance(effect, Perform) for effect in effects)  # the session it finds is the one desired
+
+
+def test_a_command_that_came_too_late_is_settled_at_once_and_not_at_the_next_event() -> None:
+    _, effects = decide(fold(STARTED, observed(), JOINED), command(1, PAUSE, ttl_ms=0))
+    assert [type(effect) for effect in effects] == [Answer, Perform]
+
+
+def test_a_replica_that_cannot_load_is_paused_by_the_load_that_leaves_it_out() -> None:
+    unable = msgspec.structs.replace(PRESENT, operations=frozenset(Operation) - {Operation.LOAD})
+    load = WeightSync(phase="load", version=2, quarantine=frozenset({0}))
+    _, effects = decide(fold(STARTED, observed(unable), JOINED), command(1, load))
+    assert Perform(call_id=1, call=Pause("abort")) in effects
+
+
+def test_an_engine_is_never_asked_for_an_operation_that_it_lacks() -> None:
+    unable = msgspec.structs.replace(PRESENT, operations=frozenset(Operation) - {Operation.SLEEP, Operation.PROFILE})
+    state = fold(STARTED, observed(unable), JOINED)
+    for seq, body in enumerate((START, EngineCommand(operation="sleep")), start=1):
+        state, effects = decide(state, command(seq, body))
+        assert [type(effect) for effect in effects] == [Answer]
+    assert settled(state)
