@@ -181,6 +181,8 @@ class Process:
             return
         before = self.state
         self.state, effects = self.world.laws.agent(before, event)
+        if self.world.story is not None and (effects or self.state is not before):
+            self.world.say(f"    {self.peer} {event}\n            -> {list(effects)}")
         if effects or (self.state is not before and self.state != before):
             self.pending.append((encode(event), encode(effects)))
         self.world.promises.after_agent(self, before, event, effects)

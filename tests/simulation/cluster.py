@@ -117,7 +117,7 @@ class World:
             fails=rng.choice((0.0, 0.0, 0.05)), hangs=rng.choice((0.0, 0.0, 0.03)), slow_ms=rng.choice((5, 40, 400))
         )
         if rng.random() < 0.1:
-            lacks = rng.choice(({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}))
+            lacks = rng.choice(({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}))
             temper.lacks = frozenset(lacks)
 
         def kill(text: str) -> None:
@@ -279,7 +279,7 @@ class World:
         self._converged("the last sync")
         for slot in self.slots:
             engine, process = slot.engine, slot.process
-            if engine is None or process is None:
+            if engine is None or process is None or Operation.LOAD in engine.temper.lacks:
                 continue
             colocated = slot.identity.mode is RolloutMode.COLOCATED
             if not engine.generating or (engine.version != version and not colocated):

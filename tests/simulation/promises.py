@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
+from msgspec.structs import replace
+
 from controlplane.events import Conclude, CoordinatorEffect, CoordinatorEvent, Publish
 from schemas.commands import Command, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, intend
@@ -25,8 +27,8 @@ from schemas.events import (
     Started,
     StartProfile,
 )
-from schemas.identity import RolloutMode
-from schemas.outcomes import Acted, Missing, Outcome
+from schemas.identity import Operation, RolloutMode
+from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Outcome
 from schemas.wire import Report, decode_command
 from tests.simulation.engine import LAUNCHED
 from workers.machine import AgentState, settled
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from tests.simulation.agent import Process, Slot
     from tests.simulation.bus import Bus
     from tests.simulation.cluster import World
+
+AT_THE_GATE = (ErrorKind.UNSUPPORTED, ErrorKind.TOKENIZER_MISSING, ErrorKind.ENGINE_NOT_READY)
+"""Failures that leave what is desired as the log says."""
 
 
 class Broken(AssertionError):
@@ -104,7 +109,6 @@ class Promises:
         for effect in effects:
             if isinstance(effect, Answer):
                 ledger.answered.setdefault((effect.epoch, effect.seq), []).append(effect.outcome)
-                self._proven(process, effect)
         self._folded(process, event)
         self._bounded(process)
         self.serving(process)
@@ -144,6 +148,8 @@ class Promises:
             if not isinstance(effect, Answer) or effect.row in (1, 2):
                 continue
             decision = (effect.epoch, effect.outcome)
+            if effect.seq not in ledger.decided:
+                self._proven(process, effect)
             if ledger.decided.setdefault(effect.seq, decision) != decision:
                 self.broken("P1 order", f"{process.peer} decided {effect.seq} twice, and differently")
             settling = isinstance(event, EngineObserved) and cut is not None and cut.seq == effect.seq
@@ -206,17 +212,25 @@ class Promises:
             return
         name = process.peer
         committed = desired.committed.source.path if desired.committed is not None else LAUNCHED
+        if Operation.SLEEP in engine.temper.lacks:
+            desired = replace(desired, asleep=frozenset())
         if engine.generating and not desired.serving:
             self.broken("I1 no torn serving", f"{name} is to be out of service, and generates")
         colocated = process.slot.identity.mode is RolloutMode.COLOCATED
         if engine.generating and engine.weights != committed and not colocated:
             self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
         lost = desired.committed is None and engine.weights != LAUNCHED
-        if not engine.generating and state.desired.serving and not lost:
+        mine = state.desired
+        wanted = mine.profile.step if mine.profile is not None else None
+        if Operation.SLEEP in engine.temper.lacks:
+            mine = replace(mine, asleep=frozenset())
+        if Operation.PROFILE in engine.temper.lacks:
+            wanted = None
+        stuck = Operation.LOAD in engine.temper.lacks and mine.committed is not None
+        if not engine.generating and mine.serving and not (lost or stuck):
             self.broken("P4 late joiner", f"{name} says it serves, and is paused")
-        if engine.asleep != state.desired.asleep:
+        if engine.asleep != mine.asleep:
             self.broken("P4 late joiner", f"{name} says it is as desired, asleep is {sorted(engine.asleep)}")
-        wanted = state.desired.profile.step if state.desired.profile is not None else None
         if engine.session_step != wanted:
             self.broken("P4 late joiner", f"{name}: session {engine.session_step} is open, desired is {wanted}")
 
@@ -232,6 +246,10 @@ class Promises:
             replicas = published.target.replicas
             targeted = replicas is None or identity.replica in replicas
             desired = intend(desired, published.command, targeted, identity)
+            given = ledger.answered.get((published.origin, seq), ())
+            refused = any(isinstance(one, Failed) and one.error not in AT_THE_GATE for one in given)
+            if refused and isinstance(published.command, WeightSync) and published.command.phase == "prepare":
+                desired = replace(desired, sync=None)  # it was not touched, and goes on until the load names it
         ledger.oracle, ledger.folded = desired, state.seq
         return desired
 
