@@ -121,8 +121,7 @@ def _mounts() -> str:
 class RecordReader:
     """Reads a record file, also while another process writes it. Made by `open`; use as a context manager.
 
-    One thread at a time. Raises LogCorrupt where the file is damaged, with the position of the damage, and LogError
-    where it can't be read.
+    One thread at a time. Raises LogCorrupt with the position of the damage, LogError where the file can't be read.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:

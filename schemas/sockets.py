@@ -6,8 +6,9 @@ at EVENTS) takes the signal away. A loop that waits on the descriptor after some
 a message that is already there. The rules that make waiting right:
 
 Rule 1  Try first. On "would block" read EVENTS; wait for the descriptor only if the flag is absent.
-Rule 2  One task, the leader, waits on the descriptor; others follow it on events of their own. Whoever touches the
-        socket while a leader sleeps reads EVENTS afterwards and wakes those whose flag is set, the leader included.
+Rule 2  One task of the loop, the leader, waits for the descriptors of all its sockets; the others follow, each on an
+        event of its own. Whoever touches a socket for which somebody waits reads EVENTS afterwards and wakes those
+        whose flag is set, the leader included. Who stops waiting, for whatever reason, sees to it that somebody leads.
 Rule 3  After BURST messages without a pause the task yields: a flood must not starve the loop.
 Rule 4  One thread and one event loop per socket, checked. Waiters are told before the descriptor is closed.
 Rule 5  While waiting, look again every SAFETY_POLL_S. A look that finds what no edge announced is counted in
@@ -16,103 +17,63 @@ Rule 5  While waiting, look again every SAFETY_POLL_S. A look that finds what no
 Cancellation. A message is taken, or handed over, after the last `await` of a call. A cancelled call has moved nothing.
 """
 
+import contextlib
 import errno
 import ipaddress
 import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import partial
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import anyio
 import zmq
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import RunVar, checkpoint
 from zmq.backend import Socket as PlainSocket
 
 from schemas.errors import AddressInUse, BusAddressError, BusError, ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-BURST: Final = 64
-"""Messages moved by one task before it yields to the loop."""
-SAFETY_POLL_S: Final = 0.25
-"""Seconds between two looks at EVENTS while waiting for an edge."""
+BURST: Final = 64  # messages moved by one task before it yields to the loop
+SAFETY_POLL_S: Final = 0.25  # between two looks at EVENTS while waiting for an edge
 
-SUBSCRIPTION_BYTES_MAX: Final = 4096
-"""Largest frame a subscriber may send to the publisher: a topic to subscribe to, nothing else."""
-FRAME_BYTES_MAX: Final = 256 * 1024
-"""Largest frame on every other socket. libzmq cuts the peer off; the number of frames is for the decoder to check."""
-EVENTS_QUEUED_MAX: Final = 1000
-"""Messages queued per subscriber on either side before the publisher drops (the hole is repaired by replay)."""
-CONTROL_QUEUED_MAX: Final = 256
-"""Messages queued per peer, each way, between the router and one agent."""
-LINGER_MS: Final = 2000
-"""How long a closed socket may still deliver."""
+# Above a frame's limit libzmq cuts the peer off. How many frames a message has is for the decoder to check.
+SUBSCRIPTION_BYTES_MAX: Final = 4096  # a frame from a subscriber to the publisher: a topic, nothing else
+FRAME_BYTES_MAX: Final = 256 * 1024  # a frame on every other socket
+EVENTS_QUEUED_MAX: Final = 1000  # messages per subscriber before the publisher drops; replay repairs the hole
+CONTROL_QUEUED_MAX: Final = 256  # messages per agent, each way, between it and the router
+LINGER_MS: Final = 2000  # that a closed socket may still deliver
 
-_POLLIN: Final = int(zmq.POLLIN)
-_POLLOUT: Final = int(zmq.POLLOUT)
-_EVENTS: Final = int(zmq.EVENTS)
-_NOW: Final = int(zmq.DONTWAIT)
-_NOW_MORE: Final = int(zmq.DONTWAIT) | int(zmq.SNDMORE)
-
+# Plain numbers, since an enum's `|` and `&` are calls into Python.
+_POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
+_NOW, _NOW_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT) | int(zmq.SNDMORE)
 # The class under zmq.Socket: the same calls, without the sugar that doubles their cost.
 _send, _recv, _get = PlainSocket.send, PlainSocket.recv, PlainSocket.get
 
-# Counts forks that made this process. An object that remembers another number was made by a parent; comparing two
-# integers costs a quarter of getpid(), and this check stands in front of every message.
-_generation = 0
-
-
-def _count_fork() -> None:
-    global _generation
-    _generation += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
+# One item for each fork on the way to this process. An object that remembers another number was made by a parent; to
+# compare two numbers costs a quarter of getpid(), and this check stands in front of every message.
+_forks: list[None] = []
+os.register_at_fork(after_in_child=partial(_forks.append, None))
 
 
 def _forked(what: str, made_in: int) -> BusError:
-    return BusError(
-        f"this {what} was made in process {made_in} and is used in its fork, {os.getpid()}. Neither sockets nor "
-        "their threads survive a fork: open the bus, or the agent, in the process that uses it"
-    )
+    return BusError(f"this {what} was made in process {made_in} and does not survive a fork: open it in {os.getpid()}")
 
 
 class Sent(Enum):
     """What became of a message that was to leave at once. Only OK is true."""
 
-    OK = "ok"
-    """It is queued for its peers."""
-    FULL = "full"
-    """The queue is full, or no peer is connected yet. Nothing was sent; the same message may be tried again."""
-    GONE = "gone"
-    """ROUTER only: no peer has this routing id. Nothing was sent, and trying again does not help."""
+    OK = "ok"  # it is queued for its peers
+    FULL = "full"  # nothing was sent: the queue is full, or nobody is connected. The same message may be tried again
+    GONE = "gone"  # nothing was sent: the ROUTER knows no peer of this routing id. Trying again does not help
 
     def __bool__(self) -> bool:
         return self is Sent.OK
-
-
-class _Leader:
-    """The task that waits on the descriptor. `scope` ends its sleep, `kicked` says that we ended it on purpose."""
-
-    __slots__ = ("flag", "kicked", "scope")
-
-    def __init__(self, flag: int) -> None:
-        self.flag = flag
-        self.kicked = False
-        self.scope = anyio.CancelScope(deadline=anyio.current_time() + SAFETY_POLL_S)
-
-    def kick(self) -> None:
-        self.kicked = True
-        self.scope.cancel()
-
-
-class _Follower(NamedTuple):
-    flag: int
-    event: anyio.Event
 
 
 class EdgeSocket:
@@ -132,9 +93,9 @@ class EdgeSocket:
         self._fd = int(sock.FD)
         self._is_router = sock.type == zmq.ROUTER
         self._thread = threading.get_ident()
-        self._process, self._generation = os.getpid(), _generation
-        self._leader: _Leader | None = None
-        self._followers: list[_Follower] = []
+        self._process, self._generation = os.getpid(), len(_forks)
+        self._watch: _Watch | None = None
+        self._waiters: list[_Waiter] = []
         self._burst = 0
         self._closed = False
         self._edge = select.poll()
@@ -169,7 +130,7 @@ class EdgeSocket:
         except zmq.ZMQError as error:
             raise self._explain(error) from error
         self._burst += 1
-        if self._leader is not None:
+        if self._waiters:
             self._settle()
         return frames or None
 
@@ -195,8 +156,7 @@ class EdgeSocket:
         self._check()
         if not frames:
             raise ValueError("a message has at least one frame")
-        last = len(frames) - 1
-        sent = Sent.OK
+        last, sent = len(frames) - 1, Sent.OK
         for index, frame in enumerate(frames):
             try:
                 _send(self._sock, frame, _NOW if index == last else _NOW_MORE)
@@ -212,7 +172,7 @@ class EdgeSocket:
                 sent = Sent.GONE
                 break
         self._burst += 1
-        if self._leader is not None:
+        if self._waiters:
             self._settle()
         return sent
 
@@ -234,28 +194,23 @@ class EdgeSocket:
             return
         self._check()
         self._closed = True
-        if self._leader is not None:
-            anyio.notify_closing(self._fd)
-        for follower in self._followers:
-            follower.event.set()
+        for waiter in self._waiters:
+            waiter.wake()
+        if self._watch is not None:
+            self._watch.remove(self._fd)
         self._sock.close(linger_ms)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
     def _check(self) -> None:
-        if self._generation != _generation:
+        if self._generation != len(_forks):
             raise _forked("socket", self._process)
         if self._thread != threading.get_ident():
-            raise BusError(
-                f"the socket at {self.address} belongs to another thread. Only that thread's event loop may use it; "
-                "other threads hand over through a queue and a Doorbell"
-            )
+            raise BusError(f"the socket at {self.address} belongs to another thread: use a queue and a Doorbell")
 
     def _explain(self, error: zmq.ZMQError) -> Exception:
         if self._closed or error.errno in (zmq.ENOTSOCK, zmq.ETERM):
@@ -267,38 +222,24 @@ class EdgeSocket:
         self._burst = 0
         if self._settle() & flag:
             return
-        if self._leader is None:
-            await self._lead(flag)
-        else:
-            await self._follow(flag)
-
-    async def _lead(self, flag: int) -> None:
-        leader = self._leader = _Leader(flag)
-        wanted = flag
+        if self._watch is None:
+            self._watch = _watch_for(self._fd)
+            self._watch.add(self._fd, self._waiters)
+        waiter = _Waiter(self, flag)
+        self._waiters.append(waiter)
         try:
-            with leader.scope:
-                await anyio.wait_readable(self._fd)
+            await self._watch.wait(waiter)
         finally:
-            # Also when cancelled: each follower looks for itself, and the first to find nothing leads next.
-            self._leader = None
-            for follower in self._followers:
-                wanted |= follower.flag
-                follower.event.set()
-        if leader.scope.cancelled_caught and not leader.kicked and not self._closed:
-            self._poll_for_safety(wanted)
+            self._waiters.remove(waiter)
 
-    async def _follow(self, flag: int) -> None:
-        follower = _Follower(flag, anyio.Event())
-        self._followers.append(follower)
+    def _look(self, waiter: "_Waiter") -> None:
+        """The safety poll of one waiter."""
         try:
-            await follower.event.wait()
-        finally:
-            self._followers.remove(follower)
-
-    def _poll_for_safety(self, wanted: int) -> None:
-        # An edge that came together with the timer was not missed: it still stands on the descriptor.
-        if not self._edge.poll(0) and self._settle() & wanted:
-            self.safety_polls += 1
+            # An edge that came together with the timer was not missed: it still stands on the descriptor.
+            if not self._edge.poll(0) and self._settle() & waiter.flag:
+                self.safety_polls += 1
+        except (anyio.ClosedResourceError, BusError):
+            waiter.wake()  # to meet the error itself: the one who looks is another task
 
     def _settle(self) -> int:
         """Read EVENTS, which takes the edge away, and wake everybody it concerns. Returns EVENTS."""
@@ -307,36 +248,152 @@ class EdgeSocket:
         except zmq.ZMQError as error:
             raise self._explain(error) from error
         assert isinstance(events, int)
-        leader = self._leader
-        if leader is not None and events & leader.flag:
-            leader.kick()
-        for follower in self._followers:
-            if events & follower.flag:
-                follower.event.set()
+        for waiter in self._waiters:
+            if events & waiter.flag:
+                waiter.wake()
         return events
+
+
+class _Waiter:
+    """A task that waits until `flag` may stand in a socket's EVENTS: on an event or, while it leads, in a scope."""
+
+    __slots__ = ("event", "flag", "scope", "sock", "woken")
+
+    def __init__(self, sock: EdgeSocket, flag: int) -> None:
+        self.sock = sock
+        self.flag = flag
+        self.woken = False
+        self.event: anyio.Event | None = None
+        self.scope: anyio.CancelScope | None = None
+
+    def wake(self) -> None:
+        if not self.woken:
+            self.woken = True
+            self.stir()
+
+    def stir(self) -> None:
+        """Let the task look around: it was woken, or there is nobody to lead."""
+        if self.scope is not None:
+            self.scope.cancel()
+        elif self.event is not None:
+            self.event.set()
+
+
+class _Watch:
+    """The sockets of one event loop behind one descriptor, and all tasks that wait for them.
+
+    Waiting for a descriptor costs a loop far more than waking a task does. So one task waits for all sockets, and a
+    wake-up that concerns many of them (a command to 256 agents in one process) is paid for once.
+
+    An edge is told once, read or not. That is enough, since nobody waits for a socket without having read its EVENTS
+    after it was told; told until read, it would keep the loop awake for a socket that nobody wants to read.
+
+    only: one socket's own descriptor, where the system has no epoll and each socket is watched by itself.
+    """
+
+    def __init__(self, only: int | None = None) -> None:
+        self.closed = False
+        self._epoll = select.epoll() if only is None else None
+        self._fd = self._epoll.fileno() if self._epoll is not None else only or 0
+        self._sockets: dict[int, list[_Waiter]] = {}
+        self._waiting: dict[_Waiter, None] = {}
+        self._leader: _Waiter | None = None
+        self._look_at = 0.0
+
+    def add(self, fd: int, waiters: list[_Waiter]) -> None:
+        self._sockets[fd] = waiters
+        if self._epoll is not None:
+            self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+
+    def remove(self, fd: int) -> None:
+        """Forget a socket that is about to close, and whose waiters have been woken."""
+        self._sockets.pop(fd, None)
+        if self._epoll is not None:
+            with contextlib.suppress(OSError):  # the context was destroyed under us, and the descriptor is closed
+                self._epoll.unregister(fd)
+        if not self._sockets:
+            self.closed = True
+            if self._leader is not None:
+                anyio.notify_closing(self._fd)
+            if self._epoll is not None:
+                self._epoll.close()
+
+    async def wait(self, waiter: _Waiter) -> None:
+        """Return when the waiter has been woken."""
+        if not self._waiting:
+            self._look_at = anyio.current_time() + SAFETY_POLL_S
+        self._waiting[waiter] = None
+        try:
+            while not waiter.woken:
+                if self._leader is None:
+                    await self._lead(waiter)
+                else:
+                    waiter.event = anyio.Event()
+                    await waiter.event.wait()
+        finally:
+            del self._waiting[waiter]
+            # Rule 2, its end. If the one that is told leaves too, it tells the next.
+            if self._leader is None and self._waiting:
+                next(iter(self._waiting)).stir()
+
+    async def _lead(self, waiter: _Waiter) -> None:
+        """Wait for the next edge of any socket, and wake all whom it may concern."""
+        self._leader = waiter
+        waiter.scope = anyio.CancelScope(deadline=self._look_at)
+        edge = False
+        try:
+            with waiter.scope:
+                await anyio.wait_readable(self._fd)
+                edge = True
+        finally:
+            self._leader = waiter.scope = None
+        if self.closed:
+            return
+        if edge:
+            for fd in self._sockets if self._epoll is None else [fd for fd, _ in self._epoll.poll(0)]:
+                for one in self._sockets[fd]:
+                    one.wake()
+        if anyio.current_time() >= self._look_at:
+            self._look_at = anyio.current_time() + SAFETY_POLL_S
+            for one in self._waiting:
+                if not one.woken:
+                    one.sock._look(one)
+
+
+_watches = RunVar[_Watch]("rolloutctl.sockets.watch")
+_HAS_EPOLL = hasattr(select, "epoll")
+
+
+def _watch_for(fd: int) -> _Watch:
+    """The watch of the running loop; a new one for this descriptor alone where there is no epoll."""
+    if not _HAS_EPOLL:
+        return _Watch(only=fd)
+    watch = _watches.get(None)
+    if watch is None or watch.closed:
+        watch = _Watch()
+        _watches.set(watch)
+    return watch
 
 
 class Doorbell:
     """Wakes a task of the loop from any thread, in about 2 us and without taking part in the loop.
 
     Whoever has something to hand over puts it where the loop will look, then rings. Whoever waits returns from `wait`
-    and looks for all there is: rings that come before it looks are one.
-
-    Made in the loop's thread or before the loop. Not usable in a fork: the descriptor is shared, so a child would wake
-    its parent. `ring` and `wait` raise BusError there.
+    and looks for all there is: rings that come before it looks are one. In a fork, where a ring would wake the parent,
+    `ring` and `wait` raise BusError.
     """
 
     def __init__(self) -> None:
-        self._ends = _eventfd() or _pair()
+        self._ends = _ends()
         self._lock = threading.Lock()
         self._rung = False
         self._waiting = False
         self._closed = False
-        self._process, self._generation = os.getpid(), _generation
+        self._process, self._generation = os.getpid(), len(_forks)
 
     def ring(self) -> None:
         """Wake the waiter. Never blocks; from any thread. After `close` it does nothing."""
-        if self._generation != _generation:
+        if self._generation != len(_forks):
             raise _forked("doorbell", self._process)
         # The waiter lowers the flag before it looks for what was handed over, so a ring that finds it raised will be
         # looked at anyway.
@@ -346,11 +403,11 @@ class Doorbell:
         with self._lock:
             if not self._closed:
                 self._rung = True
-                os.write(self._ends[1], _ONE)
+                os.write(self._ends[1], b"\1" * 8)
 
     async def wait(self) -> None:
         """Return when rung since the last return. One task at a time. Raises anyio.ClosedResourceError once closed."""
-        if self._generation != _generation:
+        if self._generation != len(_forks):
             raise _forked("doorbell", self._process)
         if self._closed:
             raise anyio.ClosedResourceError
@@ -368,29 +425,24 @@ class Doorbell:
 
     def close(self) -> None:
         """Close, and wake the waiter. In the loop's thread; rings may go on meanwhile. May be called twice."""
+        if self._closed or self._generation != len(_forks):
+            return
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            if self._waiting and self._generation == _generation:
+            if self._waiting:
                 anyio.notify_closing(self._ends[0])
             for end in set(self._ends):
                 os.close(end)
 
 
-_ONE: Final = (1).to_bytes(8, "little")
+def _ends() -> tuple[int, int]:
+    """What to read and what to write: one descriptor that counts, or a pair where the system has none.
 
-
-def _eventfd() -> tuple[int, int] | None:
-    """One descriptor that counts, as both ends; None where the system has none."""
-    if not hasattr(os, "eventfd"):
-        return None
-    end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    return end, end
-
-
-def _pair() -> tuple[int, int]:
-    """Two descriptors. One unread ring at a time is in them, so the write can't block and one read empties it."""
+    At most one ring is in it unread, so no write can block and one read empties it.
+    """
+    if hasattr(os, "eventfd"):
+        end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return end, end
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
@@ -410,9 +462,8 @@ def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> 
     sock.set(zmq.XPUB_VERBOSER, 1)
     sock.set(zmq.XPUB_NODROP, 0)
     sock.set(zmq.ONLY_FIRST_SUBSCRIBE, 1)
-    sock.set(zmq.SNDHWM, EVENTS_QUEUED_MAX)
-    sock.set(zmq.RCVHWM, EVENTS_QUEUED_MAX)
-    return _bind(sock, address, SUBSCRIPTION_BYTES_MAX, insecure)
+    sock.set(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
+    return _bind(sock, address, EVENTS_QUEUED_MAX, insecure)
 
 
 def bus_router(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
@@ -425,9 +476,8 @@ def bus_router(context: Context, address: str, *, insecure: bool = False) -> Edg
     sock = context.socket(zmq.ROUTER)
     sock.set(zmq.ROUTER_MANDATORY, 1)
     sock.set(zmq.ROUTER_HANDOVER, 0)
-    sock.set(zmq.SNDHWM, CONTROL_QUEUED_MAX)
-    sock.set(zmq.RCVHWM, CONTROL_QUEUED_MAX)
-    return _bind(sock, address, FRAME_BYTES_MAX, insecure)
+    sock.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    return _bind(sock, address, CONTROL_QUEUED_MAX, insecure)
 
 
 def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) -> EdgeSocket:
@@ -436,10 +486,9 @@ def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) ->
     Nobody has to listen yet: the socket keeps dialling. Raises BusAddressError for what is no address.
     """
     sock = context.socket(zmq.SUB)
-    sock.set(zmq.RCVHWM, EVENTS_QUEUED_MAX)
     for topic in topics:
         sock.set(zmq.SUBSCRIBE, topic)
-    return _connect(sock, address)
+    return _connect(sock, address, EVENTS_QUEUED_MAX)
 
 
 def agent_dealer(context: Context, address: str, routing_id: bytes) -> EdgeSocket:
@@ -453,13 +502,10 @@ def agent_dealer(context: Context, address: str, routing_id: bytes) -> EdgeSocke
     sock = context.socket(zmq.DEALER)
     sock.set(zmq.ROUTING_ID, routing_id)
     sock.set(zmq.IMMEDIATE, 1)
-    sock.set(zmq.SNDHWM, CONTROL_QUEUED_MAX)
-    sock.set(zmq.RCVHWM, CONTROL_QUEUED_MAX)
-    return _connect(sock, address)
+    return _connect(sock, address, CONTROL_QUEUED_MAX)
 
 
-def _bind(sock: zmq.Socket[bytes], address: str, frame_bytes_max: int, insecure: bool) -> EdgeSocket:
-    sock.set(zmq.MAXMSGSIZE, frame_bytes_max)
+def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool) -> EdgeSocket:
     # The default of 100 overflows when a fleet of thousands joins at once.
     sock.set(zmq.BACKLOG, 4096)
     # A dead host or a half-open connection is noticed in 15 s, on both ends (TTL tells the agent's side to look too).
@@ -467,46 +513,47 @@ def _bind(sock: zmq.Socket[bytes], address: str, frame_bytes_max: int, insecure:
     sock.set(zmq.HEARTBEAT_IVL, 5_000)
     sock.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
     sock.set(zmq.HEARTBEAT_TTL, 15_000)
-    try:
-        _set_common(sock, address)
+    with _closing_on_error(sock, address, "bind"):
+        _set_common(sock, address, queued_max)
         if not insecure:
             _require_local(address)
         if address.startswith("ipc://"):
             _require_unused(address)
         sock.bind(address)
-    except zmq.ZMQError as error:
-        sock.close(0)
-        if error.errno == zmq.EADDRINUSE:
-            raise _in_use(address) from error
-        raise BusAddressError(f"can't bind {address!r}: {zmq.strerror(error.errno or 0)}. {_EXAMPLES}") from error
-    except BaseException:
-        sock.close(0)
-        raise
-    return EdgeSocket(sock, sock.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        return EdgeSocket(sock, sock.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
 
 
-def _connect(sock: zmq.Socket[bytes], address: str) -> EdgeSocket:
+def _connect(sock: zmq.Socket[bytes], address: str, queued_max: int) -> EdgeSocket:
     sock.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     # libzmq adds jitter, and doubles up to the maximum: a fleet does not come back in one moment.
     sock.set(zmq.RECONNECT_IVL, 200)
     sock.set(zmq.RECONNECT_IVL_MAX, 30_000)
-    try:
-        _set_common(sock, address)
+    with _closing_on_error(sock, address, "dial"):
+        _set_common(sock, address, queued_max)
         sock.connect(address)
-    except zmq.ZMQError as error:
-        sock.close(0)
-        raise BusAddressError(f"can't dial {address!r}: {zmq.strerror(error.errno or 0)}. {_EXAMPLES}") from error
-    except BaseException:
-        sock.close(0)
-        raise
-    return EdgeSocket(sock, address)
+        return EdgeSocket(sock, address)
 
 
-def _set_common(sock: zmq.Socket[bytes], address: str) -> None:
+@contextlib.contextmanager
+def _closing_on_error(sock: zmq.Socket[bytes], address: str, verb: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        sock.close(0)
+        if not isinstance(error, zmq.ZMQError):
+            raise
+        if error.errno == zmq.EADDRINUSE:
+            raise _in_use(address) from error
+        raise BusAddressError(f"can't {verb} {address!r}: {zmq.strerror(error.errno or 0)}. {_EXAMPLES}") from error
+
+
+def _set_common(sock: zmq.Socket[bytes], address: str, queued_max: int) -> None:
     port = address.rpartition(":")[2]
     if address.startswith("tcp://") and port.isdecimal() and int(port) > 65535:
         # libzmq would take it modulo 65536, and listen where nobody looks.
         raise BusAddressError(f"can't use {address!r}: the largest port is 65535. {_EXAMPLES}")
+    sock.set(zmq.SNDHWM, queued_max)
+    sock.set(zmq.RCVHWM, queued_max)
     sock.set(zmq.HANDSHAKE_IVL, 10_000)
     sock.set(zmq.LINGER, LINGER_MS)
     if address.startswith("tcp://["):
@@ -526,11 +573,9 @@ def _require_local(address: str) -> None:
     host = place.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return
-    try:
+    local = False
+    with contextlib.suppress(ValueError):  # `*`, or a name: what it stands for is not ours to guess
         local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        # `*`, or the name of an interface or host: what it stands for is not ours to guess.
-        local = False
     if not local:
         raise BusAddressError(
             f"refused to bind {address!r}: other machines can reach it, and without keys anybody there could command "
@@ -543,19 +588,12 @@ def _require_unused(address: str) -> None:
     path = address.removeprefix("ipc://")
     if path in ("", "*") or path.startswith("@"):
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    # OSError: the path can't be one, which `bind` will say better.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            pass  # somebody listens, with a full backlog
-        except OSError:
-            return
-    raise _in_use(address)
+        if probe.connect_ex(path) in (0, errno.EAGAIN):  # somebody listens, perhaps with a full backlog
+            raise _in_use(address)
 
 
 def _in_use(address: str) -> AddressInUse:
-    return AddressInUse(
-        f"{address} is in use: another process listens there, perhaps an earlier run that has not ended. "
-        "End it, or choose another address (port 0 lets the system choose)"
-    )
+    return AddressInUse(f"{address} is in use, perhaps by a run that has not ended: end it, or bind another address")
