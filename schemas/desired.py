@@ -169,7 +169,7 @@ def _intend_sync(desired: Desired, command: WeightSync, identity: Identity) -> D
         lifted = 0 if desired.quarantined == command.version else desired.quarantined
         return replace(desired, sync=None, quarantined=lifted)
     if left_out:
-        return replace(desired, sync=None, quarantined=command.version)
+        return replace(desired, sync=None, quarantined=desired.quarantined or command.version)
     if sync is None or sync.version != command.version:
         return desired
     return replace(desired, sync=replace(sync, phase="load"))

@@ -401,7 +401,8 @@ def _concede(state: AgentState, failed: CommandReceived | Call) -> AgentState:
         return replace(state, desired=replace(desired, sync=None))
     if isinstance(command, WeightSync) or isinstance(failed, CheckSource | Load):
         if desired.sync is not None:
-            return replace(state, desired=replace(desired, sync=None, quarantined=desired.sync.version))
+            since = desired.quarantined or desired.sync.version  # the abort of this sync must not lift an older one
+            return replace(state, desired=replace(desired, sync=None, quarantined=since))
         if not holds_committed(desired, state.engine):
             return replace(state, desired=replace(desired, quarantined=max(1, desired.version)))
     return state

@@ -3,7 +3,7 @@
 import msgspec
 
 from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, Target, WeightSync
-from schemas.desired import Desired
+from schemas.desired import Committed, Desired
 from schemas.events import (
     Answer,
     CheckSource,
@@ -11,6 +11,7 @@ from schemas.events import (
     EngineObserved,
     EngineReturned,
     Event,
+    Fault,
     HeadSeen,
     Load,
     Observation,
@@ -147,3 +148,25 @@ def test_an_engine_is_never_asked_for_an_operation_that_it_lacks() -> None:
         state, effects = decide(state, command(seq, body))
         assert [type(effect) for effect in effects] == [Answer]
     assert settled(state)
+
+
+def test_torn_weights_stay_torn_when_a_later_call_fails_and_their_digest_is_what_it_was() -> None:
+    state, _ = performed(fold(STARTED, observed(), JOINED), prepare(1, "a"))
+    state, _ = decide(state, command(2, WeightSync(phase="load", version=2)))
+    torn = msgspec.structs.replace(PRESENT, generating=False, digest="half of a")
+    refused = Fault("engine_error", "It broke off.")
+    state, _ = decide(state, EngineReturned(at_ms=0, call_id=state.calls_made, result=refused, observation=torn))
+    state, _ = decide(state, command(3, EngineCommand(operation="abort")))
+    state, _ = decide(state, EngineReturned(at_ms=0, call_id=state.calls_made, result=refused, observation=torn))
+    assert state.engine.torn
+
+
+def test_the_abort_of_a_later_sync_does_not_lift_an_earlier_quarantine() -> None:
+    out = Desired(committed=Committed(1, Checkpoint("v1"), None), quarantined=1)
+    state = fold(STARTED, observed(), SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=out))
+    state, _ = performed(state, prepare(1, "a"))
+    state, _ = decide(state, command(2, WeightSync(phase="load", version=2)))
+    failed = Fault("source_refused", "It is not there.")
+    state, _ = decide(state, EngineReturned(at_ms=0, call_id=state.calls_made, result=failed))
+    state, _ = performed(state, command(3, WeightSync(phase="abort", version=2)))
+    assert state.desired.quarantined == 1

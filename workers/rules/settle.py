@@ -202,7 +202,7 @@ def learn(
         learned = _after_fault(engine, call, result)
         if seen is not None:
             learned = believe(learned, seen)
-            unharmed = seen.digest is not None and seen.digest == known
+            unharmed = seen.digest is not None and seen.digest == known and not engine.torn
             learned = replace(learned, torn=learned.torn and not unharmed)
         return learned, Failed(ErrorKind(result.kind), f"{result.message} {holds(learned)}")
     learned = _after_success(engine, call, result)
@@ -245,7 +245,8 @@ def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[Eng
             done = wanted is not None and seen.digest == wanted and seen.version == call.version
             unharmed = seen.digest is not None and seen.digest == before
             loaded = named(call) if done else engine.loaded
-            return replace(engine, torn=not done and not unharmed, stale_cache=True, loaded=loaded), done
+            torn = not done and (engine.torn or not unharmed)  # torn weights that nothing touched are still torn
+            return replace(engine, torn=torn, stale_cache=True, loaded=loaded), done
         case _:
             return engine, False
 
