@@ -112,8 +112,9 @@ class Bus:
         self.state = after
         self.world.promises.after_bus(self, before, event, effects)
         for effect in effects:
-            if self.world.strikes("trainer"):
+            if self.world.bus is self and self.world.strikes("trainer"):
                 self.world.replace_trainer()
+            if not self.alive:
                 return
             self.perform(effect)
         self.arm()
