@@ -1,6 +1,6 @@
 # Two targets are for everybody: `make demo` and `make test`. Both set up .venv first, from a Python 3.11 and nothing else.
 
-PYTHON ?= python3
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 # Exactly this one: an open range takes a build with several gigabytes of CUDA. Set TORCH to your own for a GPU.
 TORCH  ?= torch==2.13.0
