@@ -189,7 +189,10 @@ class EdgeSocket:
             raise self._explain(error) from error
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Close, and wake whoever waits. May be called twice. linger_ms: None keeps the socket's own, LINGER_MS."""
+        """Close, and wake whoever waits. May be called twice. linger_ms: None keeps the socket's own, LINGER_MS.
+
+        A bound address is free a moment later, when libzmq's thread has closed it: until then it is AddressInUse.
+        """
         if self._closed:
             return
         self._check()
@@ -395,9 +398,7 @@ class Doorbell:
         """Wake the waiter. Never blocks; from any thread. After `close` it does nothing."""
         if self._generation != len(_forks):
             raise _forked("doorbell", self._process)
-        # The waiter lowers the flag before it looks for what was handed over, so a ring that finds it raised will be
-        # looked at anyway.
-        if self._rung:
+        if self._rung:  # the waiter lowers it before it looks for what was handed over
             return
         # The lock keeps `close` from giving the descriptor's number to somebody else's file under our write.
         with self._lock:
