@@ -3,7 +3,7 @@
 import msgspec
 
 from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, Target, WeightSync
-from schemas.desired import Committed, Desired
+from schemas.desired import Committed, Desired, Syncing
 from schemas.events import (
     Answer,
     CheckSource,
@@ -23,6 +23,7 @@ from schemas.events import (
     Started,
 )
 from schemas.identity import Identity, Operation
+from schemas.outcomes import ErrorKind, Failed
 from workers.machine import AgentState, decide, next_deadline, settled
 
 PRESENT = Observation(
@@ -170,3 +171,13 @@ def test_the_abort_of_a_later_sync_does_not_lift_an_earlier_quarantine() -> None
     state, _ = decide(state, EngineReturned(at_ms=0, call_id=state.calls_made, result=failed))
     state, _ = performed(state, command(3, WeightSync(phase="abort", version=2)))
     assert state.desired.quarantined == 1
+
+
+def test_a_replica_whose_weights_sleep_does_not_say_that_it_followed_a_load_or_a_commit() -> None:
+    asleep = Desired(asleep=frozenset({"weights"}), sync=Syncing(2, Checkpoint("a"), None, "abort", "prepare"))
+    joined = SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=asleep)
+    seen = msgspec.structs.replace(PRESENT, generating=False, asleep=frozenset({"weights"}))
+    state, _ = performed(fold(STARTED, observed(seen)), joined)
+    _, effects = decide(state, command(1, WeightSync(phase="load", version=2)))
+    assert isinstance(effects[0], Answer)
+    assert isinstance(effects[0].outcome, Failed) and effects[0].outcome.error is ErrorKind.WEIGHTS_ASLEEP

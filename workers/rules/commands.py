@@ -77,11 +77,11 @@ def _weights(command: WeightSync, before: Desired, after: Desired, engine: Engin
     if command.version <= before.version:
         return Skipped(Reason.STALE_VERSION)
     left_out = identity.replica in command.quarantine
-    if command.phase == "prepare" and "weights" in attainable(before, engine).asleep:
+    if command.phase != "abort" and not left_out and "weights" in attainable(before, engine).asleep:
         return Failed(
             ErrorKind.WEIGHTS_ASLEEP,
-            f"replica {identity.replica} was asked to prepare version {command.version} while its weights are asleep. "
-            "Nothing was touched: wake the weights first, then sync.",
+            f"replica {identity.replica} was asked to {command.phase} version {command.version} while its weights are "
+            "asleep. Nothing was touched: wake the weights first, then sync.",
         )
     if command.phase == "load" and not left_out and (after.sync is None or after.sync.version != command.version):
         return Failed(
