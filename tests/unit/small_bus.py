@@ -1,0 +1,209 @@
+"""A bus of a few lines and an engine of a few fields, for the tests of the agent's shell."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from schemas.commands import Command, EngineCommand, Target
+from schemas.config import AgentConfig
+from schemas.desired import Desired
+from schemas.events import Call, Decision, Observation, Pause, Returned
+from schemas.identity import Identity, Operation
+from schemas.records import RecordFile
+from schemas.sockets import Context, bus_publisher, bus_router
+from schemas.wire import (
+    TOPIC_COMMAND,
+    TOPIC_HEAD,
+    Answered,
+    Downward,
+    Envelope,
+    Hello,
+    Join,
+    Record,
+    Rejoin,
+    Snapshot,
+    Upward,
+    Welcome,
+    decision_decoder,
+    decode_upward,
+    encode,
+    header,
+    open_frames,
+)
+from workers.agent import Agent
+from workers.machine import AgentState
+
+PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
+SECOND = Identity(replica=0, node_rank=1, nnodes=2)
+PAUSE = EngineCommand(operation="pause")
+RESUME = EngineCommand(operation="resume")
+FLUSH = EngineCommand(operation="flush")
+STRANGER = Rejoin(why="the bus does not know you: say hello")
+TTL_MS = 60_000
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class Engine:
+    """An engine of a few fields. gate: a call waits for it, so that a test can hold one in flight."""
+
+    def __init__(self) -> None:
+        self.tokenizer = "present"
+        self.generating = True
+        self.calls: list[Call] = []
+        self.raises: Exception | None = None
+        self.gate: anyio.Event | None = None
+        self.begun: Callable[[], object] = lambda: None
+        self.observations = 0
+        self.closed = False
+
+    async def open(self) -> None:
+        pass
+
+    async def observe(self) -> Observation:
+        self.observations += 1
+        return Observation(
+            engine="fake 1",
+            instance="one",
+            tokenizer=self.tokenizer,  # type: ignore[arg-type]
+            operations=frozenset(Operation),
+            generating=self.generating,
+            asleep=frozenset(),
+            profiling=False,
+            version=0,
+        )
+
+    async def perform(self, call: Call) -> Returned:
+        self.calls.append(call)
+        self.begun()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.raises is not None:
+            raise self.raises
+        self.generating = not isinstance(call, Pause)
+        return Returned()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Bus:
+    """Just enough of a bus: what it hears it keeps, and it says what it is told to say."""
+
+    def __init__(self, context: Context, address: str = "tcp://127.0.0.1:0", run: str = "run-1") -> None:
+        self.router = bus_router(context, address)
+        self.publisher = bus_publisher(context, address if address.startswith("tcp:") else f"{address}-events")
+        self.run, self.epoch, self.seq = run, 1, 0
+        self.heartbeat_ms, self.lease_ms = 40, 60_000
+        self.peers: list[bytes] = []
+        self.ignored: list[Upward] = []
+        self.subscriptions: list[bytes] = []
+        self.greet()
+
+    @property
+    def address(self) -> str:
+        return self.router.address
+
+    @property
+    def peer(self) -> bytes:
+        return self.peers[-1]
+
+    def greet(self) -> None:
+        self.publisher.set_welcome(TOPIC_HEAD + header(self.epoch, 0, self.seq))
+
+    async def serve(self) -> None:
+        """Nobody is welcomed on a publisher that does not read who subscribes."""
+        while True:
+            self.subscriptions += await self.publisher.recv()
+
+    async def next(self, kind: type[M]) -> M:
+        """The next message of a kind; others are left out, and kept in `ignored`."""
+        with anyio.fail_after(10):
+            while True:
+                peer, *frames = await self.router.recv()
+                self.last, body = open_frames(frames)
+                message = decode_upward(body)
+                if not self.peers or peer != self.peers[-1]:
+                    self.peers.append(peer)
+                if isinstance(message, kind):
+                    return message
+                self.ignored.append(message)  # type: ignore[arg-type]
+
+    def say(self, message: Downward, seq: int | None = None) -> None:
+        body = encode(message)
+        assert self.router.send_nowait([self.peer, header(self.epoch, 0, self.seq if seq is None else seq), body])
+
+    def envelope(self, command: Command, ttl_ms: int = TTL_MS, target: Target | None = None) -> Envelope:
+        body = msgspec.Raw(encode(command))
+        return Envelope(run=self.run, issued_at_ns=1, ttl_ms=ttl_ms, body=body, target=target or Target())
+
+    def record(self, seq: int, command: Command) -> Record:
+        return Record(origin=self.epoch, seq=seq, envelope=self.envelope(command))
+
+    def publish(self, command: Command, seq: int | None = None, ttl_ms: int = TTL_MS) -> None:
+        self.seq = self.seq + 1 if seq is None else seq
+        self.raw(TOPIC_COMMAND, header(self.epoch, self.epoch, self.seq), encode(self.envelope(command, ttl_ms)))
+
+    def raw(self, *frames: bytes) -> None:
+        assert self.publisher.send_nowait(frames)
+
+    def welcome(self, recorded: int = 0) -> Welcome:
+        port = self.publisher.address.rpartition(":")[2]
+        return Welcome(
+            run=self.run,
+            events_port=int(port) if port.isdecimal() else None,
+            heartbeat_ms=self.heartbeat_ms,
+            lease_ms=self.lease_ms,
+            recorded=recorded,
+        )
+
+    async def admit(self, desired: Desired | None = None, recorded: int = 0) -> Hello:
+        """The whole join, from hello to snapshot."""
+        hello = await self.next(Hello)
+        self.say(self.welcome(recorded))
+        await self.next(Join)
+        self.say(Snapshot(desired=desired or Desired()))
+        return hello
+
+    async def outcome(self, seq: int) -> Answered:
+        answered = await self.next(Answered)
+        assert (self.last.seq, self.last.origin) == (seq, self.epoch)
+        return answered
+
+    def close(self) -> None:
+        """As often as you like."""
+        self.router.close(0)
+        self.publisher.close(0)
+
+
+@asynccontextmanager
+async def running(
+    bus: Bus | str, context: Context, engine: Engine, folder: Path, identity: Identity = PRIMARY
+) -> AsyncIterator[Agent]:
+    """An agent that runs until the block ends, for a bus or its address. It is then ended in good order."""
+    config = AgentConfig(hello_ms=20, watch_ms=10)
+    address = bus if isinstance(bus, str) else bus.address
+    async with (
+        Agent(bus=address, identity=identity, engine=engine, state_dir=folder, config=config, context=context) as agent,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(agent.run)
+        if isinstance(bus, Bus):
+            tasks.start_soon(bus.serve)
+        yield agent
+        tasks.cancel_scope.cancel()
+
+
+async def until(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentState:
+    with anyio.fail_after(10):
+        return await agent.wait_until(holds)
+
+
+def recorded(folder: Path, identity: Identity = PRIMARY) -> list[Decision]:
+    """What the journal of a closed agent holds."""
+    with RecordFile.open(folder / f"agent-{identity.agent}.db") as file:
+        return [decision_decoder.decode(one.body) for one in file.records() if one.kind != "mark"]

@@ -1,0 +1,345 @@
+"""The agent's shell on real sockets, with a small bus and engine, on every event loop: commands, calls, restarts."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import zmq
+
+from schemas.desired import Desired
+from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
+from schemas.events import Call, Decision, EngineReturned, Pause, Perform, Returned
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from schemas.records import RecordFile
+from schemas.sockets import Context
+from schemas.wire import (
+    TOPIC_HEAD,
+    Answered,
+    Hello,
+    Leaving,
+    Needs,
+    Replay,
+    decision_decoder,
+    effects_decoder,
+    encode,
+    event_decoder,
+    header,
+)
+from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, STRANGER, Bus, Engine, recorded, running, until
+from workers.agent import Agent
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    made: Context = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+async def bus(context: Context) -> AsyncIterator[Bus]:
+    bus = Bus(context)
+    yield bus
+    bus.close()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+# Commands
+
+
+async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
+    idle = Engine()
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        bus.publish(PAUSE)
+        assert await bus.outcome(1) == Answered(outcome=Acted(calls=("pause",)), row=10)
+        assert engine.calls == [Pause("abort")]
+    async with running(bus, context, idle, tmp_path, SECOND) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined)
+        bus.publish(RESUME)
+        assert await bus.outcome(2) == Answered(outcome=Skipped(Reason.NOT_PRIMARY), row=6)
+        assert idle.calls == []
+
+
+async def test_command_that_arrives_again_is_answered_again_and_not_done_again(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path):
+        await bus.admit()
+        bus.publish(PAUSE)
+        first = await bus.outcome(1)
+        bus.say(Replay(records=(bus.record(1, PAUSE),)))
+        assert await bus.outcome(1) == first
+        assert len(engine.calls) == 1
+
+
+async def test_hole_is_asked_for_and_filled_in_order(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined)
+        bus.publish(PAUSE, seq=3)
+        assert (await bus.next(Needs)).first == 1
+        bus.say(Replay(records=(bus.record(1, FLUSH), bus.record(2, FLUSH))))
+        for seq in (1, 2, 3):
+            assert isinstance((await bus.outcome(seq)).outcome, Acted)
+        assert [type(call).__name__ for call in engine.calls] == ["Flush", "Flush", "Pause"]
+
+
+async def test_pages_of_replay_are_asked_for_until_nothing_is_missing(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined)
+        bus.seq = 3
+        bus.raw(TOPIC_HEAD, header(bus.epoch, 0, 3), b"\xc0")
+        for seq in (1, 2, 3):
+            assert (await bus.next(Needs)).first == seq
+            bus.say(Replay(records=(bus.record(seq, PAUSE),)))
+            await bus.outcome(seq)
+
+
+async def test_tick_ends_a_command_that_waited_for_an_engine_that_never_came(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    engine.tokenizer = "unknown"
+    async with running(bus, context, engine, tmp_path):
+        await bus.admit()
+        bus.publish(PAUSE, ttl_ms=20)
+        failed = (await bus.outcome(1)).outcome
+        assert isinstance(failed, Failed) and failed.error == ErrorKind.ENGINE_NOT_READY
+
+
+async def test_command_that_waited_is_done_once_the_engine_is_up(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    engine.tokenizer = "unknown"
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        bus.publish(PAUSE)
+        await until(agent, lambda state: len(state.queue) == 1)
+        engine.tokenizer = "present"
+        assert isinstance((await bus.outcome(1)).outcome, Acted)
+
+
+# Engine calls
+
+
+async def test_call_is_awaited_past_its_deadline_and_never_taken_back(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    engine.gate = anyio.Event()
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.engine.tokenizer == "present")
+        bus.publish(PAUSE, ttl_ms=20)
+        late = (await bus.outcome(1)).outcome
+        assert isinstance(late, Failed) and late.error == ErrorKind.ENGINE_TIMEOUT
+        bus.publish(FLUSH)
+        busy = (await bus.outcome(2)).outcome
+        assert isinstance(busy, Failed) and busy.error == ErrorKind.ENGINE_BUSY
+        engine.gate.set()
+        await until(agent, lambda state: state.activity is None and not state.engine.generating)
+        assert engine.calls == [Pause("abort")]
+
+
+async def test_agent_that_is_told_to_end_awaits_the_call_and_records_what_became_of_it(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    gate = engine.gate = anyio.Event()
+    begun = anyio.Event()
+    engine.begun = begun.set
+
+    async with anyio.create_task_group() as tasks:
+
+        async def let_it_end() -> None:
+            await begun.wait()
+            scope.cancel()
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+            gate.set()
+
+        with anyio.CancelScope() as scope:
+            async with running(bus, context, engine, tmp_path):
+                tasks.start_soon(let_it_end)
+                await bus.admit()
+                bus.publish(PAUSE)
+                await anyio.sleep_forever()
+        assert isinstance((await bus.outcome(1)).outcome, Acted)
+        await bus.next(Leaving)
+    last = [event_decoder.decode(one.event) for one in recorded(tmp_path)][-1]
+    assert isinstance(last, EngineReturned) and last.result == Returned()
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (EngineError("it said no"), ErrorKind.ENGINE_ERROR),
+        (CheckpointError("it is cut off"), ErrorKind.SOURCE_REFUSED),
+        (ZeroDivisionError("a bug in an adapter"), ErrorKind.ENGINE_ERROR),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_what_an_engine_raises_is_an_outcome(
+    raised: Exception, kind: ErrorKind, bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    engine.raises = raised
+    async with running(bus, context, engine, tmp_path):
+        await bus.admit()
+        bus.publish(FLUSH)
+        failed = (await bus.outcome(1)).outcome
+        assert isinstance(failed, Failed) and failed.error == kind
+        assert str(raised) in failed.message
+
+
+async def test_adapter_that_returns_nonsense_fails_and_does_not_poison_the_journal(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def perform(call: Call) -> Returned:
+        return Returned(digest="")
+
+    monkeypatch.setattr(engine, "perform", perform)
+    async with running(bus, context, engine, tmp_path):
+        await bus.admit()
+        bus.publish(FLUSH)
+        assert isinstance((await bus.outcome(1)).outcome, Failed)
+    async with running(bus, context, engine, tmp_path) as agent:
+        assert agent.state.seq == 1
+
+
+async def test_engine_is_told_about_only_when_it_changed(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+        await until(agent, lambda state: state.engine.tokenizer == "present")
+        with anyio.fail_after(10):
+            while engine.observations < 5:
+                await anyio.lowlevel.checkpoint()
+    assert len(recorded(tmp_path, SECOND)) == 2  # started, observed
+
+
+# Restart
+
+
+async def test_agent_goes_on_from_its_journal(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
+    async with running(bus, context, engine, tmp_path):
+        first = await bus.admit()
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+    async with running(bus, context, engine, tmp_path) as agent:
+        assert (agent.state.epoch, agent.state.seq, agent.state.engine.generating) == (1, 1, False)
+        second = await bus.next(Hello)
+        assert second.journal == first.journal and second.incarnation != first.incarnation
+
+
+async def test_call_that_was_cut_off_is_settled_by_reading_the_engine(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await agent.wait_ready()
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+    path = tmp_path / "agent-0.0.db"
+    with RecordFile.open(path) as file:
+        records = list(file.records())
+        header = file.header
+    intent = next(
+        index
+        for index, one in enumerate(records)
+        if one.kind == "command"
+        and isinstance(effects_decoder.decode(decision_decoder.decode(one.body).effects)[0], Perform)
+    )
+    path.unlink()
+    with RecordFile.open(path, header) as file:  # as a kill in the middle of the call would leave it
+        for one in records[: intent + 1]:
+            file.append(one.kind, one.agent, one.at_ns, one.body)
+    paused = Desired(generation="paused")
+    engine.calls.clear()
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit(paused)
+        await until(agent, lambda state: state.joined and state.interrupted is None)
+        bus.say(Replay(records=(bus.record(1, PAUSE),)))
+        assert await bus.outcome(1) == Answered(outcome=Acted(calls=("pause",)), row=10)
+        assert engine.calls == []
+
+
+async def test_journal_of_other_logic_is_not_continued(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path):
+        await bus.admit()
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+    path = tmp_path / "agent-0.0.db"
+    with RecordFile.open(path) as file:
+        one = next(one for one in file.records() if one.kind == "command")
+        event = decision_decoder.decode(one.body).event
+        body = encode(Decision(msgspec.Raw(event), msgspec.Raw(encode(()))))
+        file.append(one.kind, one.agent, one.at_ns, body)
+        file.append("command", "0.0", 1, encode(Decision(msgspec.Raw(event), msgspec.Raw(encode(())))))
+    with pytest.raises(AgentError, match="can't be continued.*would be another one today"):
+        async with running(bus, context, engine, tmp_path):
+            pass
+
+
+async def test_agent_that_can_not_write_acts_no_more_and_says_so(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
+
+    def full(file: RecordFile) -> int:
+        raise LogFull(f"{file.path}: no space left")
+
+    async def drive() -> None:
+        await bus.admit()
+        await agent.wait_ready()
+        monkeypatch.setattr(RecordFile, "commit", full)
+        bus.publish(PAUSE)
+
+    with pytest.raises(AgentError, match="can't write down what it decides"):
+        async with agent, anyio.create_task_group() as tasks:
+            tasks.start_soon(drive)
+            tasks.start_soon(bus.serve)
+            with pytest.raises(AgentError, match="acts no more"):
+                await agent.run()
+            tasks.cancel_scope.cancel()
+    assert engine.calls == []
+    monkeypatch.undo()
+    await bus.next(Leaving)
+    assert not [one for one in bus.ignored if isinstance(one, Answered)]
+
+
+async def test_bus_of_another_run_is_joined_with_a_new_journal(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path) as agent:
+        bus.epoch = 5
+        bus.greet()
+        first = await bus.admit()
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+        bus.run, bus.epoch, bus.seq = "run-2", 1, 0
+        bus.greet()
+        bus.say(STRANGER)
+        await bus.next(Hello)
+        bus.say(bus.welcome())
+        await bus.next(Leaving)
+        second = await bus.admit()
+        assert second.journal != first.journal and second.incarnation != first.incarnation
+        await until(agent, lambda state: state.joined and state.epoch == 1 and state.seq == 0)
+        bus.publish(FLUSH)
+        assert isinstance((await bus.outcome(1)).outcome, Acted)
+    assert (tmp_path / "agent-0.0.previous.db").exists()

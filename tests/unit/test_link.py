@@ -1,0 +1,352 @@
+"""The agent's end of the bus on real sockets, on every event loop: joining, silence, hostile bytes, uploads."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import zmq
+
+from schemas.commands import ProfileCommand
+from schemas.desired import Desired
+from schemas.errors import AgentError, BusAddressError, EngineError, IdentityTaken, LogLocked
+from schemas.events import CommandReceived, Decision
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from schemas.sockets import Context
+from schemas.wire import (
+    TOPIC_COMMAND,
+    TOPIC_HEAD,
+    Hello,
+    Join,
+    Kept,
+    Leaving,
+    Recorded,
+    Rejoin,
+    Replay,
+    Snapshot,
+    Status,
+    encode,
+    event_decoder,
+    header,
+)
+from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, recorded, running, until
+from workers.agent import Agent
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    made: Context = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+async def bus(context: Context) -> AsyncIterator[Bus]:
+    bus = Bus(context)
+    yield bus
+    bus.close()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+# Joining
+
+
+async def test_agent_asks_for_the_desired_state_only_after_it_hears_the_publisher(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path) as agent:
+        hello = await bus.next(Hello)
+        assert hello.identity == PRIMARY
+        assert bus.peer == f"0.0/{hello.incarnation}".encode()
+        bus.publisher.set_welcome(b"")  # a publisher that does not greet
+        bus.say(bus.welcome())
+        await bus.next(Status)
+        await bus.next(Status)
+        assert not [one for one in bus.ignored if isinstance(one, Join)]
+        assert b"\x01" + TOPIC_HEAD in bus.subscriptions
+        bus.raw(TOPIC_HEAD, header(bus.epoch, 0, 0), b"\xc0")
+        await bus.next(Join)
+        assert not agent.state.joined
+        bus.say(Snapshot(desired=Desired()), seq=7)
+        with anyio.fail_after(10):
+            await agent.wait_ready()
+        assert (agent.state.epoch, agent.state.seq) == (1, 7)
+
+
+async def test_bus_learns_at_once_that_an_agent_became_ready(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    bus.heartbeat_ms = 3_600_000
+    async with running(bus, context, engine, tmp_path):
+        await bus.admit()
+        while not (status := await bus.next(Status)).ready:
+            pass
+        assert status.engine == "fake 1"
+
+
+async def test_hello_is_repeated_until_it_is_answered(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path) as agent:
+        first = await bus.next(Hello)
+        assert await bus.next(Hello) == first
+        await bus.admit()
+        await until(agent, lambda state: state.joined)
+
+
+async def test_agent_waits_for_a_bus_that_is_not_there_yet_and_says_so(
+    context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.link.FIRST_WORD_S", 0.01)
+    address = f"ipc://{tmp_path}/bus"
+    with caplog.at_level(logging.WARNING):
+        async with running(address, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
+            with anyio.fail_after(10):
+                while f"waits: nobody listens at {address}" not in caplog.text:
+                    await anyio.lowlevel.checkpoint()
+            bus = Bus(context, address)
+            tasks.start_soon(bus.serve)
+            await bus.admit()
+            await until(agent, lambda state: state.joined)
+            tasks.cancel_scope.cancel()
+    bus.close()
+
+
+async def test_agent_that_the_bus_does_not_know_any_more_says_hello_again(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path) as agent:
+        hello = await bus.admit()
+        await until(agent, lambda state: state.joined)
+        bus.epoch = 2
+        bus.greet()
+        bus.say(STRANGER)
+        again = await bus.admit()
+        assert again == hello  # the same life of the same agent
+        await until(agent, lambda state: state.epoch == 2)
+        bus.publish(PAUSE)
+        assert isinstance((await bus.outcome(1)).outcome, Acted)
+
+
+async def test_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
+    agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
+
+    async def turn_away() -> None:
+        await bus.next(Hello)
+        bus.say(Rejoin(why="agent 0.0 is held by another", final=True))
+
+    async with agent, anyio.create_task_group() as tasks:
+        tasks.start_soon(turn_away)
+        with pytest.raises(IdentityTaken, match="held by another"):
+            await agent.run()
+    assert engine.closed
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://", "http://127.0.0.1:5555"])
+async def test_wrong_address_is_refused_at_once(address: str, context: Context, engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(BusAddressError):
+        async with Agent(bus=address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context):
+            pass
+
+
+async def test_two_agents_can_not_share_a_journal(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
+    async with running(bus, context, engine, tmp_path):
+        with pytest.raises(LogLocked):
+            async with running(bus, context, Engine(), tmp_path):
+                pass
+
+
+async def test_engine_that_can_not_be_opened_leaves_nothing_open(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse() -> None:
+        raise EngineError("no engine here")
+
+    monkeypatch.setattr(engine, "open", refuse)
+    with pytest.raises(EngineError, match="no engine here"):
+        async with Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context):
+            pass
+    async with running(bus, context, Engine(), tmp_path) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined)
+
+
+# Lease, hostile bytes, orderly end
+
+
+async def test_silence_for_the_length_of_the_lease_ends_a_pause(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    bus.lease_ms = 100
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        bus.publish(PAUSE)
+        await until(agent, lambda state: not state.engine.generating)
+        await until(agent, lambda state: state.astray and state.engine.generating)
+        bus.raw(TOPIC_HEAD, header(bus.epoch, 0, bus.seq), b"\xc0")
+        await bus.next(Join)
+        bus.say(Snapshot(desired=Desired(generation="paused")))
+        await until(agent, lambda state: not state.astray and not state.engine.generating)
+
+
+async def test_malformed_messages_are_counted_said_once_and_change_nothing(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = encode(bus.envelope(PAUSE))
+    hostile = [
+        (TOPIC_COMMAND,),
+        (TOPIC_HEAD, b"", b""),
+        (TOPIC_COMMAND, b"\xc1", good),
+        (TOPIC_COMMAND, header(1, 1, 1), b"\xff" * 40),
+        (TOPIC_COMMAND, header(0, 1, 1), good),
+        (TOPIC_COMMAND, header(1, 0, 1), good),
+        (TOPIC_COMMAND, header(1, 1, 0), good),
+        (TOPIC_COMMAND, header(1, 1, 2**63), good),
+        (TOPIC_COMMAND, header(1, 1, 1), good, b"more"),
+        (TOPIC_COMMAND, header(1, 1, 1), encode(bus.envelope(PAUSE, ttl_ms=2**62))),
+        (TOPIC_COMMAND, header(1, 1, 1), good.replace(b"run-1", b"run-2")),
+        (TOPIC_COMMAND + b"x", header(1, 1, 1), good),
+    ]
+    with caplog.at_level(logging.WARNING):
+        async with running(bus, context, engine, tmp_path) as agent:
+            await bus.admit()
+            await until(agent, lambda state: state.joined)
+            before = agent.state
+            for frames in hostile:
+                bus.raw(*frames)
+            bus.router.send_nowait([bus.peer, b"x"])
+            bus.router.send_nowait([bus.peer, header(1, 0, 0), b"\x81\xa4type\xa5nosuc"])
+            bus.router.send_nowait([bus.peer, header(1, 0, 0), encode(Leaving())])
+            bus.publish(PAUSE, seq=1)
+            await bus.outcome(1)
+            bus.say(Replay(records=(bus.record(1, PAUSE),)))
+            await bus.outcome(1)
+            assert before.seq == 0 and agent.state.seq == 1
+            assert agent.malformed == len(hostile) + 3
+    lines = [one for one in caplog.messages if "malformed" in one]
+    assert len(lines) == 1 and "sha256" in lines[0]
+
+
+async def test_unknown_command_is_answered_and_does_not_stop_the_stream(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        unknown = msgspec.structs.replace(
+            bus.envelope(PAUSE), body=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
+        )
+        bus.seq = 1
+        bus.raw(TOPIC_COMMAND, header(1, 1, 1), encode(unknown))
+        failed = (await bus.outcome(1)).outcome
+        assert isinstance(failed, Failed) and failed.error == ErrorKind.UNSUPPORTED
+        bus.publish(ProfileCommand(action="stop", step=1))
+        assert (await bus.outcome(2)).outcome == Skipped(Reason.NOT_PROFILING)
+
+
+async def test_agent_that_ends_says_so_and_leaves_its_decisions(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    bus.heartbeat_ms = 3_600_000
+    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+        await bus.admit()
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+        await until(agent, lambda state: state.engine.tokenizer == "present")
+    decisions: list[Decision] = []
+    bus.ignored.clear()
+    await bus.next(Leaving)
+    for message in bus.ignored:
+        if isinstance(message, Recorded):
+            assert message.first == len(decisions) + 1
+            decisions.extend(message.decisions)
+    assert decisions == recorded(tmp_path, SECOND)
+    assert engine.closed
+
+
+# Decisions in the run's log
+
+
+async def take(bus: Bus, log: list[Decision], through: int) -> None:
+    """Keep what is uploaded, as the bus does, until the log holds `through` decisions."""
+    arrived = [one for one in bus.ignored if isinstance(one, Recorded)]
+    while len(log) < through:
+        message = arrived.pop(0) if arrived else await bus.next(Recorded)
+        new = message.decisions[len(log) + 1 - message.first :] if message.first <= len(log) + 1 else ()
+        log.extend(new)
+        bus.say(Kept(journal=message.journal, through=len(log)))
+
+
+async def test_decisions_are_uploaded_once_and_in_order(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    log: list[Decision] = []
+    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        for seq in range(1, 11):
+            bus.publish(PAUSE)
+            await bus.outcome(seq)
+        await take(bus, log, 14)  # started, epoch seen, snapshot, observed, and the commands
+    assert log == recorded(tmp_path, SECOND)
+    kinds = {type(event_decoder.decode(one.event)) for one in log}
+    assert CommandReceived in kinds
+
+
+async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.link.KEPT_TIMEOUT_MS", 0)  # a batch that is not kept comes again with each heartbeat
+    log: list[Decision] = []
+    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+        await bus.admit()
+        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        await take(bus, log, 4)
+        bus.publish(PAUSE)
+        lost = await bus.next(Recorded)  # and is not kept: the bus dies with it
+        assert lost.first == 5
+        bus.epoch = 2
+        bus.greet()
+        bus.say(STRANGER)
+        await bus.admit(recorded=4)
+        again = await bus.next(Recorded)
+        assert again.first == 5 and again.decisions[: len(lost.decisions)] == lost.decisions
+        log.extend(again.decisions)
+        bus.say(Kept(journal=again.journal, through=len(log)))
+        await until(agent, lambda state: state.epoch == 2)
+        await take(bus, log, 6)
+    assert log == recorded(tmp_path, SECOND)[: len(log)]
+
+
+async def test_agent_whose_disk_lost_what_the_log_holds_does_not_number_anew(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+) -> None:
+    agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
+
+    async def greet() -> None:
+        await bus.next(Hello)
+        bus.say(bus.welcome(recorded=50))
+
+    async with agent, anyio.create_task_group() as tasks:
+        tasks.start_soon(greet)
+        with pytest.raises(AgentError, match="the disk lost what was written"):
+            await agent.run()
+
+
+def test_importing_the_package_loads_neither_the_agent_nor_torch() -> None:
+    program = "import sys, workers; print([m for m in ('workers.agent', 'anyio', 'zmq', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+    program = "import sys; from workers import Agent, Engine; print(Agent.__name__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "Agent False"
