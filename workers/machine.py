@@ -26,7 +26,7 @@ from typing import NamedTuple, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, intend, orphaned
 from schemas.events import (
     Answer,
@@ -47,13 +47,13 @@ from schemas.events import (
     Settings,
     SnapshotReceived,
     Started,
-    StartProfile,
     Tick,
 )
 from schemas.identity import Count, Identity, Positive
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from workers.rules.commands import required, rule
-from workers.rules.settle import EngineState, believe, holds, holds_committed, interrupted, learn, name, settle
+from workers.rules.concede import NOTHING, Conceded, concede, remaining, renew
+from workers.rules.settle import EngineState, believe, holds, interrupted, learn, name, settle
 
 LOGIC = 1
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
@@ -90,6 +90,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything an agent knows. Nothing that can be derived is stored.
 
     epoch, seq: newest bus epoch seen; last command applied in order.   origin: epoch of the record at `seq`.
+    conceded: what failed, and is not tried again unasked.
     joined: a snapshot was applied in this incarnation.   astray: the lease ran out or histories diverged; only a
     snapshot helps.   queue: in order, not decided yet.   held: after a hole.   needs: first seq asked for, 0 if none.
     inhibited: settling failed and waits for something new before it is tried again.
@@ -102,6 +103,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: Count = 0
     seq: Count = 0
     desired: Desired = Desired()
+    conceded: Conceded = NOTHING
     engine: EngineState = EngineState()
     joined: bool = False
     astray: bool = False
@@ -201,7 +203,8 @@ def settled(state: AgentState) -> bool:
         return False
     if state.identity.node_rank > 0:
         return True
-    return state.engine.tokenizer == "present" and not settle(state.desired, state.engine, state.identity)
+    left = remaining(state.desired, state.conceded)
+    return state.engine.tokenizer == "present" and not settle(left, state.engine, state.identity)
 
 
 # --- order: rows 1 to 3 -----------------------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ def _command(state: AgentState, event: CommandReceived, effects: Effects) -> Age
     if state.engine.tokenizer == "unknown" and _must_wait(state, event, event.at_ms):
         return replace(state, seq=event.seq, queue=(event,), needs=0)
     turned = _turn(state, event, event.seq, event.at_ms, effects)
-    if turned.desired is state.desired and not state.inhibited:
+    if turned.desired is state.desired and turned.conceded is state.conceded and not state.inhibited:
         return turned
     return _proceed(turned, event.at_ms, effects)  # also a command that was refused changes what is desired
 
@@ -308,7 +311,7 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         return state
     if state.identity.node_rank > 0 or state.engine.tokenizer != "present":
         return state
-    calls = settle(state.desired, state.engine, state.identity)
+    calls = settle(remaining(state.desired, state.conceded), state.engine, state.identity)
     if not calls:
         return state
     return _begin(state, None, calls, now_ms + state.settings.settle_ms, effects)
@@ -322,26 +325,34 @@ def _must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
 
 def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
     """Decide one command that is in order. It changes what is desired whatever the outcome. seq: the new position."""
-    before = state.desired
-    desired = intend(before, event.command, not _not_targeted(state, event), state.identity)
+    before, conceded = state.desired, state.conceded
+    targeted = not _not_targeted(state, event)
+    desired = intend(before, event.command, targeted, state.identity)
+    if targeted and conceded is not NOTHING:
+        conceded = renew(conceded, event.command, before)
     if now_ms >= event.at_ms + event.ttl_ms:
-        return _expired(replace(state, seq=seq, desired=desired, inhibited=False), event, effects)
+        late = replace(state, seq=seq, desired=desired, conceded=conceded, inhibited=False)
+        return _expired(late, event, effects)
     for number, when, then in GATE:
         if when(state, event):
             answer = Answer(epoch=event.origin, seq=event.seq, outcome=then(state, event), row=number)
             effects.append(answer)
             remembered = _remember(state.answers, answer)
-            return replace(state, seq=seq, desired=desired, inhibited=False, needs=0, answers=remembered)
-    state = replace(state, seq=seq, desired=desired, inhibited=False, needs=0)
+            return replace(
+                state, seq=seq, desired=desired, conceded=conceded, inhibited=False, needs=0, answers=remembered
+            )
+    earlier = remaining(before, state.conceded)
+    state = replace(state, seq=seq, desired=desired, conceded=conceded, inhibited=False, needs=0)
     if state.activity is not None:
-        return _answer(_concede(state, event), event, _busy(state), 10, effects)
-    verdict = rule(event.command, before, desired, state.engine, state.identity)
+        return _answer(_concede(state, event.command), event, _busy(state), 10, effects)
+    syncing = before.sync.version if before.sync is not None else 0
+    verdict = rule(event.command, earlier, remaining(desired, conceded), syncing, state.engine, state.identity)
     if isinstance(verdict, tuple):
         if verdict:
             return _begin(state, event, verdict, event.at_ms + event.ttl_ms, effects)
         return _answer(state, event, _acted(state, event, ()), 10, effects)
     if isinstance(verdict, Failed):
-        state = _concede(state, event)
+        state = _concede(state, event.command)
     return _answer(state, event, verdict, 10, effects)
 
 
@@ -350,7 +361,7 @@ def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> Age
     launching = state.identity.node_rank == 0 and state.engine.tokenizer == "unknown"
     if launching and not _not_targeted(state, event):
         return _answer(state, event, _not_ready(state), 7, effects)
-    state = _concede(state, event) if isinstance(event.command, ProfileCommand) else state
+    state = _concede(state, event.command) if isinstance(event.command, ProfileCommand) else state
     return _answer(state, event, _EXPIRED, 4, effects)
 
 
@@ -387,25 +398,9 @@ def _busy(state: AgentState) -> Failed:
     )
 
 
-def _concede(state: AgentState, failed: CommandReceived | Call) -> AgentState:
-    """Give up what failed and must not be tried again unasked, and leave a replica that can't follow out of service.
-
-    A replica that refused to prepare was not touched and goes on as before the sync. One that did not load is
-    quarantined: it could otherwise serve weights that nobody committed.
-    """
-    desired = state.desired
-    command = failed.command if isinstance(failed, CommandReceived) else None
-    if isinstance(command, ProfileCommand) or isinstance(failed, StartProfile):
-        return replace(state, desired=replace(desired, profile=None))
-    if isinstance(command, WeightSync) and command.phase == "prepare":
-        return replace(state, desired=replace(desired, sync=None))
-    if isinstance(command, WeightSync) or isinstance(failed, CheckSource | Load):
-        if desired.sync is not None:
-            since = desired.quarantined or desired.sync.version  # the abort of this sync must not lift an older one
-            return replace(state, desired=replace(desired, sync=None, quarantined=since))
-        if not holds_committed(desired, state.engine):
-            return replace(state, desired=replace(desired, quarantined=max(1, desired.version)))
-    return state
+def _concede(state: AgentState, failed: Command | UnknownCommand | Call) -> AgentState:
+    left = remaining(state.desired, state.conceded)
+    return replace(state, conceded=concede(state.conceded, failed, left, state.engine))
 
 
 # --- engine calls -----------------------------------------------------------------------------------------------------
@@ -450,7 +445,7 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
 
 def _failed(state: AgentState, activity: Activity, failure: Failed, now_ms: int, effects: Effects) -> AgentState:
     cause = activity.cause
-    state = replace(_concede(state, cause or activity.calls[0]), activity=None)
+    state = replace(_concede(state, cause.command if cause is not None else activity.calls[0]), activity=None)
     if cause is not None and not activity.overdue:
         state = _answer(state, cause, failure, 10, effects)
     syncing = cause is not None and isinstance(cause.command, WeightSync)
@@ -467,7 +462,7 @@ def _tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
                 f"{state.engine.name} has not answered {name(activity.calls[0])} by the deadline. The call is not "
                 "taken back; until it ends, nothing else is sent to this engine.",
             )
-            state = _answer(_concede(state, activity.cause), activity.cause, late, 10, effects)
+            state = _answer(_concede(state, activity.cause.command), activity.cause, late, 10, effects)
         state = replace(state, activity=replace(activity, overdue=True))
     return _proceed(state, event.at_ms, effects)
 
@@ -491,6 +486,7 @@ def _snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -> A
         epoch=event.epoch,
         seq=event.seq,
         desired=event.desired,
+        conceded=NOTHING,
         joined=True,
         astray=False,
         queue=(),

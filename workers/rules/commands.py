@@ -41,13 +41,17 @@ def rule(
     command: Command | UnknownCommand,
     before: Desired,
     after: Desired,
+    syncing: int,
     engine: EngineState,
     identity: Identity,
 ) -> Verdict:
-    """What the primary does for `command`. before, after: what was desired until now, and from this command on."""
+    """What the primary does for `command`. before, after: what was to be brought about until now, and from now on.
+
+    syncing: version of the sync in which the command comes, 0 if none; also of one that this replica gave up.
+    """
     match command:
         case EngineCommand():
-            return _engine(command, before, after, engine, identity)
+            return _engine(command, before, after, syncing, engine, identity)
         case WeightSync():
             return _weights(command, before, after, engine, identity)
         case ProfileCommand():
@@ -96,7 +100,7 @@ def _weights(command: WeightSync, before: Desired, after: Desired, engine: Engin
 
 
 def _engine(
-    command: EngineCommand, before: Desired, after: Desired, engine: EngineState, identity: Identity
+    command: EngineCommand, before: Desired, after: Desired, syncing: int, engine: EngineState, identity: Identity
 ) -> Verdict:
     if command.operation == "abort":
         return (_ABORT,)
@@ -105,11 +109,11 @@ def _engine(
             return Skipped(Reason.ALREADY)  # releasing the cache dropped it
         calls = settle(after, engine, identity)
         return calls if _FLUSH in calls else (*calls, _FLUSH)
-    if before.sync is not None:
+    if syncing:
         return Failed(
             ErrorKind.SYNC_IN_PROGRESS,
             f"replica {identity.replica} was asked to {command.operation} in the middle of the sync to version "
-            f"{before.sync.version}. Nothing was touched: wait for its commit or abort.",
+            f"{syncing}. Nothing was touched: wait for its commit or abort.",
         )
     if command.operation == "resume" and after.quarantined:
         return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))

@@ -41,8 +41,8 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the machine believes of its engine: what its calls brought about, corrected by each observation.
 
     version: of the weights held, 0 as launched.   torn: a load was cut off or failed; nobody knows what is held.
-    loaded: what the last load was to bring; a number alone does not tell weights apart, since one that was aborted may be
-    tried again from another source.   checked: the source that was last found good.
+    loaded: what the last load was to bring; a number alone does not tell weights apart, since one that was aborted may
+    be tried again from another source.   checked: the source that was last found good.
     stale_cache: prefixes in the cache were computed by other weights.
     kept: requests were frozen by the last pause and continue, so their cache must not be dropped.
     """
@@ -109,8 +109,8 @@ def may_serve(desired: Desired, engine: EngineState) -> bool:
 
 
 def attainable(desired: Desired, engine: EngineState) -> Desired:
-    """`desired` without what this engine has no operation for: that was answered `unsupported`, and is not asked for."""
-    if _NEEDED <= engine.operations:
+    """`desired` without what this engine has no operation for: it was answered `unsupported`, and is not asked for."""
+    if engine.operations >= _NEEDED:
         return desired
     if not {Operation.SLEEP, Operation.WAKE} <= engine.operations:
         desired = replace(desired, asleep=frozenset())
