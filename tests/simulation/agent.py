@@ -237,7 +237,7 @@ class Process:
             self.looked = seen
             self.feed(EngineObserved(at_ms=self.clock_ms, observation=seen))
         if engine is not None:
-            self.world.at(500, self.look)
+            self.world.at(1000, self.look)
 
     def call(self, perform: Perform) -> None:
         engine = self.slot.engine

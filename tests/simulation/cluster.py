@@ -117,8 +117,9 @@ class World:
             fails=rng.choice((0.0, 0.0, 0.05)), hangs=rng.choice((0.0, 0.0, 0.03)), slow_ms=rng.choice((5, 40, 400))
         )
         if rng.random() < 0.1:
-            lacks = rng.choice(({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}))
-            temper.lacks = frozenset(lacks)
+            temper.lacks = frozenset(
+                rng.choice(({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}))
+            )
 
         def kill(text: str) -> None:
             process = slot.process
@@ -263,6 +264,7 @@ class World:
             if engine is None or not engine.ready or self.promises.misled(process):
                 continue
             lost = desired.committed is None and engine.weights != LAUNCHED
+            lost = lost or (desired.committed is not None and Operation.LOAD in engine.temper.lacks)
             kept = desired.asleep or desired.quarantined or process.state.inhibited or lost
             if not engine.generating and not kept:
                 self.promises.broken("P7 trainer first", f"{process.peer} stays paused without a trainer")
@@ -271,12 +273,11 @@ class World:
 
     def _all_comes_right(self) -> None:
         """Convergence: the fleet is as desired, and one more sync brings everybody back, whatever happened before."""
-        self.at(20_000, self.open_bus)
-        self.run(self.now + 45_000)
-        self._converged("calm")
+        self.run(self.now + 2000)
+        self._converge("calm")
         version = self.trainer.restore()
-        self.run(self.now + 40_000)
-        self._converged("the last sync")
+        self.run(self.now + 1000)
+        self._converge("the last sync")
         for slot in self.slots:
             engine, process = slot.engine, slot.process
             if engine is None or process is None or Operation.LOAD in engine.temper.lacks:
@@ -286,27 +287,37 @@ class World:
                 text = f"after the last sync {slot.name} holds {engine.weights}, generating: {engine.generating}"
                 self.promises.broken("convergence", text)
 
-    def _converged(self, when: str) -> None:
+    def _converge(self, when: str) -> None:
+        """Wait until nothing is left to come right, as long as that may take."""
+        for _ in range(40):
+            missing = self._missing()
+            if missing is None:
+                return
+            self.run(self.now + 1500)
+        self.promises.broken("convergence", f"after {when}: {missing}")
+
+    def _missing(self) -> str | None:
+        """What has not come right yet."""
         bus = self.bus
         if bus is None or not bus.alive:
-            self.promises.broken("convergence", f"no bus after {when}")
-            return
+            return "there is no bus"
         if bus.state.open or bus.state.sync is not None:
-            self.promises.broken("P3 answer", f"open after {when}: {[one.record.seq for one in bus.state.open]}")
+            return f"open commands {[one.record.seq for one in bus.state.open]}"
         concluded = {seq for _, seq in self.promises.concluded}
         silent = [seq for seq in self.promises.log if seq not in concluded]
         if silent:
-            self.promises.broken("P3 answer", f"never concluded: {silent}")
+            return f"P3 answer: never concluded: {silent}"
         for slot in self.slots:
             process = slot.process
-            if process is None or bus.state.members[slot.name].life != "live":
-                self.promises.broken("convergence", f"{slot.name} is not in the fleet after {when}")
-                return
+            member = bus.state.members.get(slot.name)
+            if process is None or member is None or member.life != "live":
+                return f"{slot.name} is not in the fleet"
             state = process.state
             if state.seq != bus.state.seq or not state.joined or state.astray:
-                self.promises.broken("convergence", f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}")
-            if not machine.settled(state) and not state.inhibited:
-                self.promises.broken("convergence", f"{process.peer} is not as desired after {when}, and rests")
+                return f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}"
+            if state.activity is not None or not (machine.settled(state) or state.inhibited):
+                return f"{process.peer} is not as desired"
+        return None
 
     def _replayed(self) -> None:
         """P9: folding what was recorded gives the same effects, byte for byte."""

@@ -93,8 +93,12 @@ class Engine:
     version: int = 0
     weights: str = LAUNCHED
     attempt: Attempt | None = None
+    operations: frozenset[Operation] = frozenset()
     called: list[tuple[int, int, str]] = field(default_factory=list)
     torn: int = 0
+
+    def __post_init__(self) -> None:
+        self.operations = frozenset(Operation) - self.temper.lacks
 
     def launch(self) -> None:
         """A new instance, which has forgotten everything. A call of the old one never takes hold."""
@@ -114,7 +118,7 @@ class Engine:
             engine="model",
             instance=f"launch {self.instance}",
             tokenizer="present",
-            operations=frozenset(Operation) - self.temper.lacks,
+            operations=self.operations,
             generating=self.generating if "generating" in tells else None,
             asleep=self.asleep if "asleep" in tells else None,
             profiling=(self.session_step is not None and not self.session_closed) if "profiling" in tells else None,

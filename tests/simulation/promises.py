@@ -28,20 +28,17 @@ from schemas.events import (
     StartProfile,
 )
 from schemas.identity import Operation, RolloutMode
-from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Outcome
+from schemas.outcomes import Acted, Missing, Outcome
 from schemas.wire import Report, decode_command
 from tests.simulation.engine import LAUNCHED
 from workers.machine import AgentState, settled
+from workers.rules.concede import remaining
 
 if TYPE_CHECKING:
     from controlplane.coordinator import CoordinatorState
     from tests.simulation.agent import Process, Slot
     from tests.simulation.bus import Bus
     from tests.simulation.cluster import World
-
-AT_THE_GATE = (ErrorKind.UNSUPPORTED, ErrorKind.TOKENIZER_MISSING, ErrorKind.ENGINE_NOT_READY)
-"""Failures that leave what is desired as the log says."""
-
 
 class Broken(AssertionError):
     """A promise was broken. promise: its name."""
@@ -212,15 +209,20 @@ class Promises:
             return
         name = process.peer
         committed = desired.committed.source.path if desired.committed is not None else LAUNCHED
+        if state.desired != desired:
+            self.broken("P4 late joiner", f"{name} wants {state.desired}, the log says {desired}")
         if Operation.SLEEP in engine.temper.lacks:
             desired = replace(desired, asleep=frozenset())
+        sync = desired.sync
+        if sync is not None and sync.phase == "prepare" and sync.version == state.conceded.sync:
+            desired = replace(desired, sync=None)  # it was not touched, and goes on until the load names it
         if engine.generating and not desired.serving:
-            self.broken("I1 no torn serving", f"{name} is to be out of service, and generates")
+            self.broken("I1 no torn serving", f"{name} generates, and by the log {desired}")
         colocated = process.slot.identity.mode is RolloutMode.COLOCATED
         if engine.generating and engine.weights != committed and not colocated:
             self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
         lost = desired.committed is None and engine.weights != LAUNCHED
-        mine = state.desired
+        mine = remaining(state.desired, state.conceded)
         wanted = mine.profile.step if mine.profile is not None else None
         if Operation.SLEEP in engine.temper.lacks:
             mine = replace(mine, asleep=frozenset())
@@ -246,10 +248,6 @@ class Promises:
             replicas = published.target.replicas
             targeted = replicas is None or identity.replica in replicas
             desired = intend(desired, published.command, targeted, identity)
-            given = ledger.answered.get((published.origin, seq), ())
-            refused = any(isinstance(one, Failed) and one.error not in AT_THE_GATE for one in given)
-            if refused and isinstance(published.command, WeightSync) and published.command.phase == "prepare":
-                desired = replace(desired, sync=None)  # it was not touched, and goes on until the load names it
         ledger.oracle, ledger.folded = desired, state.seq
         return desired
 
