@@ -121,8 +121,9 @@ class Fault(Struct, frozen=True, tag="fault"):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """Limits of one machine. hold: commands kept for their turn, and as many behind a hole. settle_ms: for calls that no
-    command asked for.
+    """Limits of one machine.
+
+    hold: commands kept for their turn, and as many behind a hole.   settle_ms: for calls that no command asked for.
     """
 
     hold: Positive = 256
@@ -195,16 +196,7 @@ class Tick(Struct, frozen=True, kw_only=True, tag="tick"):
     at_ms: int
 
 
-Event = (
-    Started
-    | CommandReceived
-    | HeadSeen
-    | SnapshotReceived
-    | EngineObserved
-    | EngineReturned
-    | LeaseExpired
-    | Tick
-)
+Event = Started | CommandReceived | HeadSeen | SnapshotReceived | EngineObserved | EngineReturned | LeaseExpired | Tick
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 

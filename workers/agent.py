@@ -67,6 +67,8 @@ MESSAGE_MAX: Final = 2000
 _LAZY = (CommandReceived, HeadSeen, Tick)
 """Events whose decisions may wait for the next commit, unless they call the engine or leave an epoch behind."""
 
+_DONE = Returned()
+
 T = TypeVar("T")
 
 
@@ -102,7 +104,7 @@ class Agent:
         self._link: Link
         self._next: Perform | None = None
         self._called = anyio.Event()
-        self._engine_lock = anyio.Lock()
+        self._engine_lock = anyio.Lock(fast_acquire=True)
         self._seen: Observation | None = None  # the last one that the machine was given
         self._planned: int | None = None  # when the machine gets its next tick
         self._earlier = anyio.Event()
@@ -243,7 +245,9 @@ class Agent:
                 if logger.isEnabledFor(logging.DEBUG):
                     logger.debug("agent %s seq %d skipped %s", self.identity.agent, answer.seq, reason)
             case Acted(calls=calls):
-                logger.info("agent %s seq %d acted: %s", self.identity.agent, answer.seq, ", ".join(calls) or "noted")
+                if logger.isEnabledFor(logging.INFO):
+                    made = ", ".join(calls) or "noted"
+                    logger.info("agent %s seq %d acted: %s", self.identity.agent, answer.seq, made)
             case Failed(error=error, message=message):
                 logger.warning("agent %s seq %d failed (%s): %s", self.identity.agent, answer.seq, error, message)
             case _:
@@ -280,6 +284,8 @@ class Agent:
         seen = await self._guarded(self._engine.observe())
         if isinstance(seen, Fault):
             return None
+        if seen == self._seen:
+            return seen
         return seen if _readable(EngineObserved(at_ms=0, observation=seen)) else None
 
     async def _guarded(self, call: Awaitable[T]) -> T | Fault:
@@ -320,6 +326,8 @@ class Agent:
 
 def _fitting(result: Returned | Fault) -> Returned | Fault:
     """The result, or a fault in the place of one that no message could carry or no journal give back."""
+    if result == _DONE:
+        return result
     event = EngineReturned(at_ms=0, call_id=1, result=result)
     if not _readable(event):
         return Fault("engine_error", "the engine's adapter returned what can't be written down.")

@@ -16,10 +16,13 @@ import contextlib
 import os
 import secrets
 import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-from msgspec import MsgspecError, Raw, Struct
+from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder
 
 from schemas.errors import AgentError, LogError
@@ -34,6 +37,8 @@ MARK_EVERY: Final = 4096
 """Decisions between two marks. The file holds about twice as many, plus what the bus has not taken yet."""
 NOTED_MAX: Final = 1024
 """Decisions held in memory, at most, before they are written unasked."""
+RECENT_MAX: Final = 512
+"""Newest decisions kept in memory as well, since the bus asks for those."""
 
 Durability = Literal["disk", "os"]
 
@@ -46,7 +51,15 @@ class Mark(Struct, frozen=True, kw_only=True):
     state: AgentState
 
 
+class _Made(Struct, frozen=True, gc=False):
+    """A `Decision` that is not encoded yet. Gives the same bytes, in one pass over it instead of three."""
+
+    event: Event
+    effects: tuple[Effect, ...]
+
+
 _mark_decoder = Decoder(Mark)
+_KINDS = {kind: str(kind.__struct_config__.tag) for kind in get_args(Event)}
 
 
 class Journal:
@@ -65,6 +78,7 @@ class Journal:
         self._file = file
         self._agent = agent
         self._noted: list[tuple[int, Event, tuple[Effect, ...]]] = []
+        self._recent: deque[bytes] = deque(maxlen=RECENT_MAX)  # ends with decision `committed`
         self._marks: list[tuple[int, int]] = [(0, 0)]  # position of a mark, number of the decision before it
 
     @classmethod
@@ -102,10 +116,11 @@ class Journal:
         """Write what was noted. Raises AgentError when that fails; the agent must not act any more then."""
         if not self._noted and self._file.pending == 0:
             return
-        agent, append = self._agent, self._file.append
+        agent, append, remember = self._agent, self._file.append, self._recent.append
         for at_ns, event, effects in self._noted:
-            body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
-            append(str(event.__struct_config__.tag), agent, at_ns, body)
+            body = encode(_Made(event, effects))
+            append(_KINDS[type(event)], agent, at_ns, body)
+            remember(body)
         self._noted.clear()
         if self.number - self._marks[-1][1] >= MARK_EVERY:
             self._mark()
@@ -131,16 +146,18 @@ class Journal:
         At most `count`, and as many as fit into `nbytes`, but one at least. Where those right after `number` are not
         kept any more, the oldest that are. Raises LogError.
         """
-        first, size = 0, 0
+        oldest = self.committed - len(self._recent)
+        if number >= oldest:
+            first = number + 1
+            bodies: Iterator[bytes] = islice(self._recent, number - oldest, None)
+        else:
+            first, bodies = self._read(number)
         decisions: list[Decision] = []
-        for record in self._file.records(max(self._position(number + 1), self._file.first_position)):
-            if record.kind == MARK:
-                continue
-            size += len(record.body)
-            if decisions and (len(decisions) >= count or size > nbytes):
+        for body in bodies:
+            nbytes -= len(body)
+            if decisions and (len(decisions) >= count or nbytes < 0):
                 break
-            first = first or self._number(record.position)
-            decisions.append(decision_decoder.decode(record.body))
+            decisions.append(decision_decoder.decode(body))
         return first, tuple(decisions)
 
     def release(self, through: int) -> None:
@@ -157,6 +174,16 @@ class Journal:
         finally:
             with contextlib.suppress(LogError):  # what could not be written is on its way to the caller already
                 self._file.close()
+
+    def _read(self, number: int) -> tuple[int, Iterator[bytes]]:
+        """From the file: the number of the first decision after `number` that is kept, it, and what follows."""
+        records = (
+            one
+            for one in self._file.records(max(self._position(number + 1), self._file.first_position))
+            if one.kind != MARK
+        )
+        record = next(records)
+        return self._number(record.position), (one.body for one in chain((record,), records))
 
     def _mark(self) -> None:
         body = encode(Mark(number=self.number, run=self.run, state=self.state))

@@ -121,6 +121,7 @@ class Link:
         self._ready = False  # as the bus was told
         self._beat_now = anyio.Event()
         self._noted = anyio.Event()
+        self._unsent = False
         self._kept = self._sent = 0  # decisions that the bus has, and that it was sent
         self._sent_ms = 0
         self._complained_ms: int | None = None
@@ -160,7 +161,8 @@ class Link:
 
     def noted(self, state: AgentState) -> None:
         """A decision was made: it is uploaded soon, and who waits for this agent to be ready learns of it at once."""
-        if not self._noted.is_set():
+        if not self._unsent:
+            self._unsent = True
             self._noted.set()
         if not self._ready and settled(state):
             self._beat_now.set()
@@ -392,7 +394,7 @@ class Link:
         while True:
             await self._noted.wait()
             await anyio.sleep(self._heartbeat_ms / 4000)
-            self._noted = anyio.Event()
+            self._noted, self._unsent = anyio.Event(), False
             self._journal.commit()
             self._upload()
 

@@ -53,7 +53,7 @@ from schemas.identity import Count, Identity, Positive
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from workers.rules.commands import required, rule
 from workers.rules.concede import NOTHING, Conceded, concede, remaining, renew
-from workers.rules.settle import EngineState, believe, holds, interrupted, learn, name, settle
+from workers.rules.settle import EngineState, anew, believe, holds, interrupted, learn, name, settle
 
 LOGIC = 1
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
@@ -421,8 +421,13 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
         return state  # an answer to a call of an earlier life
     call, result = activity.calls[0], event.result
     engine, failure = learn(state.engine, call, result, event.observation)
+    if failure is None and anew(state.engine, engine):
+        failure = Failed(
+            ErrorKind.ENGINE_ERROR, f"{engine.name} was launched anew during {name(call)}. {holds(engine)}"
+        )
     if failure is not None:
-        return _failed(replace(state, engine=engine), activity, failure, event.at_ms, effects)
+        inhibited = not (anew(state.engine, engine) or isinstance(call, CheckSource | Load))
+        return _failed(replace(state, engine=engine, inhibited=inhibited), activity, failure, event.at_ms, effects)
     made = (*activity.made, name(call))
     auto_stopped, traces = activity.auto_stopped, activity.traces
     if isinstance(result, Returned) and (result.auto_stopped or result.traces):
@@ -448,9 +453,9 @@ def _failed(state: AgentState, activity: Activity, failure: Failed, now_ms: int,
     state = replace(_concede(state, cause.command if cause is not None else activity.calls[0]), activity=None)
     if cause is not None and not activity.overdue:
         state = _answer(state, cause, failure, 10, effects)
-    syncing = cause is not None and isinstance(cause.command, WeightSync)
-    weights = isinstance(activity.calls[0], CheckSource | Load)
-    return _proceed(replace(state, inhibited=not (syncing or weights)), now_ms, effects)
+    if cause is not None and isinstance(cause.command, WeightSync):
+        state = replace(state, inhibited=False)
+    return _proceed(state, now_ms, effects)
 
 
 def _tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
@@ -528,7 +533,9 @@ def _observe(state: AgentState, event: EngineObserved, effects: Effects) -> Agen
     """Correct the belief; after a restart, first settle the call that was cut off."""
     cut = state.interrupted
     if cut is None or event.observation.tokenizer == "unknown":
-        return _proceed(replace(state, engine=believe(state.engine, event.observation)), event.at_ms, effects)
+        engine = believe(state.engine, event.observation)
+        inhibited = state.inhibited and not anew(state.engine, engine)
+        return _proceed(replace(state, engine=engine, inhibited=inhibited), event.at_ms, effects)
     call = cut.calls[0]
     engine, done = interrupted(state.engine, call, event.observation)
     state = replace(state, engine=engine, interrupted=None)

@@ -255,9 +255,7 @@ class Process:
         result = engine.end(attempt)
         seen = engine.observe()
         self.looked = seen
-        self.feed(
-            EngineReturned(at_ms=self.clock_ms, call_id=attempt.call_id, result=result, observation=seen)
-        )
+        self.feed(EngineReturned(at_ms=self.clock_ms, call_id=attempt.call_id, result=result, observation=seen))
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -373,9 +371,7 @@ class Process:
                     self.join()
             case Snapshot():
                 self.snapshot_due = False
-                self.feed(
-                    SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired)
-                )
+                self.feed(SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired))
             case Replay():
                 for record in message.records:
                     self.command(epoch, record.origin, record.seq, record.envelope)

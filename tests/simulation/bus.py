@@ -75,9 +75,7 @@ class Bus:
         self.state = state
         self.world.log.owner = self.life
         self.world.say(f"bus {self.life} opens at seq {state.seq}")
-        self.feed(
-            Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1)
-        )
+        self.feed(Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1))
         self.world.at(0, self.beacon)
 
     def die(self) -> None:
@@ -186,9 +184,7 @@ class Bus:
     def greet(self, process: Process) -> None:
         """The welcome message of the publish socket: a head."""
         if self.alive and self.world.laws.beacon:
-            self.world.at(
-                1, self._published, process, max(1, self.state.epoch), 0, self.state.seq, None
-            )
+            self.world.at(1, self._published, process, max(1, self.state.epoch), 0, self.state.seq, None)
         elif self.alive:
             process.hears = True  # without heads the subscription itself has to do
 

@@ -30,6 +30,7 @@ from tests.simulation.promises import Broken, Promises
 from tests.simulation.trainer import Trainer
 from workers import machine
 from workers.machine import AgentState
+from workers.rules.concede import remaining
 
 SETTINGS = CoordinatorSettings(heartbeat_ms=1000, gone_ms=4000, lease_ms=12_000, ring=12, nudge_ms=500)
 
@@ -260,7 +261,7 @@ class World:
         self.say("the trainer is gone for good")
         self.run(self.now + self.settings.lease_ms + 20_000)
         for process in joined:
-            engine, desired = process.slot.engine, process.state.desired
+            engine, desired = process.slot.engine, remaining(process.state.desired, process.state.conceded)
             if engine is None or not engine.ready or self.promises.misled(process):
                 continue
             lost = desired.committed is None and engine.weights != LAUNCHED

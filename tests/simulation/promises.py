@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tests.simulation.bus import Bus
     from tests.simulation.cluster import World
 
+
 class Broken(AssertionError):
     """A promise was broken. promise: its name."""
 
@@ -167,7 +168,9 @@ class Promises:
         if process.slot.identity.replica in command.quarantine or self.misled(process):
             return
         if engine.weights != command.source.path:
-            self.broken("I2 proof", f"{process.peer} acted on the commit of {command.source.path}, has {engine.weights}")
+            self.broken(
+                "I2 proof", f"{process.peer} acted on the commit of {command.source.path}, has {engine.weights}"
+            )
 
     def _folded(self, process: Process, event: Event) -> None:
         """P4: what a snapshot says is what the log says, and committed versions never go back."""
@@ -285,9 +288,9 @@ class Promises:
             return
         for one in self.log.values():
             command = one.command
-            if isinstance(command, WeightSync) and command.phase == "commit" and command.source is not None:
-                if command.source.path == engine.weights:
-                    return
+            commits = isinstance(command, WeightSync) and command.phase == "commit"
+            if commits and command.source is not None and command.source.path == engine.weights:
+                return
         self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
 
     # --- after a step of the bus --------------------------------------------------------------------------------------

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from controlplane.events import CoordinatorEvent, Issued, SyncRequested
-from schemas.commands import Checkpoint, Command, EngineCommand, Manifest, ProfileCommand, ProfilePlan, Target, Window
-from schemas.commands import WeightSync
+from schemas.commands import (
+    Checkpoint,
+    Command,
+    EngineCommand,
+    Manifest,
+    ProfileCommand,
+    ProfilePlan,
+    Target,
+    WeightSync,
+    Window,
+)
 from schemas.identity import Tag
 from tests.simulation.engine import digest_of
 
@@ -67,7 +76,9 @@ class Trainer:
         rng = self.world.rng
         bus.tickets += 1
         self.tries += 1
-        version = 1 + max((one.command.version for one in self.world.promises.log.values() if _commits(one.command)), default=0)
+        version = 1 + max(
+            (one.command.version for one in self.world.promises.log.values() if _commits(one.command)), default=0
+        )
         path = f"v{version}/try{self.tries}"
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=digest_of(path)) if rng.random() < 0.5 else None
         event: CoordinatorEvent = SyncRequested(

@@ -66,9 +66,7 @@ START = ProfileCommand(action="start", step=3)
 
 
 def test_a_command_queued_behind_a_call_wants_no_tick_before_the_call_is_due() -> None:
-    state = fold(
-        STARTED, observed(), JOINED, command(1, PAUSE, ttl_ms=5000), command(2, RESUME, at_ms=10, ttl_ms=100)
-    )
+    state = fold(STARTED, observed(), JOINED, command(1, PAUSE, ttl_ms=5000), command(2, RESUME, at_ms=10, ttl_ms=100))
     assert next_deadline(state) == 5000  # a tick at 110 would change nothing, and would be due again at once
 
 
@@ -181,3 +179,18 @@ def test_a_replica_whose_weights_sleep_does_not_say_that_it_followed_a_load_or_a
     _, effects = decide(state, command(1, WeightSync(phase="load", version=2)))
     assert isinstance(effects[0], Answer)
     assert isinstance(effects[0].outcome, Failed) and effects[0].outcome.error is ErrorKind.WEIGHTS_ASLEEP
+
+
+def test_an_engine_that_is_launched_anew_between_two_calls_is_not_treated_as_the_old_one() -> None:
+    state, effects = decide(fold(STARTED, observed(), JOINED), prepare(1, "a"))
+    again = msgspec.structs.replace(PRESENT, instance="launch 2")
+    _, effects = decide(state, EngineReturned(at_ms=0, call_id=1, result=Returned(), observation=again))
+    assert isinstance(effects[0], Answer) and isinstance(effects[0].outcome, Failed)
+
+
+def test_an_engine_that_is_launched_anew_is_settled_though_settling_had_failed_before() -> None:
+    state, _ = decide(fold(STARTED, observed(), JOINED), command(1, PAUSE))
+    failed = EngineReturned(at_ms=0, call_id=1, result=Fault("engine_error", "No."), observation=PRESENT)
+    state, _ = decide(state, failed)
+    _, effects = decide(state, observed(msgspec.structs.replace(PRESENT, instance="launch 2")))
+    assert effects == (Perform(call_id=2, call=Pause("abort")),)

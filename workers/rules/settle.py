@@ -193,6 +193,11 @@ def believe(engine: EngineState, seen: Observation) -> EngineState:
     )
 
 
+def anew(before: EngineState, after: EngineState) -> bool:
+    """Was the engine launched again in between? Then nothing that it had been told holds any more."""
+    return before.instance is not None and before.instance != after.instance
+
+
 def learn(
     engine: EngineState, call: Call, result: Returned | Fault, seen: Observation | None
 ) -> tuple[EngineState, Failed | None]:
