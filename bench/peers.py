@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import msgspec
 import zmq
 
-from bench.processes import PROCESSES, Worker, shares, spawn
+from bench.processes import PROCESSES, Worker, spawn
 
 
 class Command(msgspec.Struct):
@@ -95,10 +95,10 @@ def http_agents(first: int, count: int, ports: str) -> None:
     def application(number: int) -> FastAPI:
         app = FastAPI()
 
-        @app.post("/command")
         async def command(body: dict[str, int | str]) -> dict[str, int | str]:
             return {"agent": number, "seq": body["seq"], "outcome": "acted"}
 
+        app.post("/command")(command)
         return app
 
     async def serve() -> None:
@@ -177,7 +177,6 @@ def ray_exchange(agents: int) -> Iterator[Worker]:
 
     ray.init(num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False, logging_level="error")
 
-    @ray.remote(num_cpus=0)
     class Actor:
         def __init__(self, number: int) -> None:
             self.number = number
@@ -185,7 +184,8 @@ def ray_exchange(agents: int) -> Iterator[Worker]:
         def command(self, seq: int, operation: str) -> dict[str, int | str]:
             return {"agent": self.number, "seq": seq, "outcome": "acted"}
 
-    actors = [Actor.remote(number) for number in range(agents)]
+    remote = ray.remote(num_cpus=0)(Actor)
+    actors = [remote.remote(number) for number in range(agents)]
     seq = 0
 
     def exchange() -> None:
@@ -199,6 +199,3 @@ def ray_exchange(agents: int) -> Iterator[Worker]:
         yield exchange
     finally:
         ray.shutdown()
-
-
-__all__ = ["http_agents", "http_exchange", "pyzmq_agents", "pyzmq_exchange", "ray_exchange", "shares"]
