@@ -112,9 +112,9 @@ class Inbox:
         for peer in self._said.keys() - self.heard.keys():
             del self._said[peer]
 
-    def forgive(self, late_us: int) -> None:
+    def forgive(self, late_us: int, at_us: int) -> None:
         """The bus itself was asleep: what it did not hear in that time is not the agents' silence."""
-        self.heard = {peer: heard_us + late_us for peer, heard_us in self.heard.items()}
+        self.heard = {peer: min(at_us, heard_us + late_us) for peer, heard_us in self.heard.items()}
 
     def _hear(
         self,

@@ -1,20 +1,22 @@
-"""What a caller holds while a command is under way: resolved by the bus, awaited from any thread or in the loop."""
+"""What a caller holds while a command is under way: resolved by the bus, waited for in any thread or event loop."""
 
+from collections.abc import Generator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-import anyio
+from schemas.sockets import Doorbell
 
-from controlplane.events import SyncReport
-from schemas.wire import Report
-
-R = TypeVar("R", Report, SyncReport)
+R = TypeVar("R")
 
 
 class Ticket(Generic[R]):
-    """One command that was handed to the bus. It always ends: at the latest when the command's time is up, or when the
-    bus is closed. number: names it in the run's log.
+    """One thing that was asked of the bus. `await ticket`, or `ticket.wait()` in a thread without an event loop.
+
+    It always ends: at the latest when the time of what was asked is up, or when the bus is closed. Nothing is undone
+    when nobody waits. number: names a command in the run's log.
+
+    Both ways raise CommandError and its kinds, BusFaulted, BusClosed.
     """
 
     __slots__ = ("_future", "number")
@@ -32,27 +34,28 @@ class Ticket(Generic[R]):
         return self._future.done()
 
     def wait(self) -> R:
-        """The report, for a thread without an event loop; in a loop use `outcome`.
-
-        Raises CommandError and its kinds, BusFaulted, BusClosed.
-        """
+        """What came of it. Blocks the thread."""
         return self._future.result()
 
-    async def outcome(self) -> R:
-        """The report, in the loop that the bus runs on. Raises what `wait` raises."""
+    def __await__(self) -> Generator[object, None, R]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> R:
         if not self._future.done():
-            event = anyio.Event()
-            # The bus resolves tickets in its loop, so the event is set there.
-            self._future.add_done_callback(lambda _: event.set())
-            await event.wait()
+            bell = Doorbell()
+            try:
+                self._future.add_done_callback(lambda _: bell.ring())
+                await bell.wait()
+            finally:
+                bell.close()
         return self._future.result()
 
-    def resolve(self, report: R) -> None:
+    def resolve(self, result: R) -> None:
         """By the bus, once."""
         with suppress(InvalidStateError):
-            self._future.set_result(report)
+            self._future.set_result(result)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """By the bus. Without effect on a ticket that has ended."""
         with suppress(InvalidStateError):
             self._future.set_exception(error)

@@ -11,7 +11,8 @@
     │   ├── BusClosed           it was closed, or never opened
     │   ├── BusFaulted          it can no longer record, so it no longer publishes
     │   ├── BusOverloaded       the bounded queue towards the bus is full
-    │   └── BusUnreachable      nobody answered at that address
+    │   ├── BusUnreachable      nobody answered at that address
+    │   └── AgentsMissing       the fleet was not complete in time
     ├── AgentError              an agent can't start or go on
     │   └── IdentityTaken       another live agent holds this replica and node rank
     ├── WireError               a peer sent bytes that are not a message
@@ -74,6 +75,10 @@ class BusOverloaded(BusError):
 
 class BusUnreachable(BusError):
     """Nobody answered at the address within the time allowed."""
+
+
+class AgentsMissing(BusError):
+    """Fewer agents than expected were ready in time. The text names those that are there and what they wait for."""
 
 
 class AgentError(RolloutctlError):

@@ -1,0 +1,375 @@
+"""The trainer's handle on its fleet: one object that holds the bus, on a thread and loop of its own.
+
+Trainers block for minutes in the middle of a step, and hold whatever event loop they have. So the bus never runs in
+the trainer's: it keeps its heartbeats whatever the trainer does. Every method hands something over in microseconds and
+returns a ticket; what came of it is `await ticket` in an async trainer. `ControlPlane.blocking` waits for the caller.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from anyio import CancelScope, fail_after, to_thread
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from controlplane.bus import Bus
+from controlplane.coordinator import CoordinatorState, describe
+from controlplane.events import SyncReport
+from controlplane.log import RunLog
+from controlplane.profiling import entering, leaving, session_after
+from controlplane.tickets import Ticket
+from schemas.checkpoints import build_manifest, resolve
+from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target
+from schemas.config import BusConfig, ProfilerConfig
+from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
+from schemas.identity import InFlight, Tag
+from schemas.outcomes import Failed, Missing
+from schemas.sockets import Context
+from schemas.wire import FleetStatus, Report
+
+if TYPE_CHECKING:
+    from controlplane.blocking import BlockingControlPlane
+
+logger = logging.getLogger("rolloutctl.plane")
+
+REPORTS_KEPT: Final = 256
+"""Reports of profile commands that `profile_reports` holds; the log holds all."""
+
+StrPath = str | os.PathLike[str]
+Replicas = Iterable[int] | None
+
+
+class ControlPlane:
+    """The control plane of one training run. `async with ControlPlane(...) as plane:`, or `ControlPlane.blocking(...)`.
+
+    address: where agents find it, e.g. tcp://127.0.0.1:5555; port 0 lets the system choose, see `.address`. Other
+    machines reach it only with an address of this machine and `insecure=True`, until there are keys.
+    log: file of the run's log; it is made, or gone on with. On a local disk.   run: id of a new run; None makes one up.
+    profiler: which steps `step` profiles.   checkpoints: the folder that paths of checkpoints begin at, here; each
+    agent has its own setting for the same folder.   context: for `inproc://` addresses.
+
+    Every method but `status` publishes at once and returns a ticket; all may be called from any thread. They raise
+    CommandError for what can't be published, BusOverloaded, BusFaulted (the log can't be written) and BusClosed; what
+    happens in the fleet is in the reports. timeout: seconds until whoever has not answered is reported as missing.
+    replicas: which ones; None for all.
+
+    Opening raises AddressInUse, BusAddressError, ConfigError, LogLocked, LogCorrupt, LogFull and LogError.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        log: StrPath,
+        run: str | None = None,
+        config: BusConfig | None = None,
+        profiler: ProfilerConfig | None = None,
+        checkpoints: StrPath = ".",
+        insecure: bool = False,
+        context: Context | None = None,
+    ) -> None:
+        self._address, self._log, self._run = address, log, run
+        self._config, self._profiler = config or BusConfig(), profiler or ProfilerConfig()
+        self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
+        self._opened: ExitStack | None = None
+        self._bus: Bus
+        self._portal: BlockingPortal
+        self._session: int | None = None
+        self.profile_reports: deque[Report] = deque(maxlen=REPORTS_KEPT)
+
+    @classmethod
+    def blocking(
+        cls,
+        address: str,
+        *,
+        log: StrPath,
+        run: str | None = None,
+        config: BusConfig | None = None,
+        profiler: ProfilerConfig | None = None,
+        checkpoints: StrPath = ".",
+        insecure: bool = False,
+    ) -> "BlockingControlPlane":
+        """The same for a trainer without an event loop: each method waits, and returns what the ticket would hold."""
+        from controlplane.blocking import BlockingControlPlane
+
+        return BlockingControlPlane(
+            cls(
+                address,
+                log=log,
+                run=run,
+                config=config,
+                profiler=profiler,
+                checkpoints=checkpoints,
+                insecure=insecure,
+            )
+        )
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the log and start the bus. Blocks for some milliseconds."""
+        if self._opened is not None:
+            raise ConfigError("this control plane is open already: make one object for each life of a bus")
+        with ExitStack() as stack:
+            log = RunLog.open(self._log, self._run, self._config.durability)
+            stack.callback(log.close)
+            options = {"use_uvloop": find_spec("uvloop") is not None}
+            self._portal = stack.enter_context(
+                start_blocking_portal("asyncio", backend_options=options, name="rolloutctl-bus")
+            )
+            bus = Bus(self._address, log, self._config, insecure=self._insecure, context=self._context)
+            self._bus = stack.enter_context(self._portal.wrap_async_context_manager(bus))
+            self._opened = stack.pop_all()
+
+    def close(self) -> None:
+        """End an open profiling session, tell the fleet, close the log. Whoever still waits gets BusClosed."""
+        if self._opened is None:
+            return
+        if self._session is not None:
+            for ticket in self.publish_profile(leaving(ProfilerConfig(), self._session, self._session)):
+                self.note_profile(ticket)
+        opened, self._opened = self._opened, None
+        opened.close()
+
+    async def __aenter__(self) -> Self:
+        await to_thread.run_sync(self.open)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with CancelScope(shield=True):
+            await to_thread.run_sync(self.close)
+
+    @property
+    def bus(self) -> Bus:
+        """The bus, open. Raises BusClosed when it is not."""
+        if self._opened is None:
+            raise BusClosed(f"the control plane at {self._address} is not open: use `with` or `async with`")
+        return self._bus
+
+    @property
+    def address(self) -> str:
+        """Where agents and operators find it, with the port that the system chose."""
+        return self.bus.address
+
+    # --- the fleet ----------------------------------------------------------------------------------------------------
+
+    def status(self) -> FleetStatus:
+        """Who is there, in which state, and who waits for whom."""
+        return self._portal.call(self.bus.status)
+
+    def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
+        """Wait until `count` agents are live, and those with an engine to drive are ready to serve.
+
+        Raises AgentsMissing, naming who is there and what they wait for.
+        """
+        ticket: Ticket[FleetStatus] = Ticket(0)
+        bus = self.bus
+        self._portal.start_task_soon(partial(_await_agents, bus, count, timeout, ticket))
+        return ticket
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def publish(
+        self, command: ProfileCommand | EngineCommand, replicas: Replicas = None, timeout: float = 30.0
+    ) -> Ticket[Report]:
+        """Publish one command. Median on this side: microseconds, whatever the size of the fleet."""
+        return self.bus.publish(command, _target(replicas), _milliseconds(timeout))
+
+    def pause(
+        self, in_flight: InFlight = "abort", *, replicas: Replicas = None, timeout: float = 30.0
+    ) -> Ticket[Report]:
+        """Stop generating. in_flight: `abort` ends running requests, `wait` lets them end, `keep` freezes them."""
+        return self.publish(EngineCommand(operation="pause", mode=in_flight), replicas, timeout)
+
+    def resume(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
+        """Generate again."""
+        return self.publish(EngineCommand(operation="resume"), replicas, timeout)
+
+    def sleep(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Ticket[Report]:
+        """Free memory: `weights`, `kv_cache`, or both when no tag is given."""
+        return self.publish(EngineCommand(operation="sleep", tags=frozenset(tags)), replicas, timeout)
+
+    def wake(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Ticket[Report]:
+        """Take memory again: the tags given, or all."""
+        return self.publish(EngineCommand(operation="wake", tags=frozenset(tags)), replicas, timeout)
+
+    def flush(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
+        """Forget cached prefixes."""
+        return self.publish(EngineCommand(operation="flush"), replicas, timeout)
+
+    def abort_requests(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
+        """End all running requests where they are."""
+        return self.publish(EngineCommand(operation="abort"), replicas, timeout)
+
+    def start_profile(
+        self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
+    ) -> Ticket[Report]:
+        """Open a profiling session for a global training step, by hand; `step` does it by configuration."""
+        command = ProfileCommand(action="start", step=step, plan=plan or self._profiler.plan)
+        return self.publish(command, replicas, timeout)
+
+    def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
+        """Close the session of that step; the report names the traces."""
+        return self.publish(ProfileCommand(action="stop", step=step), replicas, timeout)
+
+    def sync_weights(
+        self,
+        version: int,
+        source: Source,
+        *,
+        manifest: Manifest | None = None,
+        content: bool = False,
+        in_flight: InFlight = "abort",
+        quorum: int | None = None,
+        replicas: Replicas = None,
+        timeout: float = 600.0,
+    ) -> Ticket[SyncReport]:
+        """Bring the fleet to new weights, all replicas together or none: prepare, load, then commit or abort.
+
+        version: larger than any committed before.   source: e.g. `Checkpoint("step_10")`, a directory of safetensors
+        files below `checkpoints`.   manifest: what the source must hold; None reads it from the files' headers here.
+        content: hash the tensors' bytes too, here and in each engine that can tell: it reads the whole checkpoint in
+        the caller's thread.   quorum: replicas that must load; None for more than half.   timeout: of each phase.
+        Raises CheckpointError when the source is missing, cut off or unsafe; SyncInProgress.
+        """
+        bus = self.bus
+        if manifest is None:
+            manifest = build_manifest(resolve(self._checkpoints, source.path), content)
+        return bus.sync(
+            version,
+            source,
+            manifest,
+            in_flight=in_flight,
+            quorum=quorum,
+            target=_target(replicas),
+            timeout_ms=_milliseconds(timeout),
+        )
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, global_step: int) -> "Step":
+        """`async with plane.step(n):` around the work of a training step. Opens and closes profiling as configured.
+
+        Never raises for profiling that failed: a warning is logged, and the report is in `profile_reports`.
+        """
+        return Step(self, global_step)
+
+    def entering(self, global_step: int) -> list[Ticket[Report]]:
+        """Publish what a step begins with."""
+        return self.publish_profile(entering(self._profiler, self._session, global_step))
+
+    def leaving(self, global_step: int) -> list[Ticket[Report]]:
+        """Publish what a step ends with."""
+        return self.publish_profile(leaving(self._profiler, self._session, global_step))
+
+    def publish_profile(self, commands: Iterable[ProfileCommand]) -> list[Ticket[Report]]:
+        """Publish profile commands; what can't be published is a warning."""
+        tickets = []
+        for command in commands:
+            self._session = session_after(self._session, command)
+            try:
+                tickets.append(self.bus.publish(command, Target(), self._profiler.timeout_ms))
+            except RolloutctlError as error:
+                logger.warning("%s was not published, the step goes on: %s", describe(command), error)
+        return tickets
+
+    def note_profile(self, ticket: Ticket[Report]) -> None:
+        """Keep the report of a profile command; tell what failed. Waits for the ticket."""
+        try:
+            report = ticket.wait()
+        except RolloutctlError as error:
+            logger.warning("a profile command came to nothing, the step goes on: %s", error)
+            return
+        self.profile_reports.append(report)
+        for one in report.outcomes:
+            if isinstance(one.conclusion, Failed | Missing):
+                logger.warning(
+                    "%s on agent %s: %s; the step goes on", describe(report.command), one.agent, one.conclusion
+                )
+
+
+class Step:
+    """One step of the trainer, as a context; made by `step`. `with` blocks until the agents have answered."""
+
+    def __init__(self, plane: ControlPlane, global_step: int) -> None:
+        if global_step < 0:
+            raise ConfigError(f"global_step {global_step}: steps are counted from 0")
+        self._plane, self._step = plane, global_step
+
+    def __enter__(self) -> None:
+        self._note(self._plane.entering(self._step))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._note(self._plane.leaving(self._step))
+
+    async def __aenter__(self) -> None:
+        await self._await(self._plane.entering(self._step))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._await(self._plane.leaving(self._step))
+
+    async def _await(self, tickets: list[Ticket[Report]]) -> None:
+        for ticket in tickets:
+            with suppress(RolloutctlError):  # it is told below
+                await ticket
+        self._note(tickets)
+
+    def _note(self, tickets: list[Ticket[Report]]) -> None:
+        for ticket in tickets:
+            self._plane.note_profile(ticket)
+
+
+async def _await_agents(bus: Bus, count: int, patience_s: float, ticket: Ticket[FleetStatus]) -> None:
+    try:
+        with fail_after(patience_s):
+            await bus.wait_until(_complete(count))
+        ticket.resolve(bus.status())
+    except TimeoutError:
+        ticket.fail(AgentsMissing(_who_is_missing(bus.status(), count, patience_s)))
+    except BaseException as error:
+        ticket.fail(error if isinstance(error, RolloutctlError) else BusClosed("the bus was closed meanwhile"))
+        raise
+
+
+def _complete(count: int) -> Callable[[CoordinatorState], bool]:
+    def holds(state: CoordinatorState) -> bool:
+        live = [one for one in state.members.values() if one.life == "live"]
+        return len(live) >= count and all(one.status is not None and one.status.ready for one in live)
+
+    return holds
+
+
+def _who_is_missing(status: FleetStatus, count: int, patience_s: float) -> str:
+    there = [
+        f"  {one.agent} on {one.host}: {one.life}, {'ready' if one.status and one.status.ready else 'not ready'}"
+        + (f", engine {one.status.engine}" if one.status else "")
+        for one in status.agents
+    ]
+    seen = "\n".join(there) or "  none"
+    return (
+        f"{count} agents were expected within {patience_s:g} s, and these said hello:\n{seen}\nLook at the logs of the "
+        "others: each says which address it dials and what it waits for"
+    )
+
+
+def _target(replicas: Replicas) -> Target:
+    return Target(replicas=frozenset(replicas) if replicas is not None else None)
+
+
+def _milliseconds(timeout: float) -> int:
+    if not 0.001 <= timeout <= 7 * 86_400:
+        raise ConfigError(f"timeout {timeout!r}: from 0.001 to {7 * 86_400} seconds")
+    return int(timeout * 1000)

@@ -1,0 +1,40 @@
+"""Which profiling sessions a step of the trainer opens and closes. Pure.
+
+A session is named by its first step. Discrete: one session for each selected step, closed when the step ends.
+Continuous: one session over each run of consecutive selected steps, closed when its last step ends. A trainer that
+jumps (it resumed from a checkpoint, or a step raised) finds the session of another step open: it is closed first.
+"""
+
+from schemas.commands import ProfileCommand
+from schemas.config import ProfilerConfig
+
+
+def selected(config: ProfilerConfig, step: int) -> bool:
+    """Is this global training step to be profiled?"""
+    return config.plan.enabled and step in config.steps
+
+
+def entering(config: ProfilerConfig, session: int | None, step: int) -> tuple[ProfileCommand, ...]:
+    """Commands before the work of `step`. session: first step of the one that is open, if any."""
+    wanted = selected(config, step)
+    goes_on = session is not None and config.continuous and wanted and selected(config, step - 1) and session < step
+    if goes_on:
+        return ()
+    stop = (_command("stop", session, config),) if session is not None else ()
+    return (*stop, _command("start", step, config)) if wanted else stop
+
+
+def leaving(config: ProfilerConfig, session: int | None, step: int) -> tuple[ProfileCommand, ...]:
+    """Commands after the work of `step`, however it ended."""
+    if session is None or (config.continuous and selected(config, step + 1)):
+        return ()
+    return (_command("stop", session, config),)
+
+
+def session_after(session: int | None, command: ProfileCommand) -> int | None:
+    """First step of the session that is open after the command, if any."""
+    return command.step if command.action == "start" else None
+
+
+def _command(action: str, step: int, config: ProfilerConfig) -> ProfileCommand:
+    return ProfileCommand(action="start" if action == "start" else "stop", step=step, plan=config.plan)
