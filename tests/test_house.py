@@ -39,7 +39,10 @@ HEAVY = {
     *("torch", "torch_npu", "numpy", "safetensors", "ray", "sglang", "vllm", "aiohttp", "httpx", "fastapi"),
     *("uvicorn", "transformers"),
 }
-HEAVY_ROOMS = ("workers/engines/*.py", "workers/receivers/*.py", "workers/profilers.py", "controlplane/cli/demo*.py")
+HEAVY_ROOMS = (
+    *("workers/engines/*.py", "workers/receivers/*.py", "workers/profilers.py"),
+    "controlplane/cli/demo_training.py",
+)
 """Where the optional dependencies are used; nowhere else."""
 
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers", "shared"}
@@ -262,7 +265,7 @@ def no_sleeping(source: Source) -> Iterator[Wrong]:
 
 def heavy_imports(source: Source) -> Iterator[Wrong]:
     """Optional dependencies stay in their rooms, and load when they are used."""
-    entrance = source.path.name == "__init__.py" or source.room == "controlplane"
+    entrance = source.path.name == "__init__.py"
     for one in imports(source):
         if one.top in HEAVY and not source.within(HEAVY_ROOMS):
             yield Wrong(one.line, f"imports {one.module}: only {', '.join(HEAVY_ROOMS)} may")
@@ -281,7 +284,8 @@ def rooms_on_use(source: Source) -> Iterator[Wrong]:
 
 def needs_extra(path: str, name: str | None) -> bool:
     """Whether a room of ours imports an optional dependency as soon as it is imported. What is not there does."""
-    for file in (ROOT / f"{path}/{name}.py", ROOT / f"{path}.py", ROOT / path / "__init__.py"):
+    package = () if name is not None else (ROOT / path / "__init__.py",)
+    for file in (ROOT / f"{path}/{name}.py", ROOT / f"{path}.py", *package):
         if file.is_file():
             source = Source(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
             return any(one.top in HEAVY and not one.on_use for one in imports(source))
@@ -395,7 +399,8 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (heavy_imports, "workers/agent.py", "def f():\n    import torch.cuda", "torch.cuda"),
     (heavy_imports, "schemas/wire.py", "from numpy import array", "numpy"),
     (heavy_imports, "workers/engines/__init__.py", "import sglang", "where it is used"),
-    (heavy_imports, "controlplane/cli/demo.py", "import torch", "where it is used"),
+    (heavy_imports, "controlplane/cli/demo.py", "import torch", "only"),
+    (rooms_on_use, "controlplane/cli/demo.py", "import controlplane.cli.demo_training", "where it is used"),
     (rooms_on_use, "workers/agent.py", "from workers.engines.not_there import Engine", "where it is used"),
     (rooms_on_use, "workers/agent.py", "from workers.engines import not_there", "where it is used"),
 ]
@@ -414,7 +419,7 @@ PASSED: list[tuple[Rule, str, str]] = [
     (safe_loading, "workers/a.py", "import re\nre.compile('a')\nsafetensors.torch.load_file(path)"),
     (no_sleeping, "tests/a.py", "import anyio\nasync def f():\n    await anyio.sleep(0)"),
     (heavy_imports, "workers/engines/tiny.py", "import torch"),
-    (heavy_imports, "controlplane/cli/demo_engine.py", "def f():\n    import torch"),
+    (heavy_imports, "controlplane/cli/demo_training.py", "import torch"),
     (rooms_on_use, "workers/agent.py", "def f():\n    from workers.engines.not_there import Engine"),
 ]
 

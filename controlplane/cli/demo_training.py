@@ -1,20 +1,19 @@
 """The trainer of the demo: a small causal language model that learns by policy gradient to count upwards.
 
-The task: after token t comes t + 1 (modulo the vocabulary). A completion's reward is the share of its tokens that do, so
-it starts near 1 / vocabulary and rises to 1. REINFORCE (Williams, 1992) with the batch's mean reward at each position as
-the baseline; each token is credited with its own reward. The tokens come from the rollout engines, never from this model,
-so the reward rises only if the engines really get the new weights.
+The task: after token t comes t + 1 (modulo the vocabulary). A completion's reward is the share of its tokens that do,
+so it starts near 1 / vocabulary and rises to 1. REINFORCE (Williams, 1992) with the batch's mean reward at each
+position as the baseline; each token is credited with its own reward. The tokens come from the rollout engines, never
+from this model, so the reward rises only if the engines really get the new weights.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from workers.engines.tiny_model import TinyConfig, TinyModel
+from workers.engines.tiny_model import TinyConfig, TinyModel, digest, log_probs, save, weights
 
-PROMPTS = 64
+PROMPTS = 128
 """Prompts in a step, shared out among the replicas."""
 TOKENS = 12
 """Tokens of a completion."""
@@ -32,7 +31,7 @@ class PolicyTrainer:
 
     def prompts(self) -> list[list[int]]:
         """One random token each: where to count from."""
-        starts = torch.randint(self._config.vocabulary, (PROMPTS,), generator=self._random)
+        starts = torch.randint(self._config.vocab, (PROMPTS,), generator=self._random)
         return [[int(start)] for start in starts]
 
     def learn(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> float:
@@ -46,20 +45,21 @@ class PolicyTrainer:
         if not whole:
             return 0.0
         sequences = torch.tensor(whole)
-        before, chosen = sequences[:, :-1], sequences[:, 1:]
-        rewards = (chosen == (before + 1) % self._config.vocabulary).float()
-        logs = torch.log_softmax(self._model(before), dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        rewards = (sequences[:, 1:] == (sequences[:, :-1] + 1) % self._config.vocab).float()
+        logs = log_probs(self._model, sequences)
         advantages = rewards - rewards.mean(dim=0, keepdim=True)
         loss = -(advantages * logs).sum(dim=1).mean()
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         return float(rewards.mean())
 
+    @property
+    def digest(self) -> str:
+        """Of the weights as they are now, to be compared with what the engines say that they hold."""
+        return digest(weights(self._model))
+
     def save(self, directory: Path) -> None:
-        """Write the weights as safetensors, whole or not at all: readers never see half a file under the final name."""
-        directory.mkdir(parents=True)
-        partial = directory / "model.safetensors.partial"
-        save_file({name: tensor.detach().contiguous() for name, tensor in self._model.state_dict().items()}, partial)
-        partial.rename(directory / "model.safetensors")
+        """Write the weights as safetensors, whole or not at all."""
+        save(self._model, directory)
