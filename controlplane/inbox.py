@@ -103,12 +103,12 @@ class Inbox:
         return events
 
     def silent(self, since_us: int, at_us: int, state: CoordinatorState) -> None:
-        """Count as lost who was not heard since a moment; forget who is no member any more."""
+        """Count as lost who was not heard since a moment, and forget it."""
         for peer, heard_us in list(self.heard.items()):
-            if heard_us < since_us:
-                self.events.append(PeerLost(at_us=at_us, peer=peer, why="silent"))
-            if heard_us < since_us or member_at(state, peer) is None:
+            if heard_us < since_us:  # not sooner, even for a stranger: its hello may be of this very turn
                 del self.heard[peer]
+                if member_at(state, peer) is not None:
+                    self.events.append(PeerLost(at_us=at_us, peer=peer, why="silent"))
         for peer in self._said.keys() - self.heard.keys():
             del self._said[peer]
 

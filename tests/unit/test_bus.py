@@ -1,0 +1,377 @@
+"""The bus on real sockets with real agents, on every event loop: commands, strangers, a full disk, two lives."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import zmq
+
+from controlplane.bus import Bus
+from controlplane.coordinator import CoordinatorState
+from controlplane.log import RunLog
+from controlplane.operator import ask_status, submit
+from schemas.commands import Checkpoint, Command, EngineCommand, EpochStart, Target, WeightSync
+from schemas.config import BusConfig
+from schemas.errors import (
+    AddressInUse,
+    BusAddressError,
+    BusClosed,
+    BusFaulted,
+    BusOverloaded,
+    BusUnreachable,
+    CommandError,
+    IdentityTaken,
+    LogLocked,
+)
+from schemas.identity import Identity
+from schemas.outcomes import Acted, Failed, Missing, Skipped
+from schemas.sockets import Context, agent_dealer
+from schemas.wire import (
+    MAX_BYTES,
+    Answered,
+    Hello,
+    Rejoin,
+    Report,
+    decode_downward,
+    encode,
+    header,
+    open_frames,
+)
+from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, running
+from workers.agent import Agent
+
+pytestmark = pytest.mark.anyio
+
+QUICK = BusConfig(head_ms=50, heartbeat_ms=40, gone_ms=1_000, nudge_ms=50)
+OTHER = Identity(replica=1, node_rank=0)
+ALL = Target()
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    made: Context = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, context: Context, address: str = "tcp://127.0.0.1:0", config: BusConfig = QUICK
+) -> AsyncIterator[Bus]:
+    async with Bus(address, RunLog.open(folder / "run.db"), config, context=context) as bus:
+        yield bus
+
+
+@asynccontextmanager
+async def fleet(bus: Bus, context: Context, folder: Path, *places: Identity) -> AsyncIterator[list[Engine]]:
+    """An agent for each place, all of them live."""
+    engines = [Engine() for _ in places]
+    async with AsyncExitStack() as stack:
+        for place, engine in zip(places, engines, strict=True):
+            await stack.enter_async_context(running(bus.address, context, engine, folder, place))
+        await reached(bus, lambda state: live(state) == {place.agent for place in places})
+        yield engines
+
+
+def live(state: CoordinatorState) -> set[str]:
+    return {name for name, member in state.members.items() if member.life == "live"}
+
+
+async def reached(bus: Bus, holds: Callable[[CoordinatorState], bool]) -> CoordinatorState:
+    with anyio.fail_after(20):
+        return await bus.wait_until(holds)
+
+
+def said(report: Report) -> dict[str, str]:
+    """Each agent's outcome in a word."""
+    words = {}
+    for one in report.outcomes:
+        match one.conclusion:
+            case Acted():
+                words[one.agent] = "acted"
+            case Skipped(reason=reason):
+                words[one.agent] = reason
+            case Failed(error=error):
+                words[one.agent] = error
+            case Missing(why=why):
+                words[one.agent] = why
+    return words
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "inproc"])
+async def test_every_agent_answers_every_command(tmp_path: Path, context: Context, scheme: str) -> None:
+    address = {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{tmp_path}/bus", "inproc": "inproc://bus"}[scheme]
+    async with opened(tmp_path, context, address) as bus:
+        async with fleet(bus, context, tmp_path, PRIMARY, SECOND, OTHER) as engines:
+            tickets = [bus.publish(command, ALL, 10_000) for command in (PAUSE, PAUSE, RESUME, FLUSH)]
+            reports = [await ticket for ticket in tickets]
+            named = await bus.publish(FLUSH, Target(replicas=frozenset({1})), 10_000)
+        assert [said(report) for report in reports] == [
+            {"0.0": "acted", "0.1": "not_primary", "1.0": "acted"},
+            {"0.0": "already", "0.1": "not_primary", "1.0": "already"},
+            {"0.0": "acted", "0.1": "not_primary", "1.0": "acted"},
+            {"0.0": "acted", "0.1": "not_primary", "1.0": "acted"},
+        ]
+        assert said(named) == {"0.0": "not_targeted", "0.1": "not_targeted", "1.0": "acted"}
+        assert [report.seq for report in reports] == [2, 3, 4, 5]
+        assert [len(engine.calls) for engine in engines] == [3, 0, 4]
+        assert bus.safety_polls == bus.malformed == 0
+        await reached(bus, lambda state: not live(state))
+
+
+async def test_what_was_decided_everywhere_is_in_the_log(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus:
+        async with fleet(bus, context, tmp_path, PRIMARY, SECOND):
+            await bus.publish(PAUSE, ALL, 10_000)
+        await reached(bus, lambda state: not live(state))
+    entries = list(RunLog.read(tmp_path / "run.db"))
+    assert [one.kind for one in entries if not one.agent].count("issued") == 1
+    for agent in ("0.0", "0.1"):
+        numbers = [one.number for one in entries if one.agent == agent]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert "command" in {one.kind for one in entries if one.agent == agent}
+
+
+async def test_a_fleet_of_nobody_answers_at_once(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus:
+        report = await bus.publish(PAUSE, ALL, 3_600_000)
+    assert report.outcomes == ()
+
+
+async def test_who_does_not_answer_is_missing_at_the_deadline_and_the_others_are_not(
+    tmp_path: Path, context: Context
+) -> None:
+    async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY, OTHER) as engines:
+        engines[0].gate = gate = anyio.Event()
+        report = await bus.publish(PAUSE, ALL, 300)
+        assert said(report)["1.0"] == "acted"
+        assert said(report)["0.0"] in ("engine_timeout", "deadline")
+        gate.set()
+        await bus.publish(FLUSH, ALL, 10_000)
+
+
+async def test_an_agent_that_comes_late_is_brought_to_what_holds(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
+        await bus.publish(PAUSE, ALL, 10_000)
+        engine = Engine()
+        async with running(bus.address, context, engine, tmp_path, OTHER) as agent:
+            with anyio.fail_after(10):
+                await agent.wait_until(lambda state: not engine.generating)
+            assert agent.state.seq == 2
+
+
+async def test_a_second_agent_in_one_place_is_turned_away_by_name(tmp_path: Path, context: Context) -> None:
+    quick = BusConfig(head_ms=50, heartbeat_ms=40, gone_ms=100)
+    async with opened(tmp_path, context, config=quick) as bus, fleet(bus, context, tmp_path / "first", PRIMARY):
+        second = Agent(
+            bus=bus.address, identity=PRIMARY, engine=Engine(), state_dir=tmp_path / "second", context=context
+        )
+        async with second:
+            held = r"agent 0\.0 is held by incarnation \w+ on .*, pid \d+"
+            with anyio.fail_after(20), pytest.raises(IdentityTaken, match=held):
+                await second.run()
+        assert said(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+
+
+async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus:
+        hello = Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
+        async with agent_dealer(context, bus.address, b"0.0/a") as dealer:
+            await dealer.send([header(0), encode(hello)])
+            await reached(bus, lambda state: state.members["0.0"].life == "joining" if state.members else False)
+            await reached(bus, lambda state: state.members["0.0"].life == "gone")
+
+
+async def test_agents_find_a_bus_that_starts_again_on_its_log(tmp_path: Path, context: Context) -> None:
+    address, engine = f"ipc://{tmp_path}/bus", Engine()
+    async with running(address, context, engine, tmp_path, PRIMARY) as agent:
+        async with opened(tmp_path, context, address) as first:
+            await reached(first, lambda state: live(state) == {"0.0"})
+            await first.publish(PAUSE, ALL, 10_000)
+            assert not engine.generating
+        async with opened(tmp_path, context, address) as second:
+            assert (second.state.epoch, second.state.run) == (2, first.state.run)
+            await reached(second, lambda state: live(state) == {"0.0"})
+            with anyio.fail_after(10):
+                await agent.wait_until(lambda state: engine.generating)  # the pause ended with its trainer
+            assert said(await second.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+
+
+# --- what must not get in ---------------------------------------------------------------------------------------------
+
+
+def hostile(peer: bytes) -> list[tuple[str, list[bytes]]]:
+    status = encode(Rejoin(why="a message for the other direction"))
+    return [
+        ("no frames", [b""]),
+        ("noise", [b"\xff" * 10, b"\x00" * 20]),
+        ("too many frames", [header(1)] * 20),
+        ("another major version", [header(1).replace(b"\xcd\x52\x4f\x01", b"\xcd\x52\x4f\x02"), status]),
+        ("unknown tag", [header(1), b"\x81\xa4type\xa7surpris"]),
+        ("wrong direction", [header(1), status]),
+        ("somebody else's hello", [header(1), encode(_hello("1.0", peer))]),
+        ("large", [header(1), b"x" * (MAX_BYTES - 100)]),
+    ]
+
+
+def _hello(agent: str, peer: bytes) -> Hello:
+    replica, rank = map(int, agent.split("."))
+    place = Identity(replica=replica, node_rank=rank)
+    return Hello(identity=place, incarnation=peer.decode(), journal="j", host="h", pid=1)
+
+
+@pytest.mark.parametrize("what", [name for name, _ in hostile(b"")])
+async def test_what_can_not_be_read_is_counted_and_the_others_go_on(
+    tmp_path: Path, context: Context, what: str
+) -> None:
+    async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
+        async with agent_dealer(context, bus.address, b"0.7/stranger") as dealer:
+            await dealer.send(dict(hostile(b"stranger"))[what])
+            report = await bus.publish(PAUSE, ALL, 10_000)
+            assert said(report) == {"0.0": "acted"}
+            # The dealer's message and a question after it come in order, so the bus has seen both when it answers.
+            await dealer.send([header(1), encode(Answered(outcome=Acted(calls=()), row=0))])
+            with anyio.fail_after(10):
+                _, body = open_frames(await dealer.recv())
+            assert isinstance(decode_downward(body), Rejoin)
+        assert bus.malformed == 1
+        assert bus.state.members.keys() == {"0.0"}
+
+
+async def test_a_frame_above_the_limit_cuts_its_sender_off(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
+        async with agent_dealer(context, bus.address, b"0.7/stranger") as dealer:
+            await dealer.send([header(1), b"x" * (MAX_BYTES + 1)])
+            assert said(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+        assert bus.state.members.keys() == {"0.0"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [EpochStart(previous_epoch=0, logic=1), WeightSync(phase="prepare", version=1, source=Checkpoint("a"))],
+    ids=["epoch", "phase of a sync"],
+)
+async def test_only_commands_that_stand_alone_are_published(tmp_path: Path, context: Context, command: Command) -> None:
+    async with opened(tmp_path, context) as bus:
+        with pytest.raises(CommandError, match="can be published by itself"):
+            bus.publish(command, ALL, 1000)
+        assert bus.state.seq == 1
+
+
+async def test_what_is_no_command_never_reaches_the_log(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus:
+        with pytest.raises(CommandError, match="not a command that can be published.*Nothing was sent"):
+            bus.publish(EngineCommand(operation="explode"), ALL, 1000)  # type: ignore[arg-type]
+        with pytest.raises(CommandError, match="not a command that can be published"):
+            bus.publish(PAUSE, ALL, -5)
+    assert [one.kind for one in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
+
+
+async def test_handing_over_is_bounded(tmp_path: Path, context: Context) -> None:
+    config = BusConfig(queue=3)
+    async with opened(tmp_path, context, config=config) as bus:
+        tickets = [bus.publish(PAUSE, ALL, 1000) for _ in range(3)]
+        with pytest.raises(BusOverloaded, match="3 commands are handed over and not concluded"):
+            bus.publish(PAUSE, ALL, 1000)
+        for ticket in tickets:
+            await ticket
+        await bus.publish(PAUSE, ALL, 1000)
+
+
+# --- addresses, files, space ------------------------------------------------------------------------------------------
+
+
+async def test_a_second_bus_on_one_port_is_refused(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus:
+        second = Bus(bus.address, RunLog.open(tmp_path / "other.db"), context=context)
+        with pytest.raises(AddressInUse, match=bus.address.rpartition(":")[2]):
+            await second.__aenter__()
+        assert (await bus.publish(PAUSE, ALL, 1000)).outcomes == ()
+
+
+async def test_a_second_bus_on_one_log_is_refused(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context):
+        with pytest.raises(LogLocked):
+            RunLog.open(tmp_path / "run.db")
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:5555", "http://127.0.0.1:1", "127.0.0.1:5555", ""])
+async def test_an_address_that_is_open_to_others_or_none_at_all_is_refused(
+    tmp_path: Path, context: Context, address: str
+) -> None:
+    with pytest.raises(BusAddressError):
+        async with opened(tmp_path, context, address):
+            pass
+    RunLog.open(tmp_path / "run.db").close()  # and the log is free again
+
+
+async def test_a_bus_that_can_not_record_publishes_no_more(tmp_path: Path, context: Context) -> None:
+    log = RunLog.open(tmp_path / "run.db")
+    async with (
+        Bus("tcp://127.0.0.1:0", log, QUICK, context=context) as bus,
+        fleet(bus, context, tmp_path, PRIMARY) as engines,
+    ):
+        await bus.publish(PAUSE, ALL, 10_000)
+        (pages,) = log._file._connection.execute("PRAGMA page_count").fetchone()
+        log._file._connection.execute(f"PRAGMA max_page_count = {pages}")
+        full = "publishes nothing any more: .*no space left"
+        with anyio.fail_after(20), pytest.raises(BusFaulted, match=full):
+            while True:
+                await bus.publish(FLUSH, ALL, 10_000)
+        calls = len(engines[0].calls)
+        with pytest.raises(BusFaulted):
+            bus.publish(RESUME, ALL, 10_000)
+        with pytest.raises(CommandError, match="publishes nothing any more"):
+            await submit(bus.address, RESUME, ALL, 1.0)
+        assert (await ask_status(bus.address)).seq >= 2
+        assert len(engines[0].calls) == calls
+    entries = list(RunLog.read(tmp_path / "run.db"))
+    assert [one.kind for one in entries].count("issued") >= 1  # what was recorded stays readable
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> None:
+    address, engine = f"ipc://{tmp_path}/bus", Engine()
+    async with running(address, context, engine, tmp_path, PRIMARY):
+        async with opened(tmp_path, context, address) as bus:
+            await reached(bus, lambda state: live(state) == {"0.0"})
+            engine.gate = gate = anyio.Event()
+            ticket = bus.publish(PAUSE, ALL, 60_000)
+            await reached(bus, lambda state: state.seq == 2)
+        assert said(await ticket) == {"0.0": "bus_restarted"}
+        gate.set()
+        with pytest.raises(BusClosed):
+            bus.publish(PAUSE, ALL, 1000)
+        with pytest.raises(BusClosed):
+            await bus.wait_until(lambda state: False)
+
+
+async def test_an_error_of_the_callers_is_not_wrapped(tmp_path: Path, context: Context) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with opened(tmp_path, context):
+            raise ZeroDivisionError
+    assert [one.kind for one in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_person_sees_the_fleet_and_drives_it(tmp_path: Path) -> None:
+    context = zmq.Context.instance()
+    async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY, SECOND):
+        report = await submit(bus.address, PAUSE, ALL, 10.0)
+        assert said(report) == {"0.0": "acted", "0.1": "not_primary"}
+        await reached(bus, lambda state: (status := state.members["0.0"].status) is not None and not status.generating)
+        fleet_seen = await ask_status(bus.address)
+        assert (fleet_seen.seq, [one.agent for one in fleet_seen.agents]) == (2, ["0.0", "0.1"])
+        with pytest.raises(CommandError, match="can be published by itself"):
+            await submit(bus.address, EpochStart(previous_epoch=0, logic=1), ALL, 1.0)  # type: ignore[arg-type]
+
+
+async def test_nobody_at_an_address_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BusUnreachable, match=r"no bus answered at ipc://.*within 0.1 s"):
+        await ask_status(f"ipc://{tmp_path}/nobody", 0.1)

@@ -1,0 +1,233 @@
+"""The trainer's handle, as a trainer uses it: blocking, async, in steps, and with things that go wrong."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+from safetensors.torch import save_file
+from torch import zeros
+
+from controlplane import ControlPlane
+from controlplane.blocking import BlockingControlPlane
+from schemas.commands import Checkpoint
+from schemas.config import AgentConfig, BusConfig, ProfilerConfig
+from schemas.errors import (
+    AddressInUse,
+    AgentsMissing,
+    BusClosed,
+    CheckpointError,
+    CommandError,
+    CommandFailed,
+    ConfigError,
+    LogLocked,
+    SyncInProgress,
+)
+from schemas.identity import Identity
+from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine
+from workers.agent import Agent
+
+ADDRESS = "tcp://127.0.0.1:0"
+QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=100)
+
+
+@contextmanager
+def agents(address: str, folder: Path, places: dict[Identity, Engine]) -> Iterator[None]:
+    """Agents on a thread and loop of their own, as they would be in other processes."""
+    ended: list[anyio.CancelScope] = []
+    begun = threading.Event()
+
+    async def one(place: Identity, engine: Engine) -> None:
+        config = AgentConfig(hello_ms=20, watch_ms=20)
+        async with Agent(bus=address, identity=place, engine=engine, state_dir=folder, config=config) as agent:
+            await agent.run()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks, anyio.from_thread.BlockingPortal() as portal:
+            portals.append(portal)
+            ended.append(tasks.cancel_scope)
+            for place, engine in places.items():
+                tasks.start_soon(one, place, engine)
+            begun.set()
+            await anyio.sleep_forever()
+
+    portals: list[anyio.from_thread.BlockingPortal] = []
+    thread = threading.Thread(target=anyio.run, args=(main,))
+    thread.start()
+    try:
+        begun.wait()
+        yield
+    finally:
+        portals[0].call(ended[0].cancel)
+        thread.join()
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
+    profiler = ProfilerConfig(steps=(1,))
+    with ControlPlane.blocking(
+        ADDRESS, log=tmp_path / "run.db", config=QUICK, profiler=profiler, checkpoints=tmp_path
+    ) as opened:
+        yield opened
+
+
+def checkpoint(folder: Path) -> Checkpoint:
+    folder.mkdir()
+    save_file({"w": zeros(2)}, folder / "model.safetensors")
+    return Checkpoint(folder.name)
+
+
+def test_every_operation_in_ten_lines(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    engine = Engine()
+    with agents(plane.address, tmp_path, {PRIMARY: engine, SECOND: Engine()}):
+        status = plane.wait_for_agents(2, timeout=20)
+        assert [one.agent for one in status.agents] == ["0.0", "0.1"]
+        for operation in (plane.pause, plane.resume, plane.flush, plane.abort_requests):
+            report = operation()
+            assert (report.acted, report.skipped) == (("0.0",), ("0.1",)), operation
+            report.raise_for_failures()
+        assert plane.flush(replicas=[7]).acted == ()
+    assert len(engine.calls) == 4
+
+
+def test_an_async_trainer_awaits_the_same_tickets(tmp_path: Path, anyio_backend: tuple[str, dict[str, object]]) -> None:
+    async def trainer() -> None:
+        plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, profiler=ProfilerConfig(steps=(0,)))
+        async with plane:
+            with agents(plane.address, tmp_path, {PRIMARY: Engine(), SECOND: Engine()}):
+                await plane.wait_for_agents(2, timeout=20)
+                async with plane.step(0):
+                    paused, resumed = plane.pause(), plane.resume()
+                    assert (await resumed).acted == ("0.0",)
+                    assert (await paused).acted == ("0.0",)
+                assert len(plane.profile_reports) == 2
+
+    async def step() -> None:
+        await anyio.lowlevel.checkpoint()
+
+    name, options = anyio_backend
+    anyio.run(trainer, backend=name, backend_options=options)
+
+
+def test_a_step_opens_and_closes_profiling_and_never_fails_for_it(
+    plane: BlockingControlPlane, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine()
+    with agents(plane.address, tmp_path, {PRIMARY: engine}), caplog.at_level(logging.WARNING):
+        plane.wait_for_agents(1, timeout=20)
+        engine.raises = RuntimeError("no profiler in this build")
+        for step in range(3):
+            with plane.step(step):
+                pass
+    start, stop = plane.profile_reports
+    assert (start.failed, stop.skipped) == (("0.0",), ("0.0",))
+    assert "profile start step 1 on agent 0.0" in caplog.text and "the step goes on" in caplog.text
+
+
+def test_an_error_in_a_step_still_closes_its_session(plane: BlockingControlPlane) -> None:
+    with pytest.raises(ZeroDivisionError), plane.step(1):
+        raise ZeroDivisionError
+    assert [report.command.action for report in plane.profile_reports] == ["start", "stop"]  # type: ignore[union-attr]
+
+
+def test_closing_closes_an_open_session(tmp_path: Path) -> None:
+    plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", profiler=ProfilerConfig(steps=(1,)))
+    plane.open()
+    plane.step(1).__enter__()
+    plane.close()
+    assert [report.command.action for report in plane.profile_reports] == ["start", "stop"]  # type: ignore[union-attr]
+
+
+def test_agents_that_do_not_come_are_named(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    engine = Engine()
+    engine.tokenizer = "unknown"
+    with agents(plane.address, tmp_path, {PRIMARY: engine}), pytest.raises(AgentsMissing) as caught:
+        plane.wait_for_agents(2, timeout=0.5)
+    assert "2 agents were expected within 0.5 s" in str(caught.value)
+    assert "0.0 on" in str(caught.value) and "not ready" in str(caught.value)
+
+
+def test_nobody_at_all_is_said_too(plane: BlockingControlPlane) -> None:
+    with pytest.raises(AgentsMissing, match="these said hello:\n  none"):
+        plane.wait_for_agents(1, timeout=0.05)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["nowhere", "/etc", "../up", ""])
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_published(
+    plane: BlockingControlPlane, path: str
+) -> None:
+    with pytest.raises(CheckpointError):
+        plane.sync_weights(1, Checkpoint(path))
+    assert plane.status().seq == 1
+
+
+def test_a_sync_that_no_replica_follows_is_aborted(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), timeout=1)
+    assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())
+    with pytest.raises(CommandFailed, match="sync to version 1 aborted"):
+        report.raise_for_failures()
+
+
+def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
+    plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path)
+    source = checkpoint(tmp_path / "one")
+    engine = Engine()
+    plane.open()
+    try:
+        with agents(plane.address, tmp_path, {PRIMARY: engine}):
+            plane.wait_for_agents(1, timeout=20).wait()
+            first, second = plane.sync_weights(1, source, timeout=5), plane.sync_weights(2, source, timeout=5)
+            with pytest.raises(SyncInProgress, match="a sync to version 1 is in its prepare phase"):
+                second.wait()
+            first.wait()
+    finally:
+        plane.close()
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plane_that_is_not_open_says_so(tmp_path: Path) -> None:
+    plane = ControlPlane(ADDRESS, log=tmp_path / "run.db")
+    with pytest.raises(BusClosed, match="not open"):
+        plane.pause()
+    plane.open()
+    with pytest.raises(ConfigError, match="open already"):
+        plane.open()
+    plane.close()
+    plane.close()
+    with pytest.raises(BusClosed):
+        plane.address  # noqa: B018
+
+
+def test_what_stands_in_the_way_is_named_and_leaves_nothing_behind(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    with pytest.raises(LogLocked), ControlPlane.blocking(ADDRESS, log=tmp_path / "run.db"):
+        pass
+    with pytest.raises(AddressInUse), ControlPlane.blocking(plane.address, log=tmp_path / "other.db"):
+        pass
+    with ControlPlane.blocking(ADDRESS, log=tmp_path / "other.db"):
+        pass
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), 1e9])
+def test_a_timeout_that_makes_no_sense_is_refused(plane: BlockingControlPlane, timeout: float) -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        plane.pause(timeout=timeout)
+
+
+def test_a_step_below_zero_is_refused(plane: BlockingControlPlane) -> None:
+    with pytest.raises(ConfigError, match="global_step -1"):
+        plane.step(-1)
+
+
+def test_a_command_that_is_none_is_refused(plane: BlockingControlPlane) -> None:
+    with pytest.raises(CommandError):
+        plane.publish("flush")  # type: ignore[arg-type]
+    assert plane.publish(FLUSH).outcomes == ()
