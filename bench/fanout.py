@@ -90,7 +90,7 @@ def ours(nodes: int) -> Callable[[int], AbstractContextManager[Worker]]:
                 command = EngineCommand(operation="flush")
 
                 def exchange() -> None:
-                    report = plane.send(command)
+                    report = plane.publish(command)
                     assert len(report.acted) + len(report.skipped) == agents, report
 
                 with spawn("rolloutctl", agents, plane.address, str(nodes)):
