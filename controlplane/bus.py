@@ -247,6 +247,7 @@ class Bus:
             self._closed = False
             stack.push_async_callback(self._end)
             stack.callback(tasks.cancel_scope.cancel)
+            stack.push_async_callback(self._hear_out)
             for task in (self._read_router, self._read_subscriptions, self._read_orders, self._keep_time):
                 tasks.start_soon(task)
             self._open = stack.pop_all()
@@ -298,6 +299,12 @@ class Bus:
         if self.fault is not None:  # there is no bus that could not write its first decision
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
+
+    async def _hear_out(self) -> None:
+        """Agents tell of a decision a part of a heartbeat after they made it: the last belong into the log, too."""
+        self._closed = True
+        if self.fault is None and any(member.life == "live" for member in self.state.members.values()):
+            await anyio.sleep(self._config.heartbeat_ms * 3 / 8000)
 
     async def _end(self) -> None:
         """The last decision. Runs when the tasks have ended; what is still queued leaves within the linger time."""

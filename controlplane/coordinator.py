@@ -274,11 +274,12 @@ def _publish(
 
 
 def _fold(state: CoordinatorState, command: Command, target: Target) -> dict[int, Desired]:
+    # The members of one replica agree on what `intend` looks at.
+    seen = {member.hello.identity.replica: member.hello.identity for member in state.members.values()}
     folded = state.desired
     for replica, before in state.desired.items():
-        identity = _identity(state, replica)
         targeted = target.replicas is None or replica in target.replicas
-        after = intend(before, command, targeted, identity)
+        after = intend(before, command, targeted, seen.get(replica) or Identity(replica=replica, node_rank=0))
         if after is not before:
             folded = {**folded, replica: after} if folded is state.desired else _set(folded, replica, after)
     return folded
@@ -287,14 +288,6 @@ def _fold(state: CoordinatorState, command: Command, target: Target) -> dict[int
 def _set(folded: dict[int, Desired], replica: int, desired: Desired) -> dict[int, Desired]:
     folded[replica] = desired  # a copy that nobody else has seen
     return folded
-
-
-def _identity(state: CoordinatorState, replica: int) -> Identity:
-    """Any member of the replica: they agree on what `intend` looks at."""
-    for member in state.members.values():
-        if member.hello.identity.replica == replica:
-            return member.hello.identity
-    return Identity(replica=replica, node_rank=0)
 
 
 # --- answers and ends -------------------------------------------------------------------------------------------------

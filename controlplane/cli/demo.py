@@ -208,9 +208,7 @@ class Nodes:
         for (replica, node_rank), process in self._running.items():
             code = process.wait(PATIENCE_S)
             if code != 0:
-                raise AgentError(
-                    f"agent {replica}.{node_rank} ended with code {code}: {self._log(replica, node_rank)}"
-                )
+                raise AgentError(f"agent {replica}.{node_rank} ended with code {code}: {self._log(replica, node_rank)}")
 
     @contextmanager
     def client(self, replica: int) -> "Iterator[TinyClient]":

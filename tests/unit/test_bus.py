@@ -350,6 +350,18 @@ async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> No
             await bus.wait_until(lambda state: False)
 
 
+async def test_the_last_decisions_of_agents_that_live_on_are_in_the_log(tmp_path: Path, context: Context) -> None:
+    address = f"ipc://{tmp_path}/bus"
+    async with (
+        running(address, context, Engine(), tmp_path, PRIMARY) as agent,
+        opened(tmp_path, context, address) as bus,
+    ):
+        await reached(bus, lambda state: live(state) == {"0.0"})
+        await bus.publish(PAUSE, ALL, 10_000)
+        decided = agent._journal.number
+    assert decided in [one.number for one in RunLog.read(tmp_path / "run.db")]
+
+
 async def test_an_error_of_the_callers_is_not_wrapped(tmp_path: Path, context: Context) -> None:
     with pytest.raises(ZeroDivisionError):
         async with opened(tmp_path, context):
@@ -361,7 +373,7 @@ async def test_an_error_of_the_callers_is_not_wrapped(tmp_path: Path, context: C
 
 
 async def test_a_person_sees_the_fleet_and_drives_it(tmp_path: Path) -> None:
-    context = zmq.Context.instance()
+    context: Context = zmq.Context.instance()
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY, SECOND):
         report = await submit(bus.address, PAUSE, ALL, 10.0)
         assert said(report) == {"0.0": "acted", "0.1": "not_primary"}
