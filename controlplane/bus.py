@@ -131,6 +131,7 @@ class Bus:
         self._log, self._config, self._insecure = log, config or BusConfig(), insecure
         self._context = context or zmq.Context.instance()
         self._inbox = Inbox(log)
+        self._skew_us = 0
         self._effects: list[CoordinatorEffect] = []
         self._lost: list[str] = []
         self._numbers = itertools.count(1)
@@ -194,7 +195,7 @@ class Bus:
 
     def status(self) -> FleetStatus:
         """The fleet at this moment."""
-        return fleet_status(self.state, _now_us(), str(self._log.path), self._inbox.heard)
+        return fleet_status(self.state, self._now_us(), str(self._log.path), self._inbox.heard)
 
     async def wait_until(self, holds: Callable[[CoordinatorState], bool]) -> CoordinatorState:
         """Return the first state, from now on, for which `holds` is true. Raises BusFaulted, BusClosed."""
@@ -225,6 +226,10 @@ class Bus:
             self._waiting.pop(ticket.number, None)
             ticket.fail(self.fault or _closed(self.address))
 
+    def _now_us(self) -> int:
+        """The bus's monotonic clock: it shows what the event loop's shows."""
+        return time.monotonic_ns() // 1000 + self._skew_us
+
     def _check(self) -> None:
         if self.fault is not None:
             raise BusFaulted(*self.fault.args)
@@ -234,6 +239,8 @@ class Bus:
     # --- one life -----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        # The loop's clock has the resolution of a millisecond under uvloop, which is long for a latency.
+        self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
         self._turning = anyio.Lock(fast_acquire=True)
         self._changed, self._sooner = anyio.Event(), anyio.Event()
         self._bell = Doorbell()
@@ -292,7 +299,7 @@ class Bus:
             nudge_ms=config.nudge_ms,
             events_port=int(port) if self.address.startswith("tcp://") else None,
         )
-        at_us, at_ns = _now_us(), time.time_ns()
+        at_us, at_ns = self._now_us(), time.time_ns()
         opened = Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
         self._next_head_us = at_us
         await self._work([opened], at_us, at_ns)
@@ -311,7 +318,7 @@ class Bus:
         with CancelScope(shield=True):
             self._closed = True
             if self.fault is None:
-                at_us, at_ns = _now_us(), time.time_ns()
+                at_us, at_ns = self._now_us(), time.time_ns()
                 orders = self._take_orders(at_us, at_ns)
                 await self._work([*orders, Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
@@ -367,7 +374,7 @@ class Bus:
 
     async def _turn(self, arrived: list[bytes] | None = None) -> None:
         async with self._turning:
-            at_us, at_ns = _now_us(), time.time_ns()
+            at_us, at_ns = self._now_us(), time.time_ns()
             drained = self._read(arrived, at_us, at_ns)
             self._hear_operators()
             if self.fault is not None:
@@ -554,11 +561,6 @@ class Bus:
     def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def _now_us() -> int:
-    """The bus's monotonic clock: that of the event loop, so that a test's clock rules here too."""
-    return int(anyio.current_time() * 1_000_000)
 
 
 def _closed(address: str) -> BusClosed:

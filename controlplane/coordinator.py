@@ -151,7 +151,7 @@ def describe(command: Command) -> str:
         case EpochStart():
             return "epoch start"
         case WeightSync():
-            return f"weights {command.phase} version {command.version}"
+            return f"weights {command.phase} v{command.version}"
         case EngineCommand():
             return command.operation
         case _:

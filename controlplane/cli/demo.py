@@ -87,7 +87,7 @@ def _train(
     seed: int,
     kill_at: int | None,
 ) -> list[float]:
-    """The trainer, as anyone would write it; returns the mean reward of each step. kill_at: step that an agent dies in."""
+    """The trainer, as anyone would write it; returns each step's mean reward. kill_at: step that an agent dies in."""
     from controlplane.cli.demo_training import PolicyTrainer
     from workers.engines.tiny_model import TinyConfig
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -13,14 +14,15 @@ from schemas.wire import AgentLine, AgentOutcome, FleetStatus, Report
 
 def command_table(reports: Sequence[Report]) -> Table:
     """Each command in its order: who acted, who skipped and why, who failed or is missing, and how long it took."""
-    table = Table(title="Every command of the run", title_justify="left", header_style="bold")
+    table = Table(title="Every command of the run", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     for name in ("seq", "command", "acted", "skipped", "failed or missing", "slowest"):
         table.add_column(name, justify="right" if name in ("seq", "slowest") else "left", overflow="fold")
+    table.columns[1].no_wrap = True
     for report in reports:
         table.add_row(
             str(report.seq),
             describe(report.command),
-            " ".join(report.acted) or "-",
+            " ".join(sorted(report.acted)) or "-",
             _skips(report.outcomes),
             _troubles(report.outcomes),
             _slowest(report.outcomes),
@@ -33,7 +35,7 @@ def _skips(outcomes: Sequence[AgentOutcome]) -> str:
     for one in outcomes:
         if isinstance(one.conclusion, Skipped):
             by_reason.setdefault(one.conclusion.reason, []).append(one.agent)
-    return "; ".join(f"{' '.join(agents)} {reason}" for reason, agents in sorted(by_reason.items())) or "-"
+    return "; ".join(f"{' '.join(sorted(agents))} {reason}" for reason, agents in sorted(by_reason.items())) or "-"
 
 
 def _troubles(outcomes: Sequence[AgentOutcome]) -> str:

@@ -149,6 +149,6 @@ def _make_fresh(directory: Path) -> None:
     except OSError as error:
         raise EngineError(f"the profile was not started: {directory}: {error.strerror}.") from error
     raise EngineError(
-        f"the profile was not started: {directory} holds files already, and nothing is ever written over. Move them away, "
-        "or use another traces root."
+        f"the profile was not started: {directory} holds files already, and nothing is ever written over. Move them "
+        "away, or use another traces root."
     )

@@ -43,7 +43,7 @@ PREFIXES_MAX: Final = 64
 
 
 Paused = Callable[[RolloutctlError | None], None]
-"""Told once, on the engine's thread, that no request runs, or why that could not be had. Must neither block nor raise."""
+"""Told once, on the engine's thread, that no request runs, or why not. Must neither block nor raise."""
 
 
 class Holding(Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Holding(Struct, frozen=True, kw_only=True):
 class Sequence:
     """One prompt on its way. row: of the cache, while it runs.   filled: tokens of it that the row holds.
 
-    reused: tokens of the prompt that came from a kept prefix.   noise: what its choices are drawn with, [max_tokens, V].
+    reused: tokens of the prompt that came from a kept prefix.   noise: what its choices are drawn with, [max_tokens, V]
     """
 
     tokens: list[int]
@@ -154,8 +154,8 @@ class Scheduler:
         for prompt in asked.prompts:
             if not prompt or len(prompt) + asked.max_tokens > config.context:
                 raise EngineError(
-                    f"a prompt of {len(prompt)} tokens with max_tokens={asked.max_tokens} was refused: the prompt needs at "
-                    f"least one, and both together have room for {config.context}."
+                    f"a prompt of {len(prompt)} tokens with max_tokens={asked.max_tokens} was refused: it "
+                    f"needs at least one, and both together have room for {config.context}."
                 )
             if not all(0 <= token < config.vocab for token in prompt):
                 raise EngineError(f"a prompt was refused: its tokens must be 0..{config.vocab - 1}: {prompt[:8]}.")

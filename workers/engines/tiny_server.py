@@ -1,8 +1,9 @@
 """The front end of the tiny engine: how prompts reach it, in the place of another engine's HTTP server.
 
-This is the engine's own data plane and no part of the bus. A request is `number, body` on a DEALER and so is the answer;
-the number is the client's and comes back as it was. Bodies are tagged MessagePack maps. A request holds many prompts,
-and they are sampled together. While the engine is paused it answers no prompts: clients wait, as with the real ones.
+This is the engine's own data plane and no part of the bus. A request is `number, body` on a DEALER and so is the
+answer; the number is the client's and comes back as it was. Bodies are tagged MessagePack maps. A request holds many
+prompts, and they are sampled together. While the engine is paused it answers no prompts: clients wait, as with the
+real ones.
 
 Needs no torch, so a client can live where none is.
 """
@@ -35,14 +36,14 @@ _HOSTILE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError
 class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
     """Continue each prompt by `max_tokens` tokens.
 
-    temperature: 0 takes the likeliest token each time.   seed: the same one gives the same tokens, from the same weights,
-    whatever else runs; None draws one.
+    temperature: 0 takes the likeliest token each time.   seed: the same one gives the same tokens, from the same
+    weights, whatever else runs; None draws one.
     """
 
     prompts: list[list[Count]]
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    seed: Annotated[int, Meta(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
 
 class AskWeights(Struct, frozen=True, tag="ask_weights"):
@@ -243,8 +244,9 @@ class TinyClient:
             await self._dealer.send([number, body])
             while (frames := await self._dealer.recv())[0] != number:
                 pass  # the answer to a call that was given up
-            return _answer_decoder.decode(frames[1])
+            answer: Answer = _answer_decoder.decode(frames[1])
+            return answer
         raise EngineError(
-            f"the engine at {self.address} did not answer within {self._timeout_s:g} s. It is paused, busy, or not there; "
-            "what was asked may still be computed."
+            f"the engine at {self.address} did not answer within {self._timeout_s:g} s. It is paused, busy, or not "
+            "there; what was asked may still be computed."
         )

@@ -1,0 +1,170 @@
+"""The fleet that today's trainers leave behind, on real engines: one replica loads the new weights, the other can't.
+
+The one that can't is quarantined: paused, on the version that it had, in the report; it answers nobody until a sync
+heals it. The other serves the new version. A bus, two agents, two engines, and clients that really generate.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from controlplane.bus import Bus
+from controlplane.events import SyncReport
+from controlplane.log import RunLog
+from schemas.checkpoints import build_manifest
+from schemas.commands import Checkpoint, Target
+from schemas.config import AgentConfig, BusConfig
+from schemas.errors import CommandFailed
+from schemas.identity import Identity
+from workers.agent import Agent
+from workers.engines.tiny import TinyEngine
+from workers.engines.tiny_model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny_server import TinyClient
+
+pytestmark = pytest.mark.anyio
+
+QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=500)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The engines have threads of their own: one loop is enough here."""
+    return "asyncio"
+
+
+def model(version: int, config: TinyConfig | None = None) -> TinyModel:
+    return TinyModel(config or TinyConfig(), seed=version)
+
+
+class Fleet:
+    """Two replicas of one node, each with a checkpoint root of its own, so that they can be given different files."""
+
+    def __init__(self, folder: Path, bus: Bus) -> None:
+        self.folder, self.bus = folder, bus
+
+    def root(self, replica: int) -> Path:
+        return self.folder / f"checkpoints-{replica}"
+
+    def front(self, replica: int) -> str:
+        return f"ipc://{self.folder}/engine-{replica}"
+
+    @asynccontextmanager
+    async def replica(self, replica: int) -> AsyncIterator[Agent]:
+        place = Identity(replica=replica, node_rank=0)
+        engine = TinyEngine(
+            place,
+            checkpoints=self.root(replica),
+            traces=self.folder / "traces",
+            serve=self.front(replica),
+            seed=100 + replica,
+        )
+        config = AgentConfig(hello_ms=20, watch_ms=20)
+        state = self.folder / "state"
+        async with (
+            Agent(bus=self.bus.address, identity=place, engine=engine, state_dir=state, config=config) as agent,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(agent.run)
+            with anyio.fail_after(30):
+                await agent.wait_ready()
+            yield agent
+            tasks.cancel_scope.cancel()
+
+    async def sync(self, version: int, *, quorum: int | None = None) -> SyncReport:
+        path = f"v{version}"
+        manifest = build_manifest(self.root(0) / path, content=True)
+        with anyio.fail_after(60):
+            return await self.bus.sync(
+                version,
+                Checkpoint(path),
+                manifest,
+                in_flight="abort",
+                quorum=quorum,
+                target=Target(),
+                timeout_ms=20_000,
+            )
+
+    def write(self, version: int, *replicas: int, config: TinyConfig | None = None) -> None:
+        for replica in replicas:
+            save(model(version, config), self.root(replica) / f"v{version}")
+
+    def held(self, replica: int) -> tuple[int, str]:
+        with TinyClient(self.front(replica), timeout_s=10) as client:
+            weights_held = client.weights()
+        return weights_held.version, weights_held.digest
+
+    async def generates_on(self, replica: int, patience_s: float) -> int | None:
+        """The version that the replica generates on; None if it gives no answer."""
+
+        def ask() -> int | None:
+            with TinyClient(self.front(replica), timeout_s=patience_s) as client:
+                try:
+                    return client.generate([[1]], 4)[0].version
+                except Exception:
+                    return None
+
+        return await to_thread.run_sync(ask)
+
+
+@asynccontextmanager
+async def fleet(folder: Path) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(Bus("tcp://127.0.0.1:0", RunLog.open(folder / "run.db"), QUICK))
+        made = Fleet(folder, bus)
+        made.write(1, 0, 1)
+        for replica in (0, 1):
+            await stack.enter_async_context(made.replica(replica))
+        with anyio.fail_after(20):
+            await bus.wait_until(lambda state: [one.life for one in state.members.values()] == ["live", "live"])
+        assert (await made.sync(1)).status == "committed"
+        yield made
+
+
+def spoil(fleet: Fleet, how: str) -> None:
+    """Version 2, good for replica 0 and not for replica 1."""
+    fleet.write(2, 0)
+    if how == "other weights":  # of the same names and shapes: nothing but their bytes tells
+        save(model(7), fleet.root(1) / "v2")
+    elif how == "another shape":
+        fleet.write(2, 1, config=TinyConfig(hidden=32))
+    elif how == "cut off":
+        fleet.write(2, 1)
+        file = fleet.root(1) / "v2" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("how", ["missing", "cut off", "another shape", "other weights"])
+async def test_a_torn_fleet_is_one_that_nobody_is_served_from(tmp_path: Path, how: str) -> None:
+    async with fleet(tmp_path) as torn:
+        spoil(torn, how)
+        report = await torn.sync(2, quorum=1)
+        assert (report.status, report.loaded, report.quarantined) == ("committed", (0,), (1,))
+        with pytest.raises(CommandFailed, match=r"out of service: \[1\]"):
+            report.raise_for_failures()
+
+        assert torn.held(0) == (2, digest(weights(model(2))))
+        assert torn.held(1) == (1, digest(weights(model(1))))
+        assert await torn.generates_on(0, 10) == 2
+        assert await torn.generates_on(1, 0.5) is None
+
+        torn.write(3, 0, 1)
+        healed = await torn.sync(3)
+        assert (healed.status, healed.loaded, healed.quarantined) == ("committed", (0, 1), ())
+        healed.raise_for_failures()
+        for replica in (0, 1):
+            assert torn.held(replica) == (3, digest(weights(model(3))))
+            assert await torn.generates_on(replica, 10) == 3
+
+
+async def test_without_a_quorum_the_whole_fleet_stays_where_it_is(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as torn:
+        spoil(torn, "another shape")
+        report = await torn.sync(2)
+        assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())
+        for replica in (0, 1):
+            assert torn.held(replica) == (1, digest(weights(model(1))))
+            assert await torn.generates_on(replica, 10) == 1
