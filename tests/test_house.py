@@ -101,9 +101,14 @@ def sources(*rooms: str) -> list[Source]:
 
 
 def imports(source: Source) -> Iterator[Import]:
-    """Every import in the file, those in functions and under TYPE_CHECKING too; relative ones made absolute."""
+    """Every import in the file, relative ones made absolute. On use: in a function, or for type checkers only."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    inside = {id(part) for node in ast.walk(source.tree) if isinstance(node, functions) for part in ast.walk(node)}
+    later = [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, functions) or (isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING")
+    ]
+    inside = {id(part) for node in later for part in ast.walk(node)}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from (Import(node.lineno, one.name, None, id(node) in inside) for one in node.names)

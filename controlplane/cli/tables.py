@@ -14,10 +14,13 @@ from schemas.wire import AgentLine, AgentOutcome, FleetStatus, Report
 
 def command_table(reports: Sequence[Report]) -> Table:
     """Each command in its order: who acted, who skipped and why, who failed or is missing, and how long it took."""
-    table = Table(title="Every command of the run", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    for name in ("seq", "command", "acted", "skipped", "failed or missing", "slowest"):
+    table = Table(
+        title="Every command of the run", title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+    for name in ("seq", "command", "acted", "skipped", "failed", "slowest"):
         table.add_column(name, justify="right" if name in ("seq", "slowest") else "left", overflow="fold")
-    table.columns[1].no_wrap = True
+    for column in table.columns[:4]:
+        column.no_wrap = True
     for report in reports:
         table.add_row(
             str(report.seq),
@@ -42,9 +45,9 @@ def _troubles(outcomes: Sequence[AgentOutcome]) -> str:
     lines = []
     for one in outcomes:
         if isinstance(one.conclusion, Failed):
-            lines.append(f"[red]{one.agent} failed {one.conclusion.error}[/red]")
+            lines.append(f"[red]{one.agent} {one.conclusion.error}[/red]")
         elif isinstance(one.conclusion, Missing):
-            lines.append(f"[red]{one.agent} missing ({one.conclusion.why})[/red]")
+            lines.append(f"[red]{one.agent} {one.conclusion.why}[/red]")
     return "; ".join(lines) or "-"
 
 
