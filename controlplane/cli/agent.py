@@ -9,7 +9,7 @@ import anyio
 import click
 from anyio import CancelScope
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
 from workers.engine import Engine
@@ -77,11 +77,18 @@ def agent(
 async def _serve(bus: str, place: Identity, engine: Engine, state_dir: Path) -> bool:
     """Returns whether it was Ctrl-C that ended it."""
     signals: list[signal.Signals] = []
+    failure: RolloutctlError | None = None
     async with anyio.create_task_group() as tasks:
         await tasks.start(_end_on_signal, tasks.cancel_scope, signals)
-        async with Agent(bus=bus, identity=place, engine=engine, state_dir=state_dir) as running:
-            logger.info("agent %s is up and dials %s", place.agent, bus)
-            await running.run()
+        try:
+            async with Agent(bus=bus, identity=place, engine=engine, state_dir=state_dir) as running:
+                logger.info("agent %s is up and dials %s", place.agent, bus)
+                await running.run()
+        except RolloutctlError as error:  # kept out of the group, which would wrap it
+            failure = error
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
     return signal.SIGINT in signals
 
 

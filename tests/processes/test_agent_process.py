@@ -1,0 +1,133 @@
+"""`rolloutctl agent` as a process: it joins, answers, ends in good order, dies and comes back."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from controlplane import ControlPlane
+from controlplane.blocking import BlockingControlPlane
+from schemas.commands import Checkpoint
+from schemas.config import BusConfig
+from workers.engines.tiny_model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny_server import TinyClient
+
+QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=500, nudge_ms=200)
+
+
+class Node:
+    """One agent process. What it says is kept in a file, so that nothing blocks it."""
+
+    def __init__(self, bus: str, folder: Path, replica: int, node_rank: int, *options: str) -> None:
+        place = ["--replica", str(replica), "--node-rank", str(node_rank), "--nnodes", "2"]
+        folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
+        self._command = ["-m", "controlplane.cli", "agent", "--bus", bus, "--engine", "tiny", *place, *options]
+        self._command += [str(word) for option in folders.items() for word in option]
+        self._said = folder / f"{replica}.{node_rank}.log"
+        self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def start(self) -> None:
+        with self._said.open("ab") as log:
+            self.process = subprocess.Popen([sys.executable, *self._command], stderr=log)
+
+    def end(self, with_signal: signal.Signals) -> int:
+        self.process.send_signal(with_signal)
+        return self.process.wait(60)
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
+    log = tmp_path / "run.db"
+    with ControlPlane.blocking("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=tmp_path) as opened:
+        yield opened
+
+
+def lives(plane: BlockingControlPlane) -> dict[str, str]:
+    return {one.agent: one.life for one in plane.status().agents}
+
+
+@pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_it_joins_answers_and_leaves(
+    plane: BlockingControlPlane, tmp_path: Path, ended_by: signal.Signals, code: int
+) -> None:
+    with Node(plane.address, tmp_path, 0, 1) as node:
+        plane.wait_for_agents(1, timeout=60)
+        assert plane.flush().skipped == ("0.1",)
+        assert node.end(ended_by) == code
+        assert plane.flush(timeout=10).outcomes == ()  # it said that it leaves, so nobody waits for it
+        assert lives(plane) == {"0.1": "left"}
+        assert "Traceback" not in node.said and "ending in good order" in node.said
+
+
+def test_a_node_without_a_tokenizer_never_loads_torch(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    with Node(plane.address, tmp_path, 0, 1) as node:
+        plane.wait_for_agents(1, timeout=60)
+        assert "libtorch" not in Path(f"/proc/{node.process.pid}/maps").read_text()
+
+
+def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(
+    plane: BlockingControlPlane, tmp_path: Path
+) -> None:
+    model = TinyModel(TinyConfig(), seed=1)
+    save(model, tmp_path / "v1")
+    front = f"ipc://{tmp_path}/engine"
+    with ExitStack() as stack:
+        node = stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front, "--seed", "99"))
+        client = stack.enter_context(TinyClient(front))
+        plane.wait_for_agents(1, timeout=60)
+        plane.sync_weights(1, Checkpoint("v1"), content=True).raise_for_failures()
+        before = client.generate([[3]], 8, temperature=0)[0].tokens
+        node.process.kill()
+        node.process.wait()
+        report = plane.flush(timeout=30)
+        assert report.missing == ("0.0",)
+        node.start()
+        # Asked before it knows what is desired; answered by the weights that are.
+        after = client.generate([[3]], 8, temperature=0)[0]
+        assert (after.tokens, after.versions) == (before, [1] * 8)
+        assert client.weights().digest == digest(weights(model))
+
+
+def test_a_place_that_is_taken_ends_the_second_one(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(Node(plane.address, tmp_path, 0, 1))
+        plane.wait_for_agents(1, timeout=60)
+        second = stack.enter_context(Node(plane.address, other, 0, 1))
+        assert second.process.wait(60) == 3
+        last = second.said.splitlines()[-1]
+        assert re.match(r"rolloutctl: agent 0\.1 is held by incarnation \w+ on .*, pid \d+\. Two agents can't", last)
+        assert plane.flush().skipped == ("0.1",)
+
+
+def test_one_journal_is_for_one_process(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    with Node(plane.address, tmp_path, 0, 1):
+        plane.wait_for_agents(1, timeout=60)
+        with Node(plane.address, tmp_path, 0, 1) as second:
+            assert second.process.wait(60) == 3
+            assert "agent-0.1.db" in second.said.splitlines()[-1]
+
+
+def test_an_agent_without_a_bus_says_what_it_waits_for(tmp_path: Path) -> None:
+    with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1) as node:
+        while "waits: nobody listens at" not in node.said:
+            assert node.process.poll() is None
+        assert node.end(signal.SIGTERM) == 0
