@@ -264,7 +264,6 @@ async def test_agent_that_ends_says_so_and_leaves_its_decisions(
         await bus.outcome(1)
         await until(agent, lambda state: state.engine.tokenizer == "present")
     decisions: list[Decision] = []
-    bus.ignored.clear()
     await bus.next(Leaving)
     for message in bus.ignored:
         if isinstance(message, Recorded):
