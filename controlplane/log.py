@@ -23,9 +23,10 @@ from msgspec import MsgspecError, Raw, Struct
 from msgspec.msgpack import Decoder
 
 from controlplane.coordinator import LOGIC, CoordinatorState, decide
+from controlplane.entries import LogEntry, coordinator_event_decoder
 from controlplane.events import CoordinatorEffect, CoordinatorEvent
 from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
-from schemas.events import Decision, Effect, Event
+from schemas.events import Decision
 from schemas.identity import Count, Name
 from schemas.records import Durability, Record, RecordFile, RecordReader
 from schemas.wire import (
@@ -33,16 +34,11 @@ from schemas.wire import (
     MAJOR,
     Recorded,
     decision_decoder,
-    effects_decoder,
     encode,
-    event_decoder,
 )
 
 NUMBER_MAX: Final = 1 << 53
 """Largest number of a decision that is believed."""
-
-coordinator_event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
-coordinator_effects_decoder = Decoder(tuple[CoordinatorEffect, ...])
 
 
 class Uploaded(Struct, frozen=True, kw_only=True):
@@ -61,42 +57,6 @@ class RunHeader(Struct, frozen=True, kw_only=True):
     created_ns: int
     major: int
     logic: int
-
-
-class LogEntry(Struct, frozen=True, kw_only=True):
-    """One record. agent: '' for the coordinator.   journal, number: '' and 0 for the coordinator.
-
-    event, effects: encoded; `typed_event` and `typed_effects` decode them.
-    """
-
-    position: int
-    at_ns: int
-    agent: str
-    kind: str
-    journal: str
-    number: int
-    event: Raw
-    effects: Raw
-
-    def typed_event(self) -> CoordinatorEvent | Event:
-        """What the machine saw. Raises LogCorrupt for an event that this version can't read."""
-        try:
-            return event_decoder.decode(self.event) if self.agent else coordinator_event_decoder.decode(self.event)
-        except HOSTILE as error:
-            raise self._unreadable("event", error) from error
-
-    def typed_effects(self) -> tuple[CoordinatorEffect, ...] | tuple[Effect, ...]:
-        """What it decided. Raises LogCorrupt for effects that this version can't read."""
-        try:
-            if self.agent:
-                return effects_decoder.decode(self.effects)
-            return coordinator_effects_decoder.decode(self.effects)
-        except HOSTILE as error:
-            raise self._unreadable("effects", error) from error
-
-    def _unreadable(self, what: str, error: Exception) -> LogCorrupt:
-        who = f"agent {self.agent}" if self.agent else "the coordinator"
-        return LogCorrupt(f"record {self.position}: the {what} of {who} can't be read: {error}", self.position)
 
 
 class _Tagged(Struct):

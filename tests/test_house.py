@@ -20,7 +20,7 @@ PURE = (
     *("schemas/identity.py", "schemas/commands.py", "schemas/desired.py", "schemas/outcomes.py"),
     *("schemas/events.py", "schemas/wire.py", "schemas/config.py", "schemas/errors.py"),
     *("controlplane/coordinator.py", "controlplane/fleet.py", "controlplane/weights.py", "controlplane/events.py"),
-    *("controlplane/profiling.py", "controlplane/replay.py", "controlplane/invariants.py"),
+    *("controlplane/profiling.py", "controlplane/entries.py", "controlplane/replay.py", "controlplane/invariants.py"),
     *("workers/machine.py", "workers/engine.py", "workers/rules/*.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no chance. A name may be ahead of its file."""

@@ -24,11 +24,11 @@ from rich.console import Console
 
 from controlplane.blocking import BlockingControlPlane
 from controlplane.cli import demo_view as view
+from controlplane.cli.laws import replay_log
 from controlplane.cli.tables import command_table
 from controlplane.events import Conclude, SyncReport
 from controlplane.log import RunLog
 from controlplane.plane import ControlPlane
-from controlplane.replay import replay
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig, ProfilerConfig
 from schemas.errors import AgentError, ConfigError, EngineError
@@ -168,7 +168,7 @@ def _tell(console: Console, out: Path, rewards: list[float]) -> None:
     outcomes = (one.conclusion for report in reports for one in report.outcomes)
     traces = {trace.path for outcome in outcomes if isinstance(outcome, Acted) for trace in outcome.traces}
     view.places(console, out, [out / "traces" / trace for trace in sorted(traces)])
-    replayed = replay(RunLog.read(log))
+    replayed = replay_log(RunLog.read(log))
     console.print(f"\n[green]{replayed}[/green]", highlight=False)
 
 

@@ -1,0 +1,23 @@
+"""The machines of both sides, for those who fold a log: the one place where they meet."""
+
+from collections.abc import Iterable
+
+from controlplane import coordinator
+from controlplane.entries import LogEntry
+from controlplane.replay import AgentLaw, Fold, Replayed, replay
+from workers import machine
+from workers.machine import AgentState
+
+
+def replay_log(entries: Iterable[LogEntry]) -> Replayed:
+    """Decide everything again. Raises ReplayDiffers, LogCorrupt."""
+    return replay(entries, coordinator.decide, _agent_law())
+
+
+def fold_log() -> Fold[AgentState]:
+    """A fold to be fed by hand, for a look at any position."""
+    return Fold(coordinator.decide, _agent_law())
+
+
+def _agent_law() -> AgentLaw[AgentState]:
+    return AgentLaw(machine.decide, AgentState())
