@@ -1,0 +1,96 @@
+"""`rolloutctl log`: read a recorded run. Show it in words, verify it, replay it."""
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+
+from controlplane.cli.laws import replay_log
+from controlplane.cli.words import in_words
+from controlplane.entries import LogEntry
+from controlplane.invariants import verify
+from controlplane.log import RunLog
+from schemas.errors import LogCorrupt, ReplayDiffers
+
+_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_json = click.option("--json", "as_json", is_flag=True, help="Print for machines, a line each.")
+
+
+@click.group(short_help="Show, verify and replay a recorded run.")
+def log() -> None:
+    """Read a recorded run, also while it is written."""
+
+
+@log.command(short_help="Every decision, in words.")
+@_file
+@_json
+@click.option("--agent", help="Only this agent's, e.g. 0.1; `bus` for the coordinator's.")
+@click.option("--kind", help="Only events of this kind, e.g. command or returned.")
+@click.option("--from", "start", type=click.IntRange(1), default=1, help="Begin at this position.")
+def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: int) -> None:
+    """Print what each agent and the coordinator saw and decided, in the order in which the log has it."""
+    for entry in RunLog.read(file, start):
+        if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
+            continue
+        click.echo(msgspec.json.encode(_plain(entry)) if as_json else _line(entry))
+
+
+@log.command("verify", short_help="The file, and the invariants of a healthy run.")
+@_file
+@_json
+def verify_command(file: Path, as_json: bool) -> None:
+    """Check every record's checksum and meaning, and what must hold in every run. Ends with 1 if something does not."""
+    header = RunLog.header(file)
+    records, damage = 0, None
+
+    def readable() -> Iterator[LogEntry]:
+        nonlocal records, damage
+        try:
+            for entry in RunLog.read(file):
+                records += 1
+                yield entry
+        except LogCorrupt as error:
+            damage = str(error)
+
+    found = list(verify(readable()))
+    if as_json:
+        told = {"run": header.run, "records": records, "damage": damage, "violations": found}
+        click.echo(msgspec.json.encode(told))
+    else:
+        for violation in found:
+            click.echo(str(violation))
+        if damage is not None:
+            click.echo(f"damaged: {damage}")
+        word = f"{len(found)} violations" if found else "no violation"
+        click.echo(f"run {header.run}: {records} records read, {word}")
+    if found or damage is not None:
+        click.get_current_context().exit(1)
+
+
+@log.command("replay", short_help="Decide everything again, and compare.")
+@_file
+@_json
+def replay_command(file: Path, as_json: bool) -> None:
+    """Fold the machines over the log. Ends with 1, and a diff, at the first decision that is another one today."""
+    try:
+        replayed = replay_log(RunLog.read(file))
+    except ReplayDiffers as difference:
+        told = msgspec.json.encode({"same": False, "difference": str(difference)})
+        click.echo(told if as_json else str(difference))
+        click.get_current_context().exit(1)
+    click.echo(msgspec.json.encode({"same": True, **msgspec.structs.asdict(replayed)}) if as_json else str(replayed))
+
+
+def _line(entry: LogEntry) -> str:
+    moment = datetime.datetime.fromtimestamp(entry.at_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
+    return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {in_words(entry)}"
+
+
+def _plain(entry: LogEntry) -> dict[str, object]:
+    return {
+        **{name: getattr(entry, name) for name in ("position", "at_ns", "agent", "kind", "journal", "number")},
+        "event": msgspec.msgpack.decode(entry.event),
+        "effects": msgspec.msgpack.decode(entry.effects),
+    }
