@@ -1,0 +1,108 @@
+"""Three recorded runs: they replay, what must hold in every run held in them, and each tells its story."""
+
+from pathlib import Path
+
+import pytest
+
+from controlplane.cli.laws import fold_log, replay_log
+from controlplane.cli.recorded import RecordedRun
+from controlplane.invariants import verify
+from schemas.commands import ProfileCommand
+from schemas.events import Perform, StopProfile
+from schemas.outcomes import Acted, Failed, Missing, Reason, Skipped
+
+HERE = Path(__file__).parent
+LOGS = sorted(HERE.glob("*.db"))
+
+
+def run(name: str) -> RecordedRun:
+    return RecordedRun(HERE / f"{name}.db")
+
+
+def test_there_are_three() -> None:
+    assert [path.stem for path in LOGS] == ["killed", "torn-fleet", "trained"]
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_every_decision_comes_out_the_same(path: Path) -> None:
+    entries = RecordedRun(path).entries
+    replayed = replay_log(entries)
+    assert replayed.compared == replayed.records == len(entries)
+    assert replay_log(entries) == replayed
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_what_must_hold_in_every_run_held(path: Path) -> None:
+    assert [str(one) for one in verify(RecordedRun(path).entries)] == []
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_every_position_has_one_state(path: Path) -> None:
+    first, second = fold_log(), fold_log()
+    for entry in RecordedRun(path).entries[:60]:
+        first.take(entry)
+        second.take(entry)
+        assert first.state_hash() == second.state_hash()
+
+
+def test_a_training_run_syncs_each_step_and_profiles_two(run_of_training: RecordedRun) -> None:
+    assert [(one.version, one.status, one.loaded) for one in run_of_training.syncs] == [
+        (version, "committed", (0, 1)) for version in range(1, 8)
+    ]
+    profiled = {one.step for one in run_of_training.commands.values() if isinstance(one, ProfileCommand)}
+    assert len(profiled) == 2
+    assert not any(report.failed or report.missing for report in run_of_training.reports.values())
+    for agent in ("0.1", "1.1"):  # no tokenizer there: never called, and it says so each time
+        assert set(run_of_training.answers(agent).values()) == {Skipped(Reason.NOT_PRIMARY)}
+
+
+def test_both_replicas_traced_both_profiled_steps(run_of_training: RecordedRun) -> None:
+    traced = [
+        trace.path.rpartition("/")[0]
+        for agent in ("0.0", "1.0")
+        for outcome in run_of_training.answers(agent).values()
+        if isinstance(outcome, Acted)
+        for trace in outcome.traces
+    ]
+    assert len(traced) == len(set(traced)) == 4
+
+
+def test_a_killed_agent_is_missing_and_comes_back_to_the_newest_weights() -> None:
+    killed = run("killed")
+    missing = [
+        (report.seq, one.agent)
+        for report in killed.reports.values()
+        for one in report.outcomes
+        if isinstance(one.conclusion, Missing)
+    ]
+    assert {agent for _, agent in missing} == {"1.0"}
+    assert [one.loaded for one in killed.syncs if one.loaded != (0, 1)] == [(0,)]
+    assert killed.syncs[-1].loaded == (0, 1)
+    lives = [event for event, _ in killed.decisions("1.0") if type(event).__name__ == "Started"]
+    assert len(lives) == 2
+
+
+def test_a_torn_fleet_quarantines_one_replica_until_a_sync_heals_it() -> None:
+    torn = run("torn-fleet")
+    assert [(one.version, one.status, one.loaded, one.quarantined) for one in torn.syncs] == [
+        (1, "committed", (0, 1), ()),
+        (2, "committed", (0,), (1,)),
+        (3, "committed", (0, 1), ()),
+    ]
+    failures = [one for one in torn.answers("1.0").values() if isinstance(one, Failed)]
+    assert len(failures) == 1 and "cut off" in failures[0].message
+
+
+def test_a_session_is_stopped_once_for_each_start(run_of_training: RecordedRun) -> None:
+    calls = [
+        effect.call
+        for _, effects in run_of_training.decisions("0.0")
+        for effect in effects
+        if isinstance(effect, Perform) and "profile" in str(effect.call.__struct_config__.tag)
+    ]
+    assert [isinstance(call, StopProfile) for call in calls] == [False, True, False, True]
+
+
+@pytest.fixture(scope="module")
+def run_of_training() -> RecordedRun:
+    return run("trained")
