@@ -1,0 +1,180 @@
+"""`rolloutctl log` and the pytest plugin over recorded, damaged and wrong files, as processes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controlplane.log import RunLog
+from schemas.records import RecordFile
+
+REPLAYS = Path(__file__).parents[1] / "replays"
+
+
+def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+def log(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return run("controlplane.cli", "log", *map(str, words))
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return Path(shutil.copy(REPLAYS / "torn-fleet.db", tmp_path / "run.db"))
+
+
+@pytest.fixture
+def altered(good: Path) -> Path:
+    """A log in which one agent is said to have skipped what it did: whole as a file, and not what was decided."""
+    with RecordFile.open(good.with_name("altered.db"), _header(good)) as file, RecordFile.open(good) as source:
+        for record in source.records():
+            body = record.body
+            if record.position == 24:
+                assert b"acted" in body
+                body = body.replace(b"check_source", b"check_sauces")
+            file.append(record.kind, record.agent, record.at_ns, body)
+    return good.with_name("altered.db")
+
+
+def _header(path: Path) -> dict[str, str]:
+    header = RunLog.header(path)
+    return {
+        "run": header.run,
+        "created": str(header.created_ns),
+        "major": str(header.major),
+        "logic": str(header.logic),
+    }
+
+
+@pytest.fixture
+def cut(good: Path) -> Path:
+    """A log with its end cut off."""
+    data = good.read_bytes()
+    good.write_bytes(data[: len(data) // 2])
+    return good
+
+
+def test_show_tells_every_decision_in_words(good: Path) -> None:
+    shown = log("show", good)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert len(shown.stdout.splitlines()) == len(list(RunLog.read(good)))
+    assert "failed source_refused: checkpoint refused" in shown.stdout
+    assert "sync to v2 committed on replicas [0], out of service [1]" in shown.stdout
+
+
+def test_show_can_be_narrowed(good: Path) -> None:
+    mine = log("show", good, "--agent", "1.0", "--kind", "command", "--from", "5").stdout.splitlines()
+    assert mine and all(" 1.0 " in line and "seq" in line for line in mine)
+    assert all("bus " in line for line in log("show", good, "--agent", "bus").stdout.splitlines())
+
+
+def test_show_for_machines_is_a_json_object_a_line(good: Path) -> None:
+    lines = [json.loads(line) for line in log("show", good, "--json").stdout.splitlines()]
+    assert [one["position"] for one in lines] == list(range(1, len(lines) + 1))
+    assert lines[0]["event"]["type"] == "opened"
+
+
+def test_verify_finds_nothing_in_a_good_run(good: Path) -> None:
+    verified = log("verify", good)
+    assert (verified.returncode, verified.stderr) == (0, "")
+    assert "no violation" in verified.stdout
+    told = json.loads(log("verify", good, "--json").stdout)
+    assert told["violations"] == [] and told["damage"] is None
+
+
+def test_replay_decides_the_same(good: Path) -> None:
+    replayed = log("replay", good)
+    assert (replayed.returncode, replayed.stderr) == (0, "")
+    assert "every one came out the same" in replayed.stdout
+    assert json.loads(log("replay", good, "--json").stdout)["same"] is True
+
+
+def test_replay_shows_the_first_difference_as_a_diff(altered: Path) -> None:
+    replayed = log("replay", altered)
+    assert replayed.returncode == 1
+    assert "record 24, agent 0.0, decision" in replayed.stdout
+    assert '-        "check_sauces"' in replayed.stdout and '+        "check_source"' in replayed.stdout
+    told = json.loads(log("replay", altered, "--json").stdout)
+    assert told["same"] is False and "check_sauces" in told["difference"]
+
+
+def test_what_is_readable_of_a_damaged_log_is_read(cut: Path) -> None:
+    verified = log("verify", cut)
+    assert verified.returncode in (1, 3)
+    assert "Traceback" not in verified.stderr
+    said = verified.stdout + verified.stderr
+    assert str(cut) in said and "damage" in said
+    shown = log("show", cut)
+    assert shown.returncode == 3 and shown.stderr.startswith("rolloutctl: ")
+
+
+@pytest.mark.parametrize("words", [("show",), ("verify",), ("replay",)])
+@pytest.mark.parametrize("what", ["text", "missing", "journal"])
+def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, words: tuple[str], what: str) -> None:
+    file = tmp_path / "file.db"
+    if what == "text":
+        file.write_text("this is no log\n" * 1000)
+    elif what == "journal":
+        RecordFile.open(file, {"agent": "0.0"}).close()
+    said = log(*words, file)
+    assert said.returncode == (2 if what == "missing" else 3)
+    assert str(file) in said.stderr and "Traceback" not in said.stderr and said.stdout == ""
+
+
+# --- pytest -----------------------------------------------------------------------------------------------------------
+
+
+def pytest_in(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    return run("pytest", "-q", "-p", "no:cacheprovider", *map(str, words), cwd=folder)
+
+
+def test_each_log_becomes_two_tests(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, "--replay-log", REPLAYS)
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout
+
+
+def test_a_log_that_differs_fails_with_the_difference_and_no_traceback(tmp_path: Path, altered: Path) -> None:
+    done = pytest_in(tmp_path, "--replay-log", altered)
+    assert done.returncode == 1
+    assert "check_sauces" in done.stdout and "1 failed, 1 passed" in done.stdout
+    assert "Traceback" not in done.stdout and "def _replay" not in done.stdout
+
+
+def test_a_damaged_log_is_a_failed_test(tmp_path: Path, cut: Path) -> None:
+    done = pytest_in(tmp_path, "--replay-log", tmp_path)
+    assert done.returncode == 1 and str(cut) in done.stdout and "2 failed" in done.stdout
+
+
+def test_a_test_of_ones_own_sees_each_log(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "def test_mine(run_log):\n"
+        "    assert run_log.syncs[-1].status == 'committed'\n"
+        "    assert run_log.reports.keys() == run_log.commands.keys()\n"
+    )
+    done = pytest_in(tmp_path, "--replay-log", REPLAYS, tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "9 passed" in done.stdout
+
+
+def test_files_of_other_kinds_in_the_folder_are_left_out(tmp_path: Path, good: Path) -> None:
+    RecordFile.open(tmp_path / "agent-0.0.db", {"agent": "0.0"}).close()
+    assert "2 passed" in pytest_in(tmp_path, "--replay-log", tmp_path).stdout
+
+
+@pytest.mark.parametrize("place", ["nowhere", "."])
+def test_a_place_without_logs_is_said_at_once(tmp_path: Path, place: str) -> None:
+    done = pytest_in(tmp_path, "--replay-log", place)
+    assert done.returncode == 4
+    assert f"--replay-log {place}: " in done.stderr
+
+
+def test_without_the_option_nothing_of_ours_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "import sys\n\ndef test_mine():\n    assert not {'controlplane.replay', 'zmq'} & sys.modules.keys()\n"
+    )
+    assert pytest_in(tmp_path).returncode == 0
