@@ -137,8 +137,12 @@ def table(rows: list[dict[str, object]]) -> str:
 def main() -> None:
     """Measure, print a table, write JSON."""
     if len(sys.argv) > 2 and sys.argv[1] == "--serve":
-        serve = {"rolloutctl": our_agents, "pyzmq": peers.pyzmq_agents, "http": peers.http_agents}[sys.argv[2]]
-        serve(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
+        serve: dict[str, Callable[..., None]] = {
+            "rolloutctl": our_agents,
+            "pyzmq": peers.pyzmq_agents,
+            "http": peers.http_agents,
+        }
+        serve[sys.argv[2]](int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", default="1,8,32,64,256")
