@@ -143,7 +143,8 @@ def test_a_replica_that_cannot_load_is_paused_by_the_load_that_leaves_it_out() -
 def test_an_engine_is_never_asked_for_an_operation_that_it_lacks() -> None:
     unable = msgspec.structs.replace(PRESENT, operations=frozenset(Operation) - {Operation.SLEEP, Operation.PROFILE})
     state = fold(STARTED, observed(unable), JOINED)
-    for seq, body in enumerate((START, EngineCommand(operation="sleep")), start=1):
+    bodies: tuple[ProfileCommand | EngineCommand, ...] = (START, EngineCommand(operation="sleep"))
+    for seq, body in enumerate(bodies, start=1):
         state, effects = decide(state, command(seq, body))
         assert [type(effect) for effect in effects] == [Answer]
     assert settled(state)
