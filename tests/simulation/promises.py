@@ -281,16 +281,18 @@ class Promises:
                 self.broken("P5 one effect", f"{process.peer} opens a second session for {activity.cause.seq}")
             ledger.started.add(activity.cause.seq)
 
+    def commits(self) -> list[WeightSync]:
+        """Every commit that was published, in order."""
+        commands = (one.command for one in self.log.values())
+        return [one for one in commands if isinstance(one, WeightSync) and one.phase == "commit"]
+
     def resumed(self, slot: Slot) -> None:
         """I1: an engine that starts to generate holds weights that were committed, or those it was launched with."""
         engine = slot.engine
         if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
             return
-        for one in self.log.values():
-            command = one.command
-            commits = isinstance(command, WeightSync) and command.phase == "commit"
-            if commits and command.source is not None and command.source.path == engine.weights:
-                return
+        if any(one.source is not None and one.source.path == engine.weights for one in self.commits()):
+            return
         self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
 
     # --- after a step of the bus --------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from schemas.commands import (
     ProfileCommand,
     ProfilePlan,
     Target,
-    WeightSync,
     Window,
 )
 from schemas.identity import Tag
@@ -76,9 +75,7 @@ class Trainer:
         rng = self.world.rng
         bus.tickets += 1
         self.tries += 1
-        version = 1 + max(
-            (one.command.version for one in self.world.promises.log.values() if _commits(one.command)), default=0
-        )
+        version = 1 + max((one.version for one in self.world.promises.commits()), default=0)
         path = f"v{version}/try{self.tries}"
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=digest_of(path)) if rng.random() < 0.5 else None
         event: CoordinatorEvent = SyncRequested(
@@ -128,7 +125,3 @@ class Trainer:
         if kind == 5:
             return EngineCommand(operation="resume")
         return EngineCommand(operation=rng.choice(("sleep", "wake", "wake")), tags=rng.choice(TAGS))
-
-
-def _commits(command: object) -> bool:
-    return isinstance(command, WeightSync) and command.phase == "commit"

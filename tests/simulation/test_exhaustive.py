@@ -1,0 +1,207 @@
+"""Every schedule of one agent's machine, within small bounds: 3 commands, 2 epochs, 2 crashes.
+
+The world around the machine is as hostile as the network may be. Anything that was ever sent may arrive now, again, or
+not at all; a trainer that was replaced sends on; the agent dies between any two decisions, with its engine's call done
+or not, and may have lost what it had not written down. Schedules that lead to the same situation are followed once, so
+the search ends, and what it did not find does not exist within the bounds.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from schemas.commands import EngineCommand, EpochStart
+from schemas.desired import Desired, intend
+from schemas.events import (
+    Answer,
+    CommandReceived,
+    Effect,
+    EngineObserved,
+    EngineReturned,
+    Event,
+    HeadSeen,
+    Observation,
+    Pause,
+    Perform,
+    Resume,
+    Returned,
+    SnapshotReceived,
+    Started,
+    Tick,
+)
+from schemas.identity import Identity, Operation
+from schemas.outcomes import Outcome, Reason, Skipped
+from schemas.wire import encode
+from workers.machine import AgentState, decide
+
+PLACE = Identity(replica=0, node_rank=0)
+CRASHES = 2
+
+# The run: epoch 1 published a pause; epoch 2 began with the second record and published a flush. The trainer of epoch 1
+# does not know, and published a resume as its own second record.
+PAUSE, RESUME, FLUSH = (EngineCommand(operation=one) for one in ("pause", "resume", "flush"))
+HISTORY = ((1, 1, PAUSE), (2, 2, EpochStart(previous_epoch=1, logic=1)), (2, 3, FLUSH))
+
+
+def sent(epoch: int, origin: int, seq: int, command: EngineCommand | EpochStart) -> CommandReceived:
+    return CommandReceived(at_ms=0, epoch=epoch, origin=origin, seq=seq, ttl_ms=1000, command=command)
+
+
+def desired_at(seq: int) -> Desired:
+    desired = Desired()
+    for _, _, command in HISTORY[:seq]:
+        desired = intend(desired, command, True, PLACE)
+    return desired
+
+
+MESSAGES: tuple[Event, ...] = (
+    sent(1, 1, 1, PAUSE),
+    sent(1, 1, 2, RESUME),
+    HeadSeen(at_ms=0, epoch=1, seq=2),
+    SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=desired_at(0)),
+    *(sent(2, origin, seq, command) for origin, seq, command in HISTORY),
+    HeadSeen(at_ms=0, epoch=2, seq=3),
+    *(SnapshotReceived(at_ms=0, epoch=2, seq=seq, desired=desired_at(seq)) for seq in (1, 2, 3)),
+)
+
+
+class Situation(Struct, frozen=True):
+    """state: of the machine.   durable: what it would find in its journal.   generating: the engine.
+
+    calling: the call under way.   told: the outcomes that left the agent, by epoch and seq of the record.
+    """
+
+    state: AgentState
+    durable: AgentState
+    generating: bool = True
+    calling: Perform | None = None
+    told: tuple[tuple[int, int, Outcome], ...] = ()
+    crashes: int = 0
+
+
+def observation(situation: Situation) -> Observation:
+    return Observation(
+        engine="e",
+        instance="one",
+        tokenizer="present",
+        operations=frozenset(Operation),
+        generating=situation.generating,
+        asleep=frozenset(),
+        profiling=False,
+        version=0,
+    )
+
+
+def begin(situation: Situation) -> Situation:
+    """A new incarnation, that has read its engine."""
+    started = Started(at_ms=0, identity=PLACE, incarnation=str(situation.crashes))
+    situation = step(situation, started)
+    return step(situation, EngineObserved(at_ms=0, observation=observation(situation)))
+
+
+def step(situation: Situation, event: Event) -> Situation:
+    """One decision, written down as the agent's shell does it, and checked."""
+    before = situation.state
+    state, effects = decide(before, event)
+    lazy = isinstance(event, CommandReceived | HeadSeen | Tick)
+    written = not lazy or state.calls_made != before.calls_made or state.epoch != before.epoch
+    check(situation, event, state, effects)
+    told = situation.told
+    for effect in effects:
+        if isinstance(effect, Answer) and not _said_of_a_copy(effect):
+            key = (effect.epoch, effect.seq, effect.outcome)
+            told = told if key in told else (*told, key)
+    calling = next((one for one in effects if isinstance(one, Perform)), situation.calling)
+    if isinstance(event, EngineReturned) and calling is situation.calling:
+        calling = None
+    durable = state if written else situation.durable
+    return replace(situation, state=state, durable=durable, calling=calling, told=told)
+
+
+def _said_of_a_copy(answer: Answer) -> bool:
+    return answer.outcome in (Skipped(Reason.STALE_EPOCH), Skipped(Reason.SUPERSEDED))
+
+
+def check(situation: Situation, event: Event, state: AgentState, effects: tuple[Effect, ...]) -> None:
+    """What must hold of every single decision."""
+    before = situation.state
+    assert state.epoch >= before.epoch, "P6: an epoch that was seen is forgotten"
+    if isinstance(event, CommandReceived) and event.epoch < before.epoch:
+        assert state == before, "P6: a fenced command left a mark"
+    if not isinstance(event, SnapshotReceived):
+        taken = state.seq - before.seq
+        assert taken >= 0, "P1: the position went back"
+        if isinstance(event, CommandReceived):
+            waiting = {one.seq for one in before.held} | {event.seq}
+            assert set(range(before.seq + 1, state.seq + 1)) <= waiting, "P2: applied beyond a hole"
+        else:
+            assert taken == 0 or before.held, "P1: a position without a command"
+    for effect in effects:
+        if isinstance(effect, Perform):
+            assert situation.calling is None or isinstance(event, EngineReturned), "P5: two calls at once"
+            assert effect.call_id > before.calls_made, "P5: a call is made again"
+            cause = state.activity.cause if state.activity is not None else None
+            assert cause is None or not _answered(situation, cause), "P5: what was answered is done again"
+        if isinstance(effect, Answer) and not _said_of_a_copy(effect):
+            others = {outcome for epoch, seq, outcome in situation.told if (epoch, seq) == (effect.epoch, effect.seq)}
+            assert others <= {effect.outcome}, f"P3: two outcomes for {effect.seq}: {others} and {effect.outcome}"
+
+
+def _answered(situation: Situation, cause: CommandReceived) -> bool:
+    return any((epoch, seq) == (cause.origin, cause.seq) for epoch, seq, _ in situation.told)
+
+
+def done(situation: Situation) -> Situation:
+    """The engine did what it was called for."""
+    assert situation.calling is not None
+    call = situation.calling.call
+    generating = situation.generating and not isinstance(call, Pause) or isinstance(call, Resume)
+    return replace(situation, generating=generating)
+
+
+def following(situation: Situation) -> Iterator[Situation]:
+    """Everything that may happen next."""
+    for message in MESSAGES:
+        if not _of_another_connection(situation.state, message):
+            yield step(situation, message)
+    if situation.calling is not None:
+        after = done(situation)
+        call_id = situation.calling.call_id
+        result = EngineReturned(at_ms=0, call_id=call_id, result=Returned(), observation=observation(after))
+        yield step(after, result)
+    if situation.crashes < CRASHES:
+        called = [situation] if situation.calling is None else [situation, done(situation)]
+        for one in called:
+            for kept in {encode(found): found for found in (one.state, one.durable)}.values():
+                yield begin(replace(one, state=kept, durable=kept, calling=None, crashes=situation.crashes + 1))
+
+
+def _of_another_connection(state: AgentState, message: Event) -> bool:
+    """A snapshot is asked for by this incarnation, and its bus is never behind what this agent has applied."""
+    return isinstance(message, SnapshotReceived) and not state.joined and message.seq < state.seq
+
+
+def search() -> dict[bytes, Situation]:
+    """All situations that can be reached, by their encoding."""
+    first = begin(Situation(AgentState(), AgentState()))
+    seen = {encode(first): first}
+    queue = deque([first])
+    while queue:
+        for found in following(queue.popleft()):
+            key = encode(found)
+            if key not in seen:
+                seen[key] = found
+                queue.append(found)
+    return seen
+
+
+def test_no_schedule_breaks_the_machine() -> None:
+    found = search()
+    assert len(found) > 10_000  # the search is as wide as it claims to be
+    ends = [one for one in found.values() if one.state.seq == 3 and one.state.epoch == 2 and one.calling is None]
+    assert any(one.crashes == CRASHES for one in ends)
+    for one in ends:
+        if one.state.joined and not one.state.astray and not one.state.queue and not one.state.inhibited:
+            assert one.generating, "the pause of a trainer that was replaced holds no longer"
