@@ -235,10 +235,10 @@ class World:
         self.run(self.rng.randrange(15_000, 40_000))
         self.calm()
         if self.rng.random() < 0.2:
-            self._trainer_is_gone()
+            self.trainer_is_gone()
         else:
-            self._all_comes_right()
-        self._replayed()
+            self.all_comes_right()
+        self.replays()
 
     def calm(self) -> None:
         """Nothing breaks any more. What is under way may still take its time."""
@@ -250,7 +250,7 @@ class World:
             if slot.engine is not None:
                 slot.engine.temper.fails = slot.engine.temper.hangs = 0.0
 
-    def _trainer_is_gone(self) -> None:
+    def trainer_is_gone(self) -> None:
         """P7 and I7: after the lease, every replica runs on what is committed, and no session is open."""
         self.run(self.now + 25_000)  # everyone who can has joined
         joined = [slot.process for slot in self.slots if slot.process is not None and slot.process.state.joined]
@@ -272,7 +272,7 @@ class World:
             if engine.session_step is not None and not process.state.inhibited:
                 self.promises.broken("I7 windows close", f"{process.peer} profiles without a trainer")
 
-    def _all_comes_right(self) -> None:
+    def all_comes_right(self) -> None:
         """Convergence: the fleet is as desired, and one more sync brings everybody back, whatever happened before."""
         self.run(self.now + 2000)
         self._converge("calm")
@@ -320,7 +320,7 @@ class World:
                 return f"{process.peer} is not as desired"
         return None
 
-    def _replayed(self) -> None:
+    def replays(self) -> None:
         """P9: folding what was recorded gives the same effects, byte for byte."""
         bus_state = CoordinatorState()
         for event, effects in self.log.records:

@@ -1,0 +1,120 @@
+"""A cluster driven by hypothesis: it chooses what is asked, what is lost, who dies and when, and shrinks what breaks.
+
+The world of the simulation, with its virtual clock and its checks after every step, without weather of its own. No
+sockets, no sleep. What is checked after each step: P1 order, P2 no hole, P3 one answer, P5 one effect, P6 fencing and
+I1; at the end of each example, that everything comes right once nothing breaks any more, and that all of it replays.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from schemas.commands import EngineCommand, ProfileCommand, Target
+from tests.simulation.agent import Slot
+from tests.simulation.bus import Bus
+from tests.simulation.cluster import Weather, World
+
+COMMANDS = st.one_of(
+    st.builds(
+        EngineCommand,
+        operation=st.sampled_from(("pause", "resume", "flush", "abort", "sleep", "wake")),
+        mode=st.sampled_from(("abort", "wait", "keep")),
+        tags=st.sampled_from((frozenset(), frozenset({"weights"}), frozenset({"kv_cache"}))),
+    ),
+    st.builds(ProfileCommand, action=st.sampled_from(("start", "stop")), step=st.integers(0, 3)),
+)
+TARGETS = st.sampled_from((Target(), Target(), Target(), Target(replicas=frozenset({0}))))
+MOMENTS = st.sampled_from((1, 10, 100, 700, 3000, 15_000))
+WEATHERS = st.builds(
+    Weather,
+    drops=st.sampled_from((0.0, 0.3, 0.9)),
+    repeats=st.sampled_from((0.0, 0.5)),
+    late_ms=st.sampled_from((5, 50, 1500)),
+    agent_dies=st.sampled_from((0.0, 0.0, 0.05)),
+    trainer_dies=st.sampled_from((0.0, 0.0, 0.02)),
+)
+NUMBERS = st.integers(0, 5)
+
+
+class Cluster(RuleBasedStateMachine):
+    """What may be done to a fleet, and what may happen to it."""
+
+    @initialize(seed=st.integers(0, 1000))
+    def begin(self, seed: int) -> None:
+        self.world = World(seed)
+        self.world.weather = Weather()
+        for slot in self.world.slots:
+            self.world.at(0, slot.start)
+        self.world.open_bus()
+        self.world.run(2000)
+
+    @property
+    def bus(self) -> Bus | None:
+        bus = self.world.bus
+        return bus if bus is not None and bus.alive else None
+
+    def slot(self, number: int) -> Slot:
+        return self.world.slots[number % len(self.world.slots)]
+
+    @rule(moment=MOMENTS)
+    def time_passes(self, moment: int) -> None:
+        self.world.run(self.world.now + moment)
+
+    @precondition(lambda self: self.bus is not None)
+    @rule(command=COMMANDS, whom=TARGETS, timeout_ms=st.sampled_from((300, 2000)))
+    def trainer_asks(self, command: EngineCommand | ProfileCommand, whom: Target, timeout_ms: int) -> None:
+        assert self.bus is not None
+        self.world.trainer.issue(self.bus, command, whom, timeout_ms)
+
+    @precondition(lambda self: self.bus is not None)
+    @rule(quorum=st.sampled_from((None, 1)), timeout_ms=st.sampled_from((1000, 5000)))
+    def trainer_syncs(self, quorum: int | None, timeout_ms: int) -> None:
+        assert self.bus is not None
+        self.world.trainer.sync(self.bus, quorum, timeout_ms)
+
+    @rule(weather=WEATHERS)
+    def weather_turns(self, weather: Weather) -> None:
+        self.world.weather = weather
+
+    @rule(number=NUMBERS, way=st.sampled_from(("up", "down", "pub")), moment=MOMENTS)
+    def network_is_cut(self, number: int, way: str, moment: int) -> None:
+        self.slot(number).blocked_until[way] = self.world.now + moment
+
+    @rule(number=NUMBERS)
+    def connection_breaks(self, number: int) -> None:
+        process = self.slot(number).process
+        if process is not None:
+            process.cut()
+
+    @rule(number=NUMBERS, leaves=st.booleans())
+    def agent_ends(self, number: int, leaves: bool) -> None:
+        process = self.slot(number).process
+        if process is not None:
+            (process.leave if leaves else process.die)()
+
+    @rule(number=NUMBERS)
+    def engine_is_launched_anew(self, number: int) -> None:
+        self.slot(number).relaunch()
+
+    @rule(number=NUMBERS, fails=st.sampled_from((0.0, 1.0)))
+    def engine_turns_bad_or_good(self, number: int, fails: float) -> None:
+        engine = self.slot(number).engine
+        if engine is not None:
+            engine.temper.fails = fails
+
+    @precondition(lambda self: self.bus is not None)
+    @rule()
+    def trainer_is_replaced(self) -> None:
+        self.world.replace_trainer()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.run(self.world.now + 25_000)  # a trainer that was to be replaced has been
+        self.world.calm()
+        self.world.all_comes_right()
+        self.world.replays()
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(max_examples=600, stateful_step_count=40, derandomize=True, deadline=None)
