@@ -1,0 +1,241 @@
+"""One value of every message kind, and the bytes it must have for ever.
+
+    python -m tests.golden.samples        # writes wire.json anew: only for a kind that is new
+
+A vector that changes is a message that older agents can't read any more: then the protocol's version changes as well.
+"""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from msgspec import Raw, Struct
+
+from schemas.commands import (
+    Checkpoint,
+    EngineCommand,
+    EpochStart,
+    Manifest,
+    ProfileCommand,
+    ProfilePlan,
+    Target,
+    WeightSync,
+    Window,
+)
+from schemas.desired import Committed, Desired, Session, Syncing
+from schemas.events import (
+    Abort,
+    Answer,
+    AskSnapshot,
+    CheckSource,
+    CommandReceived,
+    Decision,
+    EngineObserved,
+    EngineReturned,
+    Fault,
+    Flush,
+    HeadSeen,
+    LeaseExpired,
+    Load,
+    Need,
+    Observation,
+    Pause,
+    Perform,
+    Resume,
+    Returned,
+    Sleep,
+    SnapshotReceived,
+    Started,
+    StartProfile,
+    StopProfile,
+    Tick,
+    Wake,
+)
+from schemas.identity import Identity, Operation, RolloutMode
+from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped, Trace
+from schemas.wire import (
+    MAGIC,
+    MAJOR,
+    MINOR,
+    AgentLine,
+    AgentOutcome,
+    Answered,
+    AskStatus,
+    Envelope,
+    FleetStatus,
+    Header,
+    Hello,
+    Join,
+    Kept,
+    Leaving,
+    Needs,
+    Record,
+    Recorded,
+    Refused,
+    Rejoin,
+    Replay,
+    Report,
+    Snapshot,
+    Status,
+    Submit,
+    Welcome,
+    encode,
+)
+
+FILE = Path(__file__).with_name("wire.json")
+
+PLACE = Identity(replica=1, node_rank=0, nnodes=2, gpus_per_node=8, mode=RolloutMode.HYBRID)
+PLAN = ProfilePlan(
+    steps=frozenset({3, 1}),
+    ranks=frozenset({0, 8}),
+    window=Window(2, 5),
+    activities=frozenset({"cuda", "cpu"}),
+    with_stack=True,
+)
+SOURCE = Checkpoint("run/step_5")
+MANIFEST = Manifest(tensors=3, nbytes=1024, layout="aa", content="bb")
+SESSION = Session(3, PLAN)
+PROFILE = ProfileCommand(action="start", step=3, plan=PLAN)
+SYNC = WeightSync(phase="commit", version=5, source=SOURCE, manifest=MANIFEST, quarantine=frozenset({2, 0}))
+TRACE = Trace("global_step_3/replica_1/a.json", 99, "cc")
+ENVELOPE = Envelope(
+    run="run-1",
+    issued_at_ns=1_700_000_000_000_000_000,
+    ttl_ms=29_000,
+    body=Raw(encode(PROFILE)),
+    target=Target(replicas=frozenset({1, 0})),
+)
+DESIRED = Desired(
+    generation="paused",
+    pause_mode="keep",
+    asleep=frozenset({"weights", "kv_cache"}),
+    profile=SESSION,
+    committed=Committed(4, Checkpoint("run/step_4"), None),
+    sync=Syncing(5, SOURCE, MANIFEST, "wait", "load"),
+    quarantined=3,
+)
+STATUS = Status(ready=True, tokenizer="present", engine="tiny 1", generating=True, version=4, digest="dd", waiting=1)
+OBSERVATION = Observation(
+    engine="tiny 1",
+    instance="one",
+    tokenizer="present",
+    operations=frozenset({Operation.LOAD, Operation.FLUSH}),
+    generating=False,
+    asleep=frozenset({"kv_cache"}),
+    profiling=False,
+    version=4,
+    digest="dd",
+)
+REPORT = Report(
+    seq=7,
+    origin=2,
+    command=PROFILE,
+    outcomes=(
+        AgentOutcome(agent="1.0", conclusion=Acted(calls=("start_profile",)), row=10, latency_us=1500),
+        AgentOutcome(agent="1.1", conclusion=Missing("gone")),
+    ),
+)
+
+SAMPLES: tuple[Struct, ...] = (
+    Header(MAGIC, MAJOR, MINOR, 3, 2, 70_000),
+    ENVELOPE,
+    # commands
+    PROFILE,
+    SYNC,
+    EngineCommand(operation="sleep", tags=frozenset({"weights", "kv_cache"})),
+    EpochStart(previous_epoch=2, logic=1),
+    # agent to bus
+    Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
+    Join(),
+    STATUS,
+    Answered(outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), row=10),
+    Answered(outcome=Skipped(Reason.NOT_PRIMARY), row=6),
+    Answered(outcome=Failed(ErrorKind.ENGINE_ERROR, "what was seen"), row=10),
+    Needs(first=8, credit=64),
+    Recorded(journal="j", first=12, decisions=(Decision(Raw(encode(Tick(at_ms=1))), Raw(encode(()))),)),
+    Leaving(),
+    # bus to agent
+    Welcome(run="run-1", events_port=5556, heartbeat_ms=2000, lease_ms=60_000, recorded=11),
+    Snapshot(desired=DESIRED),
+    Replay(records=(Record(origin=2, seq=7, envelope=ENVELOPE),)),
+    Kept(journal="j", through=12),
+    Rejoin(why="say hello", final=True),
+    # operators
+    AskStatus(),
+    Submit(command=PROFILE, target=Target(), timeout_ms=30_000),
+    FleetStatus(
+        run="run-1",
+        epoch=2,
+        seq=7,
+        version=4,
+        log="run.db",
+        agents=(
+            AgentLine(
+                agent="1.0",
+                incarnation="i",
+                host="node-1",
+                life="live",
+                silent_ms=5,
+                seq=7,
+                status=STATUS,
+                waits_for=("a",),
+            ),
+        ),
+        open=("pause (seq 7) waits for 1.0",),
+    ),
+    REPORT,
+    Refused(why="not by hand"),
+    # what an agent's machine sees
+    Started(at_ms=1, identity=PLACE, incarnation="i"),
+    CommandReceived(at_ms=2, epoch=3, origin=2, seq=7, ttl_ms=900, command=PROFILE, target=Target()),
+    HeadSeen(at_ms=3, epoch=3, seq=9),
+    SnapshotReceived(at_ms=4, epoch=3, seq=9, desired=DESIRED),
+    EngineObserved(at_ms=5, observation=OBSERVATION),
+    EngineReturned(at_ms=6, call_id=1, result=Returned(digest="dd", traces=(TRACE,)), observation=OBSERVATION),
+    EngineReturned(at_ms=6, call_id=2, result=Fault("engine_error", "no")),
+    LeaseExpired(at_ms=7),
+    Tick(at_ms=8),
+    # what it decides
+    Perform(call_id=1, call=CheckSource(SOURCE, MANIFEST, 5)),
+    Perform(call_id=2, call=Pause("wait")),
+    Perform(call_id=3, call=Resume()),
+    Perform(call_id=4, call=Sleep(frozenset({"weights"}))),
+    Perform(call_id=5, call=Wake(frozenset({"kv_cache", "weights"}))),
+    Perform(call_id=6, call=Load(5, SOURCE, MANIFEST)),
+    Perform(call_id=7, call=Flush()),
+    Perform(call_id=8, call=Abort()),
+    Perform(call_id=9, call=StartProfile(SESSION, "global_step_3/replica_1")),
+    Perform(call_id=10, call=StopProfile(SESSION, "global_step_3/replica_1")),
+    Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), row=10),
+    Need(8),
+    AskSnapshot(),
+)
+
+
+def named() -> dict[str, Struct]:
+    """Each sample under the name of its kind, with a number where there are several."""
+    found: dict[str, Struct] = {}
+    for sample in SAMPLES:
+        name = type(sample).__name__
+        number = sum(other.partition(" ")[0] == name for other in found)
+        found[f"{name} {number + 1}" if number else name] = sample
+    return found
+
+
+def kinds(union: object) -> set[type]:
+    """The members of a union."""
+    return set(get_args(union))
+
+
+def main() -> None:
+    """Write the vectors: what a reader sees, and the bytes."""
+    vectors = {}
+    for name, sample in named().items():
+        encoded = encode(sample)
+        vectors[name] = {"value": msgspec.to_builtins(msgspec.msgpack.decode(encoded)), "hex": encoded.hex()}
+    FILE.write_text(json.dumps(vectors, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

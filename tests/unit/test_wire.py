@@ -1,0 +1,170 @@
+"""Older and newer readers cope with each other; strangers' bytes are refused with a reason; the schema is exported."""
+
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import pytest
+from msgspec import Raw, Struct
+
+from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand
+from schemas.errors import CommandFailed, WireError
+from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped
+from schemas.schema import document, schema
+from schemas.wire import (
+    MAGIC,
+    MAJOR,
+    MAX_BYTES,
+    AgentOutcome,
+    Header,
+    Join,
+    Report,
+    Status,
+    decode_command,
+    decode_downward,
+    decode_envelope,
+    decode_upward,
+    encode,
+    header,
+    open_frames,
+)
+from tests.golden.samples import ENVELOPE, SAMPLES, named
+
+DOCS = Path(__file__).parents[2] / "docs"
+JOIN = encode(Join())
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+class OldStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
+    """The heartbeat as an earlier version knew it."""
+
+    ready: bool
+    engine: str = "unknown"
+
+
+class NewStatus(Status, frozen=True, kw_only=True, tag="status", omit_defaults=True):
+    """The heartbeat as a later version may have it."""
+
+    temperature_celsius: int = 20
+
+
+def test_an_older_reader_takes_what_it_knows() -> None:
+    newer = encode(Status(ready=True, engine="tiny 1", version=4, asleep=("weights",)))
+    assert msgspec.msgpack.decode(newer, type=OldStatus) == OldStatus(ready=True, engine="tiny 1")
+
+
+def test_a_newer_reader_fills_in_what_it_is_not_told() -> None:
+    assert decode_upward(encode(OldStatus(ready=True, engine="tiny 1"))) == Status(ready=True, engine="tiny 1")
+
+
+def test_fields_that_are_not_known_yet_are_passed_over() -> None:
+    assert decode_upward(encode(NewStatus(ready=True, temperature_celsius=90))) == Status(ready=True)
+
+
+def test_a_minor_version_more_is_read_and_a_major_one_is_not() -> None:
+    minor = encode(Header(MAGIC, MAJOR, 7, 1, 0, 0))
+    assert open_frames([minor, JOIN])[0].minor == 7
+    with pytest.raises(WireError, match="protocol version 2, this side speaks 1"):
+        open_frames([encode(Header(MAGIC, 2, 0, 1, 0, 0)), JOIN])
+
+
+@pytest.mark.parametrize(
+    ("body", "tag"),
+    [
+        ({"type": "teleport", "where": "here"}, "teleport"),
+        ({"type": "profile", "action": "begin", "step": 1}, "profile"),
+        ({"type": "engine", "operation": "explode"}, "engine"),
+        ({"type": "weights", "phase": "commit", "version": 1}, "weights"),
+        ({"no": "tag"}, "unreadable"),
+        ([1, 2], "unreadable"),
+        ({"type": "x" * 500}, "x" * 64),
+    ],
+)
+def test_a_command_that_is_not_understood_does_not_stop_the_stream(body: object, tag: str) -> None:
+    assert decode_command(Raw(encode(body))) == UnknownCommand(tag)
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "says"),
+    [
+        ([], "2 frames, not 0"),
+        ([header(1)], "2 frames, not 1"),
+        ([header(1), JOIN, JOIN], "2 frames, not 3"),
+        ([header(1), b"x" * MAX_BYTES], f"at most {MAX_BYTES} bytes"),
+        ([b"\xff\xff", JOIN], "unreadable header"),
+        ([b"", JOIN], "unreadable header"),
+        ([encode(Header(1, MAJOR, 0, 1, 0, 0)), JOIN], "not a message of rolloutctl"),
+        ([encode(Header(MAGIC, MAJOR, 0, -1, 0, 0)), JOIN], "negative number"),
+        ([encode([MAGIC, MAJOR]), JOIN], "unreadable header"),
+    ],
+)
+def test_what_is_no_message_is_refused_with_a_reason(frames: list[bytes], says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        open_frames(frames)
+
+
+@pytest.mark.parametrize("decode", [decode_upward, decode_downward, decode_envelope])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa4nope", b"\x91" * 5000, b"\xa4\xff\xff\xff\xff", JOIN + b"\x00"]
+)
+def test_a_body_that_is_none_is_a_wire_error(decode: object, body: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(body)  # type: ignore[operator]
+
+
+def test_an_error_never_repeats_a_strangers_bytes() -> None:
+    with pytest.raises(WireError) as caught:
+        decode_upward(encode({"type": "status", "ready": "SECRET-TOKEN"}))
+    assert "SECRET" not in str(caught.value)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def report(*conclusions: Acted | Skipped | Failed | Missing) -> Report:
+    outcomes = tuple(AgentOutcome(agent=f"{number}.0", conclusion=one) for number, one in enumerate(conclusions))
+    return Report(seq=7, origin=1, command=EngineCommand(operation="pause"), outcomes=outcomes)
+
+
+def test_a_report_sorts_its_agents() -> None:
+    made = report(Acted(calls=()), Skipped(Reason.ALREADY), Failed(ErrorKind.UNKNOWN, "?"), Missing("gone"))
+    assert (made.acted, made.skipped, made.failed, made.missing) == (("0.0",), ("1.0",), ("2.0",), ("3.0",))
+
+
+def test_a_skip_is_no_failure_and_a_missing_agent_is_one() -> None:
+    report(Acted(calls=()), Skipped(Reason.NOT_PRIMARY)).raise_for_failures()
+    with pytest.raises(CommandFailed, match=r"0\.0 missing \(deadline\)"):
+        report(Missing("deadline")).raise_for_failures()
+    with pytest.raises(CommandFailed, match=r"0\.0 failed \(engine_error\): it burns"):
+        report(Failed(ErrorKind.ENGINE_ERROR, "it burns")).raise_for_failures()
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_in_the_docs_is_that_of_the_code() -> None:
+    assert (DOCS / "schema.json").read_text() == document()  # else: python -m schemas.schema > docs/schema.json
+
+
+@pytest.mark.parametrize("name", [name for name in named() if name != "Header"])
+def test_every_message_is_valid_under_it(name: str) -> None:
+    sample = named()[name]
+    value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(encode(sample))))
+    rules = schema()
+    jsonschema.validate(value, {"$ref": f"#/$defs/{type(sample).__name__}", "$defs": rules["$defs"]})
+
+
+def test_the_schema_refuses_what_is_no_message() -> None:
+    rules = schema()
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"type": "profile"}, {"$ref": "#/$defs/ProfileCommand", "$defs": rules["$defs"]})
+
+
+def test_samples_are_of_every_command() -> None:
+    assert {ProfileCommand, EngineCommand} <= {type(one) for one in SAMPLES}
+    assert decode_command(ENVELOPE.body) == named()["ProfileCommand"]
