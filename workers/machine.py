@@ -51,9 +51,21 @@ from schemas.events import (
 )
 from schemas.identity import Count, Identity, Positive
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
-from workers.rules.commands import required, rule
+from workers.rules.commands import lacking, rule
 from workers.rules.concede import NOTHING, Conceded, concede, remaining, renew
-from workers.rules.settle import EngineState, anew, believe, holds, interrupted, learn, name, settle
+from workers.rules.settle import (
+    STEERED,
+    EngineState,
+    anew,
+    believe,
+    holds,
+    holds_committed,
+    interrupted,
+    learn,
+    may_serve,
+    name,
+    settle,
+)
 
 LOGIC = 1
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
@@ -89,7 +101,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything an agent knows. Nothing that can be derived is stored.
 
-    epoch, seq: newest bus epoch seen; last command applied in order.   origin: epoch of the record at `seq`.
+    epoch, seq: newest bus epoch seen; last command applied in order.
     conceded: what failed, and is not tried again unasked.
     joined: a snapshot was applied in this incarnation.   astray: the lease ran out or histories diverged; only a
     snapshot helps.   queue: in order, not decided yet.   held: after a hole.   needs: first seq asked for, 0 if none.
@@ -142,8 +154,7 @@ def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
 
 
 def _unsupported(state: AgentState, event: CommandReceived) -> bool:
-    operation = required(event.command)
-    return operation is not None and operation not in state.engine.operations
+    return lacking(event.command, state.engine) is not None
 
 
 def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
@@ -151,9 +162,8 @@ def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
         message = f"this agent knows no command {event.command.tag!r}: it is older than its bus."
         return Failed(ErrorKind.UNSUPPORTED, message)
     has = ", ".join(sorted(state.engine.operations)) or "none"
-    return Failed(
-        ErrorKind.UNSUPPORTED, f"{state.engine.name} has no operation {required(event.command)}; it has: {has}."
-    )
+    lacks = lacking(event.command, state.engine)
+    return Failed(ErrorKind.UNSUPPORTED, f"{state.engine.name} has no operation {lacks}; it has: {has}.")
 
 
 GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when the command's turn comes
@@ -203,8 +213,10 @@ def settled(state: AgentState) -> bool:
         return False
     if state.identity.node_rank > 0:
         return True
-    left = remaining(state.desired, state.conceded)
-    return state.engine.tokenizer == "present" and not settle(left, state.engine, state.identity)
+    left, engine = remaining(state.desired, state.conceded), state.engine
+    if not engine.operations >= STEERED and not (may_serve(left, engine) and holds_committed(left, engine)):
+        return False  # it goes on with what nobody wants, and can't be stopped
+    return engine.tokenizer == "present" and not settle(left, engine, state.identity)
 
 
 # --- order: rows 1 to 3 -----------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from workers.rules.concede import remaining
 
 SETTINGS = CoordinatorSettings(heartbeat_ms=1000, gone_ms=4000, lease_ms=12_000, ring=12, nudge_ms=500)
 
+LACKING = ({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}, {Operation.PAUSE})
+
 AgentLaw = Callable[[AgentState, Event], tuple[AgentState, tuple[Effect, ...]]]
 BusLaw = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]]
 
@@ -118,9 +120,7 @@ class World:
             fails=rng.choice((0.0, 0.0, 0.05)), hangs=rng.choice((0.0, 0.0, 0.03)), slow_ms=rng.choice((5, 40, 400))
         )
         if rng.random() < 0.1:
-            temper.lacks = frozenset(
-                rng.choice(({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}))
-            )
+            temper.lacks = frozenset(rng.choice(LACKING))
 
         def kill(text: str) -> None:
             process = slot.process
@@ -265,7 +265,7 @@ class World:
             if engine is None or not engine.ready or self.promises.misled(process):
                 continue
             lost = desired.committed is None and engine.weights != LAUNCHED
-            lost = lost or (desired.committed is not None and Operation.LOAD in engine.temper.lacks)
+            lost = lost or (desired.committed is not None and engine.unable)
             kept = desired.asleep or desired.quarantined or process.state.inhibited or lost
             if not engine.generating and not kept:
                 self.promises.broken("P7 trainer first", f"{process.peer} stays paused without a trainer")
@@ -281,7 +281,7 @@ class World:
         self._converge("the last sync")
         for slot in self.slots:
             engine, process = slot.engine, slot.process
-            if engine is None or process is None or Operation.LOAD in engine.temper.lacks:
+            if engine is None or process is None or engine.unable:
                 continue
             colocated = slot.identity.mode is RolloutMode.COLOCATED
             if not engine.generating or (engine.version != version and not colocated):
@@ -316,7 +316,8 @@ class World:
             state = process.state
             if state.seq != bus.state.seq or not state.joined or state.astray:
                 return f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}"
-            if state.activity is not None or not (machine.settled(state) or state.inhibited):
+            stuck = state.inhibited or (slot.engine is not None and slot.engine.unable)
+            if state.activity is not None or not (machine.settled(state) or stuck):
                 return f"{process.peer} is not as desired"
         return None
 

@@ -97,6 +97,11 @@ class Engine:
     called: list[tuple[int, int, str]] = field(default_factory=list)
     torn: int = 0
 
+    @property
+    def unable(self) -> bool:
+        """Can it not follow a sync, whatever is done?"""
+        return bool(self.temper.lacks & {Operation.LOAD, Operation.PAUSE})
+
     def __post_init__(self) -> None:
         self.operations = frozenset(Operation) - self.temper.lacks
 

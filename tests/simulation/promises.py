@@ -231,7 +231,7 @@ class Promises:
             mine = replace(mine, asleep=frozenset())
         if Operation.PROFILE in engine.temper.lacks:
             wanted = None
-        stuck = Operation.LOAD in engine.temper.lacks and mine.committed is not None
+        stuck = engine.unable and mine.committed is not None
         if not engine.generating and mine.serving and not (lost or stuck):
             self.broken("P4 late joiner", f"{name} says it serves, and is paused")
         if engine.asleep != mine.asleep:

@@ -9,7 +9,7 @@ from schemas.desired import Desired, refuse_profile
 from schemas.events import Abort, Call, Flush
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
-from workers.rules.settle import EngineState, attainable, settle
+from workers.rules.settle import STEERED, EngineState, attainable, settle
 
 Verdict = tuple[Call, ...] | Skipped | Failed
 """Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
@@ -17,6 +17,8 @@ Verdict = tuple[Call, ...] | Skipped | Failed
 _ABORT, _FLUSH = Abort(), Flush()
 
 _NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, WeightSync: Operation.LOAD}
+_UNDER_PAUSE = frozenset({Operation.LOAD, Operation.SLEEP, Operation.WAKE}) | STEERED
+_ALL = frozenset(Operation)
 _NEEDED_FOR: dict[str, Operation] = {
     "pause": Operation.PAUSE,
     "resume": Operation.RESUME,
@@ -27,14 +29,20 @@ _NEEDED_FOR: dict[str, Operation] = {
 }
 
 
-def required(command: Command | UnknownCommand) -> Operation | Literal["unknown"] | None:
-    """The operation that an engine must have for the command; None when it needs none of its own.
+def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
+    """The operation that the engine would need for the command and does not have; None when it has all.
 
-    No engine has what an unknown command needs.
+    What changes weights or memory needs a pause before and a resume after it. No engine has what an unknown command
+    needs.
     """
-    if isinstance(command, EngineCommand):
-        return _NEEDED_FOR[command.operation]
-    return "unknown" if isinstance(command, UnknownCommand) else _NEEDED.get(type(command))
+    if isinstance(command, UnknownCommand):
+        return "unknown"
+    needed = _NEEDED_FOR[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
+    if needed is None or engine.operations >= _ALL:
+        return None
+    if needed not in engine.operations:
+        return needed
+    return min(STEERED - engine.operations, default=None) if needed in _UNDER_PAUSE else None
 
 
 def rule(

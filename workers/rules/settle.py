@@ -34,7 +34,9 @@ from schemas.events import (
 from schemas.identity import Count, Identity, Operation, RolloutMode, Tag
 from schemas.outcomes import ErrorKind, Failed
 
-_NEEDED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD})
+STEERED = frozenset({Operation.PAUSE, Operation.RESUME})
+"""What an engine must have to be brought anywhere: without it, weights and memory are left as they are."""
+_NEEDED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD}) | STEERED
 
 
 class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -112,6 +114,8 @@ def attainable(desired: Desired, engine: EngineState) -> Desired:
     """`desired` without what this engine has no operation for: it was answered `unsupported`, and is not asked for."""
     if engine.operations >= _NEEDED:
         return desired
+    if not engine.operations >= STEERED:
+        desired = Desired(profile=desired.profile)
     if not {Operation.SLEEP, Operation.WAKE} <= engine.operations:
         desired = replace(desired, asleep=frozenset())
     return desired if Operation.PROFILE in engine.operations else replace(desired, profile=None)
@@ -151,7 +155,8 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     serving = may_serve(desired, engine)
     if weights is not None and Operation.LOAD not in engine.operations:
         weights, serving = None, False  # it can't follow, and must not serve what nobody wants
-    pausing = engine.generating and (not serving or weights is not None or bool(releasing))
+    steered = engine.operations >= STEERED
+    pausing = steered and engine.generating and (not serving or weights is not None or bool(releasing))
     mode = sync.in_flight if sync is not None else desired.pause_mode
     if pausing:
         calls.append(Pause(mode))
@@ -165,7 +170,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
         calls.append(Flush())
     if releasing:
         calls.append(Sleep(releasing))
-    if serving and (pausing or not engine.generating):
+    if serving and steered and (pausing or not engine.generating):
         calls.append(Resume())
     if desired.profile is not None and (closing or engine.session is None):
         calls.append(StartProfile(desired.profile, trace_directory(desired.profile, identity)))
