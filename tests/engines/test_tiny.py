@@ -1,0 +1,444 @@
+"""The tiny engine, each operation checked by its effect on what it really generates, holds and records."""
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from schemas.checkpoints import build_manifest
+from schemas.commands import Checkpoint, ProfilePlan, Window
+from schemas.desired import Session
+from schemas.errors import CheckpointError, EngineError
+from schemas.events import (
+    Abort,
+    Call,
+    CheckSource,
+    Flush,
+    Load,
+    Pause,
+    Resume,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
+from schemas.identity import Identity, Operation, Tag
+from workers.engines.tiny import TinyEngine
+from workers.engines.tiny_model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny_profile import FORWARD
+from workers.engines.tiny_server import Completion, TinyClient
+
+pytestmark = pytest.mark.anyio
+
+PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
+SECOND = Identity(replica=0, node_rank=1, nnodes=2)
+LONG = 60
+"""Tokens of a completion that takes some hundred forwards' time."""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The engine has threads of its own: one loop is enough here."""
+    return "asyncio"
+
+
+class Bench:
+    """An engine, a client of it, and what goes on beside the test."""
+
+    def __init__(self, engine: TinyEngine, folder: Path, pool: ThreadPoolExecutor) -> None:
+        self.engine, self.folder, self._pool = engine, folder, pool
+
+    async def do(self, *calls: Call) -> Any:
+        returned = None
+        for call in calls:
+            returned = await self.engine.perform(call)
+        return returned
+
+    def begin(self, prompt: list[int], tokens: int, temperature: float = 0.0) -> Future[Completion]:
+        """Generate in another thread."""
+
+        def generate() -> Completion:
+            with TinyClient(f"ipc://{self.folder}/front", timeout_s=20) as client:
+                return client.generate([prompt], tokens, temperature=temperature, seed=1)[0]
+
+        return self._pool.submit(generate)
+
+    async def under_way(self, prompt: list[int]) -> Future[Completion]:
+        """A long request, of which some tokens are there."""
+        scheduler = self.engine._scheduler
+        assert scheduler is not None
+        before = scheduler.forwards
+        begun = self.begin(prompt, LONG)
+        while scheduler.forwards < before + 3:
+            await anyio.lowlevel.checkpoint()
+        return begun
+
+    def generate(self, prompt: list[int], tokens: int = 8, temperature: float = 0.0) -> Completion:
+        return self.begin(prompt, tokens, temperature).result(20)
+
+    def save(self, version: int, model: TinyModel | None = None) -> Load:
+        save(model or TinyModel(TinyConfig(), seed=version), self.folder / f"v{version}")
+        return Load(version, Checkpoint(f"v{version}"), build_manifest(self.folder / f"v{version}", content=True))
+
+
+@asynccontextmanager
+async def tiny(folder: Path, identity: Identity = PRIMARY) -> AsyncIterator[Bench]:
+    engine = TinyEngine(identity, checkpoints=folder, traces=folder / "traces", serve=f"ipc://{folder}/front", seed=7)
+    with ThreadPoolExecutor(4) as pool:
+        await engine.open()
+        try:
+            yield Bench(engine, folder, pool)
+        finally:
+            await engine.close()
+
+
+def running(begun: Future[Completion]) -> bool:
+    """Whether there is no answer yet, after time enough for one."""
+    try:
+        begun.result(0.3)
+    except NotYet:
+        return True
+    return False
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+async def test_it_starts_paused_and_says_what_it_is(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        seen = await bench.engine.observe()
+        assert (seen.tokenizer, seen.generating, seen.version) == ("present", False, 0)
+        assert seen.operations == frozenset(Operation)
+        assert seen.digest == digest(weights(TinyModel(TinyConfig(), seed=7)))
+        waiting = bench.begin([1], 4)
+        assert running(waiting)
+        await bench.do(Resume())
+        assert len(waiting.result(20).tokens) == 4
+
+
+async def test_each_launch_is_another_instance(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as first:
+        one = (await first.engine.observe()).instance
+    async with tiny(tmp_path) as second:
+        assert (await second.engine.observe()).instance != one
+
+
+async def test_a_higher_node_rank_has_no_tokenizer_and_nothing_to_call(tmp_path: Path) -> None:
+    async with tiny(tmp_path, SECOND) as bench:
+        seen = await bench.engine.observe()
+        assert (seen.tokenizer, seen.operations) == ("absent", frozenset())
+        with pytest.raises(EngineError, match="no engine to call"):
+            await bench.do(Resume())
+
+
+def test_importing_the_adapter_and_the_client_loads_no_torch() -> None:
+    code = "import sys, workers.engines.tiny, workers.engines.tiny_server; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_change_exactly_with_the_weights_and_come_back_with_them(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        first, second = bench.save(1), bench.save(2)
+        said: list[list[int]] = []
+        for load in (first, second, first):
+            returned = await bench.do(Pause("abort"), load, Flush(), Resume())
+            assert returned.digest is None
+            seen = await bench.engine.observe()
+            assert load.manifest is not None and seen.digest == load.manifest.content
+            assert seen.version == load.version
+            said.append(bench.generate([3, 4]).tokens)
+            assert bench.generate([3, 4]).tokens == said[-1]
+        assert said[0] == said[2] != said[1]
+
+
+async def test_it_samples_what_the_trainer_would(tmp_path: Path) -> None:
+    import torch
+
+    from workers.engines.tiny_model import log_probs
+
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        drawn = bench.generate([5], 12, temperature=1.0)
+        tokens = torch.tensor([[5, *drawn.tokens]])
+        expected = log_probs(TinyModel(TinyConfig(), seed=7), tokens)[0].tolist()
+        assert drawn.logprobs == pytest.approx(expected, abs=1e-4)
+        assert drawn.versions == [0] * 12
+
+
+def spoil(folder: Path, how: str) -> None:
+    """Version 2's checkpoint, made bad."""
+    file = folder / "v2" / "model.safetensors"
+    if how == "missing":
+        file.unlink()
+    elif how == "cut off":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif how == "noise":
+        file.write_bytes(b"\xff" * 500)
+    else:
+        file.unlink()
+        wrong = TinyConfig(hidden=32) if how == "another shape" else TinyConfig(layers=1)
+        save(TinyModel(wrong, seed=2), folder / "v2")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("missing", "no .*safetensors"),
+        ("cut off", "cut off|not fully covered"),
+        ("noise", "refused"),
+        ("another shape", "of another model"),
+        ("fewer tensors", "lacks blocks.1"),
+    ],
+)
+async def test_a_bad_checkpoint_never_touches_the_engine(tmp_path: Path, how: str, says: str) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(bench.save(1), Resume())
+        before, said = await bench.engine.observe(), bench.generate([1]).tokens
+        load = bench.save(2)
+        spoil(tmp_path, how)
+        for call in (CheckSource(load.source, load.manifest, 2), load):
+            await bench.do(Pause("abort"))
+            with pytest.raises(CheckpointError, match=says):
+                await bench.do(call)
+            await bench.do(Resume())
+            assert await bench.engine.observe() == before
+            assert bench.generate([1]).tokens == said
+
+
+async def test_files_that_changed_after_they_were_announced_are_not_loaded(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        load = bench.save(1)
+        (tmp_path / "v1" / "model.safetensors").unlink()
+        save(TinyModel(TinyConfig(), seed=9), tmp_path / "v1")
+        with pytest.raises(CheckpointError, match="content|digest|bytes"):
+            await bench.do(load)
+        assert (await bench.engine.observe()).version == 0
+
+
+@pytest.mark.parametrize("path", ["/etc", "../outside", "a/../../b", "~root", ""])
+async def test_paths_stay_below_the_root(tmp_path: Path, path: str) -> None:
+    async with tiny(tmp_path) as bench:
+        with pytest.raises(CheckpointError, match="path refused"):
+            await bench.do(CheckSource(Checkpoint(path), None, 1))
+
+
+async def test_weights_are_not_loaded_under_requests_that_run(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        load = bench.save(1)
+        await bench.do(Resume())
+        with pytest.raises(EngineError, match="load was refused: requests may run"):
+            await bench.do(load)
+
+
+# --- pausing ----------------------------------------------------------------------------------------------------------
+
+
+async def test_abort_ends_what_runs_with_what_it_has(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        begun = await bench.under_way([1])
+        await bench.do(Pause("abort"))
+        assert not (await bench.engine.observe()).generating
+        late = bench.begin([1], 4)
+        assert running(late)
+        await bench.do(Resume())
+        assert len(late.result(20).tokens) == 4
+        done = begun.result(20)
+        assert done.finish_reason == "abort" and 0 < len(done.tokens) < LONG
+
+
+async def test_wait_lets_them_finish(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        begun = await bench.under_way([1])
+        await bench.do(Pause("wait"))
+        assert not (await bench.engine.observe()).generating
+        assert len(begun.result(20).tokens) == LONG
+
+
+async def test_keep_freezes_them_through_a_load_and_goes_on(tmp_path: Path) -> None:
+    """What the partial rollouts of an async trainer need: tokens of two versions in one completion, and said so."""
+    async with tiny(tmp_path) as bench:
+        load = bench.save(1)
+        await bench.do(Resume())
+        begun = await bench.under_way([1])
+        await bench.do(Pause("keep"))
+        with pytest.raises(EngineError, match="flush was refused: 1 requests are frozen"):
+            await bench.do(Flush())
+        await bench.do(load, Resume())
+        done = begun.result(20)
+        assert len(done.tokens) == LONG and done.finish_reason == "length"
+        assert set(done.versions) == {0, 1} and sorted(done.versions) == done.versions
+
+
+async def test_abort_requests_leaves_it_running(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume(), Abort())
+        assert (await bench.engine.observe()).generating
+        assert len(bench.generate([1], 4).tokens) == 4
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tags", [{"weights"}, {"kv_cache"}, {"weights", "kv_cache"}], ids=lambda tags: "+".join(tags))
+async def test_sleep_frees_and_wake_restores(tmp_path: Path, tags: set[Tag]) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        before, said = await bench.engine.observe(), bench.generate([2]).tokens
+        scheduler = bench.engine._scheduler
+        assert scheduler is not None
+        size = sum(one.numel() for one in scheduler.model.parameters())
+        await bench.do(Pause("abort"), Sleep(frozenset(tags)))
+        asleep = await bench.engine.observe()
+        assert asleep.asleep == frozenset(tags) and not asleep.generating
+        if "weights" in tags:
+            assert sum(one.numel() for one in scheduler.model.parameters()) == 0 < size
+        with pytest.raises(EngineError, match="Wake it first"):
+            await bench.do(Resume())
+        await bench.do(Wake(frozenset(tags)), Resume())
+        assert await bench.engine.observe() == before
+        assert bench.generate([2]).tokens == said
+
+
+async def test_memory_is_not_freed_under_requests_or_twice(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        with pytest.raises(EngineError, match="sleep was refused: requests may run"):
+            await bench.do(Sleep(frozenset({"weights"})))
+        await bench.do(Pause("abort"), Sleep(frozenset({"weights"})))
+        with pytest.raises(EngineError, match="asleep already"):
+            await bench.do(Sleep(frozenset({"weights"})))
+        with pytest.raises(EngineError, match="is awake"):
+            await bench.do(Wake(frozenset({"kv_cache"})))
+
+
+async def test_prefixes_are_reused_until_they_are_flushed(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        prompt = [1, 2, 3, 4, 5, 6]
+        first, again = bench.generate(prompt), bench.generate(prompt)
+        assert (first.reused, again.reused) == (0, 5) and first.tokens == again.tokens
+        await bench.do(Flush())
+        assert bench.generate(prompt).reused == 0
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def session(step: int, **plan: object) -> tuple[StartProfile, StopProfile]:
+    made = Session(step, ProfilePlan(**plan))  # type: ignore[arg-type]
+    directory = f"global_step_{step}/replica_0"
+    return StartProfile(made, directory), StopProfile(made, directory)
+
+
+def forwards(trace: Path) -> int:
+    """How many forward passes a trace holds."""
+    return sum(one.get("name") == FORWARD for one in json.loads(trace.read_text())["traceEvents"])
+
+
+async def test_a_trace_holds_what_was_generated_in_its_session(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        start, stop = session(3)
+        await bench.do(Resume())
+        bench.generate([1], 5)
+        await bench.do(start)
+        assert (await bench.engine.observe()).profiling
+        bench.generate([1], 7)
+        returned = await bench.do(stop)
+        bench.generate([1], 5)
+        (trace,) = returned.traces
+        assert trace.path.startswith("global_step_3/replica_0/") and not returned.auto_stopped
+        file = tmp_path / "traces" / trace.path
+        assert file.stat().st_size == trace.nbytes and forwards(file) == 7
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "recorded", "auto_stopped"),
+    [
+        (Window(0, 1), 6, 1, True),
+        (Window(2, 5), 9, 3, True),
+        (Window(2, 50), 9, 7, False),
+    ],
+)
+async def test_a_window_is_what_the_trace_holds(
+    tmp_path: Path, window: Window, tokens: int, recorded: int, auto_stopped: bool
+) -> None:
+    async with tiny(tmp_path) as bench:
+        start, stop = session(1, window=window)
+        await bench.do(Resume(), start)
+        bench.generate([1], tokens)
+        returned = await bench.do(stop)
+        assert returned.auto_stopped is auto_stopped
+        assert [forwards(tmp_path / "traces" / trace.path) for trace in returned.traces] == [recorded]
+
+
+async def test_a_window_that_was_never_reached_leaves_no_session_and_no_trace(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        start, stop = session(1, window=Window(50, 60))
+        await bench.do(Resume(), start)
+        bench.generate([1], 3)
+        assert (await bench.do(stop)).traces == ()
+        again, end = session(2)
+        await bench.do(again)
+        bench.generate([1], 3)
+        assert len((await bench.do(end)).traces) == 1
+
+
+async def test_what_can_not_be_profiled_is_said(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        start, stop = session(1)
+        with pytest.raises(EngineError, match="no profile to stop"):
+            await bench.do(stop)
+        await bench.do(start)
+        with pytest.raises(EngineError, match="a second profile was refused"):
+            await bench.do(session(2)[0])
+        await bench.do(stop)
+        taken = tmp_path / "traces" / "global_step_4" / "replica_0"
+        taken.mkdir(parents=True)
+        (taken / "somebody's.json").write_text("{}")
+        with pytest.raises(EngineError, match="nothing is ever written over"):
+            await bench.do(session(4)[0])
+        with pytest.raises(EngineError, match="by stage"):
+            await bench.do(session(5, by_stage=True)[0])
+        assert not (await bench.engine.observe()).profiling
+
+
+# --- its front end ----------------------------------------------------------------------------------------------------
+
+
+async def test_requests_that_can_not_be_served_are_refused_with_a_reason(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        with TinyClient(f"ipc://{tmp_path}/front") as client:
+            for prompts, tokens, says in (
+                ([], 4, "at least one prompt"),
+                ([[]], 4, "needs at least one"),
+                ([[1]], 64, "have room for 64"),
+                ([[99]], 4, r"must be 0\.\.31"),
+            ):
+                with pytest.raises(EngineError, match=says):
+                    client.generate(prompts, tokens)
+            assert len(client.generate([[1], [2]], 4)) == 2
+
+
+async def test_many_prompts_at_once_are_each_as_if_alone(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        await bench.do(Resume())
+        prompts = [[number % 32] for number in range(100)]
+        with TinyClient(f"ipc://{tmp_path}/front") as client:
+            together = [one.tokens for one in client.generate(prompts, 6, temperature=0)]
+            alone = [client.generate([prompt], 6, temperature=0)[0].tokens for prompt in prompts[:5]]
+        assert together[:5] == alone
