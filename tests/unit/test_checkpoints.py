@@ -1,0 +1,152 @@
+"""Checkpoints are read without torch, and nothing that is wrong with one gets past."""
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from safetensors.torch import save_file
+
+from schemas.checkpoints import build_manifest, check, read_layout, resolve
+from schemas.errors import CheckpointError
+
+TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "ckpt"
+    made.mkdir()
+    save_file(TENSORS, made / "model.safetensors")
+    return made
+
+
+def test_the_layout_is_that_of_the_tensors(directory: Path) -> None:
+    assert {name: str(spec) for name, spec in read_layout(directory).items()} == {"a": "F32 [2, 3]", "b": "BF16 [4]"}
+
+
+def test_a_manifest_is_what_the_directory_holds(directory: Path) -> None:
+    manifest = build_manifest(directory, content=True)
+    assert (manifest.tensors, manifest.nbytes) == (2, 32)
+    check(directory, manifest)
+    assert build_manifest(directory, content=False) == replace(manifest, content=None)
+
+
+def test_the_digests_do_not_depend_on_how_tensors_are_spread_over_files(directory: Path, tmp_path: Path) -> None:
+    spread = tmp_path / "spread"
+    spread.mkdir()
+    for name, tensor in TENSORS.items():
+        save_file({name: tensor}, spread / f"model-{name}.safetensors")
+    assert build_manifest(spread, content=True) == build_manifest(directory, content=True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"a": TENSORS["a"]}, "holds 1 tensors"),
+        ({"a": TENSORS["a"], "b": torch.ones(5, dtype=torch.bfloat16)}, "bytes of tensors"),
+        ({"a": TENSORS["a"], "c": TENSORS["b"]}, "names, dtypes or shapes|layout"),
+        ({"a": TENSORS["a"].reshape(3, 2), "b": TENSORS["b"]}, "names, dtypes or shapes|layout"),
+        ({"a": TENSORS["a"], "b": torch.ones(4, dtype=torch.float16)}, "names, dtypes or shapes|layout"),
+        ({"a": TENSORS["a"] + 1, "b": TENSORS["b"]}, "content|digest|bytes"),
+    ],
+    ids=["a tensor less", "more bytes", "another name", "another shape", "another dtype", "other values"],
+)
+def test_what_is_not_the_manifests_is_refused(
+    directory: Path, tmp_path: Path, tensors: dict[str, torch.Tensor], says: str
+) -> None:
+    manifest = build_manifest(directory, content=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        check(other, manifest)
+
+
+def header(length: int, text: bytes) -> bytes:
+    return struct.pack("<Q", length) + text
+
+
+BROKEN = {
+    "empty": b"",
+    "half a header's length": b"\x01\x02",
+    "a header beyond the file": header(10**6, b"{}"),
+    "a header beyond belief": header(2**62, b"{}"),
+    "no json": header(4, b"nope"),
+    "no object": header(4, b"[12]"),
+    "offsets beyond the file": header(
+        58, json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()[:58].ljust(58)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_file_that_is_none_is_refused_by_name(directory: Path, what: str) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(BROKEN[what])
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        read_layout(directory)
+
+
+@pytest.mark.parametrize("cut", [1, 10, 31])
+def test_a_file_that_is_cut_off_is_refused(directory: Path, cut: int) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-cut])
+    with pytest.raises(CheckpointError, match="cut off"):
+        read_layout(directory)
+
+
+def test_a_tensor_in_two_files_is_refused(directory: Path) -> None:
+    save_file({"a": TENSORS["a"]}, directory / "more.safetensors")
+    with pytest.raises(CheckpointError, match="a"):
+        read_layout(directory)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_formats_that_run_code_are_never_read(tmp_path: Path, name: str) -> None:
+    torch.save(TENSORS, tmp_path / name)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        read_layout(tmp_path)
+
+
+def test_a_directory_that_is_none_is_refused(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        read_layout(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        read_layout(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("path", ["", " ", "/etc", "~/x", "..", "a/../b", "a\0b", "x" * 600, "\ud800"])
+def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(CheckpointError, match="path refused"):
+        resolve(tmp_path, path)
+
+
+def test_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path)
+    (root / "loop").symlink_to(root / "loop")
+    with pytest.raises(CheckpointError, match="through a symbolic link"):
+        resolve(root, "link/x")
+    with pytest.raises(CheckpointError, match="path refused"):
+        resolve(root, "loop/x")
+    assert resolve(root, "a/b") == root / "a" / "b"
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_no_bytes_raise_anything_else(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    body = bytearray((folder / "model.safetensors").read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    (folder / "model.safetensors").write_bytes(body)
+    with contextlib.suppress(CheckpointError):
+        read_layout(folder)
