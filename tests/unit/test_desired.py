@@ -1,0 +1,223 @@
+"""What is wanted of a replica, as the fold of the run's commands; the same on both sides of the wire."""
+
+import pytest
+from msgspec.structs import replace
+
+from schemas.commands import (
+    Checkpoint,
+    Command,
+    EngineCommand,
+    EpochStart,
+    ProfileCommand,
+    ProfilePlan,
+    UnknownCommand,
+)
+from schemas.desired import ALL_TAGS, Committed, Desired, Session, Syncing, intend, orphaned, refuse_profile
+from schemas.identity import Identity, RolloutMode
+from schemas.outcomes import Reason
+from tests.unit.machines import PRIMARY, SECOND, START, STOP, manifest, sync
+
+JUDGE = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
+PAUSE, RESUME, SLEEP, WAKE, FLUSH, ABORT = (
+    EngineCommand(operation=one) for one in ("pause", "resume", "sleep", "wake", "flush", "abort")
+)
+BEGIN = EpochStart(previous_epoch=1, logic=1)
+V1, V2 = (Committed(one, Checkpoint(f"v{one}"), manifest(one)) for one in (1, 2))
+PREPARED, LOADING = (
+    Syncing(2, Checkpoint("v2"), manifest(2), "abort", "prepare"),
+    Syncing(2, Checkpoint("v2"), manifest(2), "abort", "load"),
+)
+OUT = frozenset({0})
+
+
+def after(*commands: Command | UnknownCommand, start: Desired | None = None, identity: Identity = PRIMARY) -> Desired:
+    """What is wanted after these commands, all of which name the replica."""
+    desired = start or Desired()
+    for one in commands:
+        desired = intend(desired, one, True, identity)
+    return desired
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("commands", "wanted"),
+    [
+        ((PAUSE,), Desired(generation="paused")),
+        ((EngineCommand(operation="pause", mode="keep"),), Desired(generation="paused", pause_mode="keep")),
+        ((PAUSE, RESUME), Desired()),
+        ((SLEEP,), Desired(asleep=ALL_TAGS)),
+        ((EngineCommand(operation="sleep", tags=frozenset({"weights"})),), Desired(asleep=frozenset({"weights"}))),
+        (
+            (SLEEP, EngineCommand(operation="wake", tags=frozenset({"kv_cache"}))),
+            Desired(asleep=frozenset({"weights"})),
+        ),
+        ((SLEEP, WAKE), Desired()),
+        ((PAUSE, SLEEP, WAKE), Desired(generation="paused")),
+        ((FLUSH, ABORT), Desired()),
+        ((UnknownCommand("teleport"),), Desired()),
+    ],
+)
+def test_engine_commands_add_up(commands: tuple[Command, ...], wanted: Desired) -> None:
+    assert after(*commands) == wanted
+
+
+@pytest.mark.parametrize("body", [PAUSE, RESUME, SLEEP, WAKE])
+def test_in_the_middle_of_a_sync_the_engine_is_not_to_be_commanded(body: EngineCommand) -> None:
+    start = Desired(committed=V1, sync=PREPARED)
+    assert after(body, start=start) is start
+
+
+@pytest.mark.parametrize("body", [PAUSE, START, STOP, sync("prepare"), sync("load"), sync("commit"), sync("abort")])
+def test_a_command_for_others_changes_nothing(body: Command) -> None:
+    start = Desired(profile=Session(3, ProfilePlan()))
+    assert intend(start, body, False, PRIMARY) is start
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_is_wanted_from_its_start_to_its_stop() -> None:
+    assert after(START) == Desired(profile=Session(3, ProfilePlan()))
+    assert after(START, STOP) == Desired()
+
+
+def test_a_start_of_another_step_takes_the_place_of_the_first() -> None:
+    wanted = after(START, ProfileCommand(action="start", step=4))
+    assert wanted.profile is not None and wanted.profile.step == 4
+
+
+def test_a_second_start_of_the_same_step_does_not_change_its_plan() -> None:
+    again = ProfileCommand(action="start", step=3, plan=ProfilePlan(with_stack=True))
+    assert after(START, again) == after(START)
+
+
+def test_a_session_that_does_not_concern_the_replica_is_not_wanted() -> None:
+    assert after(ProfileCommand(action="start", step=3, plan=ProfilePlan(steps=frozenset({4})))) == Desired()
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (ProfilePlan(), None),
+        (ProfilePlan(steps=frozenset({3}), ranks=frozenset({1})), None),
+        (ProfilePlan(enabled=False, tool="nsys"), Reason.DISABLED),
+        (ProfilePlan(steps=frozenset(), tool="nsys"), Reason.STEP_NOT_SELECTED),
+        (ProfilePlan(ranks=frozenset(), tool="nsys"), Reason.RANK_NOT_SELECTED),
+        (ProfilePlan(tool="nsys"), Reason.TOOL_UNSUPPORTED),
+    ],
+)
+def test_the_first_reason_against_a_session_is_the_one_that_is_said(plan: ProfilePlan, reason: Reason | None) -> None:
+    assert refuse_profile(plan, 3, PRIMARY) is reason
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sync_is_wanted_phase_by_phase() -> None:
+    start = Desired(committed=V1)
+    assert after(sync("prepare", 2), start=start) == replace(start, sync=PREPARED)
+    assert after(sync("prepare", 2), sync("load", 2), start=start) == replace(start, sync=LOADING)
+    assert after(sync("prepare", 2), sync("load", 2), sync("commit", 2), start=start) == Desired(committed=V2)
+
+
+@pytest.mark.parametrize("phases", [("prepare", "abort"), ("prepare", "load", "abort")])
+def test_an_abort_leaves_what_was_committed(phases: tuple[str, ...]) -> None:
+    start = Desired(committed=V1)
+    assert after(*(sync(one, 2) for one in phases), start=start) == start
+
+
+def test_a_commit_is_followed_also_by_who_missed_the_prepare() -> None:
+    assert after(sync("commit", 2)) == Desired(committed=V2)
+
+
+def test_a_load_of_what_was_not_prepared_is_not_followed() -> None:
+    assert after(sync("load", 2)) == Desired()
+    assert after(sync("prepare", 2), sync("load", 3)) == Desired(sync=PREPARED)
+
+
+@pytest.mark.parametrize("phase", ["prepare", "load", "commit", "abort"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_that_is_not_newer_changes_nothing(phase: str, version: int) -> None:
+    start = Desired(committed=V2)
+    assert after(sync(phase, version), start=start) is start
+
+
+def test_a_replica_that_never_syncs_wants_no_weights() -> None:
+    assert after(sync("prepare"), sync("load"), sync("commit"), identity=JUDGE) == Desired()
+
+
+def test_who_is_left_out_of_a_load_takes_part_no_more_and_of_a_commit_knows_what_it_missed() -> None:
+    dropped = after(sync("prepare", 2), sync("load", 2, OUT), start=Desired(committed=V1))
+    assert dropped == Desired(committed=V1, quarantined=2)
+    assert after(sync("commit", 2, OUT), start=dropped) == Desired(committed=V2, quarantined=2)
+
+
+def test_the_quarantine_of_others_is_not_ours() -> None:
+    assert after(sync("prepare", 2), sync("load", 2, frozenset({5}))) == Desired(sync=LOADING)
+
+
+def test_an_abort_lifts_the_quarantine_of_its_own_sync_only() -> None:
+    assert after(sync("abort", 2), start=Desired(committed=V1, quarantined=2)) == Desired(committed=V1)
+    older = Desired(committed=V1, quarantined=1)
+    assert after(sync("abort", 2), start=older) == older
+
+
+def test_an_older_quarantine_outlives_a_later_load_and_ends_with_the_commit_that_takes_the_replica_in() -> None:
+    older = Desired(committed=V1, quarantined=1)
+    assert after(sync("prepare", 2), sync("load", 2, OUT), start=older) == older
+    assert after(sync("prepare", 2), sync("load", 2), sync("commit", 2), start=older) == Desired(committed=V2)
+
+
+# --- a trainer that is gone -------------------------------------------------------------------------------------------
+
+HALF_DONE = Desired(
+    generation="paused",
+    asleep=frozenset({"weights"}),
+    profile=Session(3, ProfilePlan()),
+    committed=V1,
+    sync=PREPARED,
+    quarantined=1,
+)
+
+
+def test_without_a_trainer_the_replica_goes_on_and_keeps_weights_memory_and_quarantine() -> None:
+    assert orphaned(HALF_DONE) == Desired(asleep=frozenset({"weights"}), committed=V1, quarantined=1)
+
+
+@pytest.mark.parametrize("targeted", [True, False])
+def test_an_epoch_s_start_ends_what_is_half_done_for_every_replica(targeted: bool) -> None:
+    assert intend(HALF_DONE, BEGIN, targeted, PRIMARY) == orphaned(HALF_DONE)
+
+
+def test_nothing_to_end_is_the_same_object() -> None:
+    start = Desired(committed=V1, asleep=ALL_TAGS)
+    assert orphaned(start) is start
+
+
+# --- both sides -------------------------------------------------------------------------------------------------------
+
+
+def test_all_nodes_of_a_replica_fold_alike() -> None:
+    history = (BEGIN, PAUSE, START, sync("prepare"), sync("load"), sync("commit"), RESUME, STOP)
+    assert after(*history) == after(*history, identity=SECOND)
+
+
+@pytest.mark.parametrize(
+    ("desired", "serving"),
+    [
+        (Desired(), True),
+        (Desired(committed=V1, profile=Session(3, ProfilePlan())), True),
+        (Desired(generation="paused"), False),
+        (Desired(asleep=frozenset({"kv_cache"})), False),
+        (Desired(sync=PREPARED), False),
+        (Desired(committed=V1, quarantined=1), False),
+    ],
+)
+def test_when_a_replica_may_serve(desired: Desired, serving: bool) -> None:
+    assert desired.serving is serving
+
+
+def test_the_version_is_that_of_the_newest_commit() -> None:
+    assert (Desired().version, Desired(committed=V2, sync=LOADING).version) == (0, 2)
