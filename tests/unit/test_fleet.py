@@ -1,0 +1,318 @@
+"""Who is in the fleet: hello, join, silence, two agents for one place, and records that somebody lacks."""
+
+import pytest
+from msgspec.structs import replace
+
+from controlplane.fleet import PAGE
+from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.desired import ALL_TAGS, Committed, Desired, Session
+from schemas.identity import RolloutMode
+from schemas.wire import Rejoin, Replay, Snapshot, Status, Welcome, decode_command
+from tests.unit.fleets import DONE, NO, SECOND_US, SETTINGS, Coordinator, lines
+from tests.unit.machines import START, STOP
+
+PAUSE, RESUME, FLUSH, SLEEP = (EngineCommand(operation=one) for one in ("pause", "resume", "flush", "sleep"))
+STRANGER = Rejoin(why="the bus does not know you: say hello")
+
+
+def lives(bus: Coordinator) -> dict[str, str]:
+    return {name: member.life for name, member in bus.state.members.items()}
+
+
+def snapshot(bus: Coordinator) -> Desired:
+    """What the last event told somebody to be."""
+    ((_, message),) = bus.sent
+    assert isinstance(message, Snapshot)
+    return message.desired
+
+
+def replayed(bus: Coordinator) -> list[int]:
+    """The records that the last event sent."""
+    ((_, message),) = bus.sent
+    assert isinstance(message, Replay)
+    return [one.seq for one in message.records]
+
+
+# --- hello and join ---------------------------------------------------------------------------------------------------
+
+
+def test_a_hello_is_welcomed_with_all_that_an_agent_needs_to_know() -> None:
+    bus = Coordinator()
+    bus.hello("0.1", recorded=17)
+    welcome = Welcome(run="run", events_port=7000, heartbeat_ms=1000, lease_ms=60_000, recorded=17)
+    assert bus.sent == [("0.1/a", welcome)] and lives(bus) == {"0.1": "joining"}
+
+
+def test_nobody_owes_an_answer_before_the_join() -> None:
+    bus = Coordinator()
+    bus.hello("0.0")
+    bus.issue(PAUSE)
+    assert [lines(one) for one in bus.reports] == [{}]
+    bus.join("0.0")
+    assert lives(bus) == {"0.0": "live"}
+    bus.issue(RESUME)
+    assert bus.reports == []
+
+
+@pytest.mark.parametrize("event", ["join", "status", "need", "answer", "lost"])
+def test_a_stranger_is_told_to_say_hello_and_changes_nothing(event: str) -> None:
+    bus = Coordinator("0.0")
+    before = bus.state
+    match event:
+        case "join":
+            bus.join("9.0")
+        case "status":
+            bus.say("9.0", Status(ready=True))
+        case "need":
+            bus.need("9.0", 1)
+        case "answer":
+            bus.answer(a9_0=DONE)
+        case _:
+            bus.lose("9.0")
+    assert bus.state == before
+    assert bus.sent == ([] if event == "lost" else [("9.0/a", STRANGER)])
+
+
+def test_another_incarnation_of_a_member_is_a_stranger_until_its_hello() -> None:
+    bus = Coordinator("0.0")
+    bus.join("0.0", "b")
+    assert bus.sent == [("0.0/b", STRANGER)]
+
+
+# --- late joiners -----------------------------------------------------------------------------------------------------
+
+
+def test_a_late_joiner_is_told_what_is_desired_as_of_the_head() -> None:
+    bus = Coordinator("0.0")
+    for body in (SLEEP, FLUSH, PAUSE):
+        bus.issue(body)
+    bus.hello("1.0")
+    bus.join("1.0")
+    assert snapshot(bus) == Desired(generation="paused", asleep=ALL_TAGS)
+    assert bus.effects[0].seq == bus.state.seq == 4  # type: ignore[union-attr]
+
+
+def test_a_late_joiner_is_not_asked_for_what_was_meant_for_others() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE, target=Target(replicas=frozenset({0})))
+    bus.hello("1.0")
+    bus.join("1.0")
+    assert snapshot(bus) == Desired()
+    assert bus.state.desired[0] == Desired(generation="paused")
+
+
+def test_a_late_joiner_follows_what_was_committed_unless_it_never_syncs() -> None:
+    bus = Coordinator("0.0")
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE)
+    for agent, mode in (("1.0", RolloutMode.STANDALONE), ("2.0", RolloutMode.COLOCATED)):
+        bus.hello(agent, mode=mode)
+        bus.join(agent)
+        colocated = mode is RolloutMode.COLOCATED
+        assert snapshot(bus).committed == (None if colocated else Committed(1, Checkpoint("v1"), None))
+
+
+def test_a_session_that_failed_to_open_is_not_tried_again_by_who_comes_later() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(START)
+    bus.answer(a0_0=NO)
+    bus.hello("0.1")
+    bus.join("0.1")
+    assert snapshot(bus).profile is None
+
+
+def test_a_session_that_is_open_is_desired_of_who_comes_later_until_it_is_stopped() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(START)
+    bus.answer(a0_0=DONE)
+    bus.hello("1.0")
+    bus.join("1.0")
+    assert snapshot(bus).profile == Session(3, ProfilePlan())
+    bus.issue(STOP)
+    bus.join("1.0")
+    assert snapshot(bus).profile is None
+
+
+def test_a_failed_stop_leaves_the_session_to_nobody() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(ProfileCommand(action="stop", step=3))
+    bus.answer(a0_0=NO)
+    assert bus.state.desired[0] == Desired()
+
+
+# --- silence, restarts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("why", "life"), [("silent", "gone"), ("left", "left")])
+def test_what_a_lost_agent_owes_is_missing(why: str, life: str) -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.issue(PAUSE, at_us=100)
+    bus.answer(a0_0=DONE)
+    bus.lose("1.0", why, at_us=350)
+    (report,) = bus.reports
+    assert lines(report) == {"0.0": DONE, "1.0": "gone"} and report.outcomes[1].latency_us == 250
+    assert lives(bus) == {"0.0": "live", "1.0": life}
+
+
+def test_a_lost_agent_owes_nothing_any_more_and_is_a_stranger() -> None:
+    bus = Coordinator("0.0")
+    bus.lose("0.0")
+    bus.issue(PAUSE)
+    assert [lines(one) for one in bus.reports] == [{}]
+    bus.answer(a0_0=DONE)
+    assert bus.sent == [("0.0/a", STRANGER)]
+
+
+def test_a_second_loss_of_the_same_agent_says_nothing() -> None:
+    bus = Coordinator("0.0")
+    bus.lose("0.0")
+    before = bus.state
+    bus.lose("0.0")
+    assert bus.state is before and bus.effects == ()
+
+
+def test_a_lost_agent_comes_back_as_another_incarnation_and_hears_what_it_missed_as_a_snapshot() -> None:
+    bus = Coordinator("0.0")
+    bus.lose("0.0")
+    bus.issue(PAUSE)
+    bus.hello("0.0", "b")
+    bus.join("0.0", "b")
+    assert snapshot(bus) == Desired(generation="paused")
+    assert lives(bus) == {"0.0": "live"} and bus.state.members["0.0"].hello.incarnation == "b"
+
+
+def test_a_living_process_that_connects_again_still_owes_its_answer() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE)
+    bus.hello("0.0")
+    assert bus.reports == [] and lives(bus) == {"0.0": "joining"}
+    bus.answer(a0_0=DONE)
+    assert [lines(one) for one in bus.reports] == [{"0.0": DONE}]
+
+
+def test_a_status_is_kept_for_people() -> None:
+    bus = Coordinator("0.0")
+    bus.say("0.0", Status(ready=True, version=4), seq=1)
+    member = bus.state.members["0.0"]
+    assert (member.seq, member.status) == (1, Status(ready=True, version=4))
+
+
+# --- two agents for one place -----------------------------------------------------------------------------------------
+
+
+def test_a_second_agent_in_one_place_waits_while_the_holder_is_probed() -> None:
+    bus = Coordinator("0.0")
+    bus.hello("0.0", "b", at_us=5)
+    assert bus.probed == ["0.0/a"]
+    ((peer, message),) = bus.sent
+    assert peer == "0.0/b" and isinstance(message, Rejoin) and not message.final
+    assert message.why.startswith("agent 0.0 is held by incarnation a on node-1, pid 42.")
+    assert bus.state.members["0.0"].hello.incarnation == "a"
+
+
+def test_a_holder_that_had_time_to_fall_silent_and_did_not_keeps_its_place() -> None:
+    bus = Coordinator("0.0")
+    over_us = (SETTINGS.gone_ms + SETTINGS.heartbeat_ms) * 1000
+    finals = []
+    for at_us in (5, 5 + over_us, 6 + over_us):
+        bus.hello("0.0", "b", at_us=at_us)
+        ((_, message),) = bus.sent
+        assert isinstance(message, Rejoin)
+        finals.append(message.final)
+    assert finals == [False, False, True]
+
+
+def test_a_holder_that_is_dead_makes_way() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE)
+    bus.hello("0.0", "b")
+    bus.lose("0.0")
+    assert [lines(one) for one in bus.reports] == [{"0.0": "gone"}]
+    bus.hello("0.0", "b")
+    assert isinstance(bus.sent[0][1], Welcome) and bus.state.contested == {}
+
+
+def test_a_place_that_was_left_is_free_at_once() -> None:
+    bus = Coordinator("0.0")
+    bus.lose("0.0", "left")
+    bus.hello("0.0", "b")
+    assert isinstance(bus.sent[0][1], Welcome) and bus.probed == []
+
+
+def test_a_holder_that_comes_back_is_not_a_rival_of_itself() -> None:
+    bus = Coordinator("0.0")
+    bus.hello("0.0", "b")
+    bus.hello("0.0", "a")
+    assert isinstance(bus.sent[0][1], Welcome) and bus.state.contested == {}
+
+
+# --- what somebody lacks ----------------------------------------------------------------------------------------------
+
+
+def talked(commands: int) -> Coordinator:
+    """A bus with one agent and records 1 (the epoch's start) to `commands` + 1."""
+    bus = Coordinator("0.0")
+    for _ in range(commands):
+        bus.issue(FLUSH, timeout_ms=20_000)
+    return bus
+
+
+@pytest.mark.parametrize(
+    ("first", "credit", "seqs"),
+    [(1, 64, [1, 2, 3, 4]), (3, 64, [3, 4]), (2, 2, [2, 3]), (4, 1, [4])],
+)
+def test_a_page_holds_what_is_missing_in_order_and_no_more_than_was_asked_for(
+    first: int, credit: int, seqs: list[int]
+) -> None:
+    bus = talked(3)
+    bus.need("0.0", first, credit)
+    assert replayed(bus) == seqs
+
+
+def test_who_lacks_nothing_is_sent_nothing() -> None:
+    bus = talked(3)
+    bus.need("0.0", 5)
+    assert bus.effects == ()
+
+
+def test_what_is_older_than_the_ring_is_told_as_a_snapshot() -> None:
+    bus = talked(10)
+    oldest = bus.state.ring[0][0].seq
+    assert oldest == 11 - SETTINGS.ring + 1
+    bus.need("0.0", oldest)
+    assert replayed(bus) == list(range(oldest, 12))
+    bus.need("0.0", oldest - 1)
+    assert snapshot(bus) == Desired()
+
+
+def test_a_record_in_a_page_has_the_time_that_is_left_of_it() -> None:
+    bus = talked(1)
+    left = []
+    for at_us in (0, 4 * SECOND_US, 19 * SECOND_US, 90 * SECOND_US):
+        bus.need("0.0", 2, at_us=at_us)
+        message = bus.sent[0][1]
+        assert isinstance(message, Replay)
+        left.append(message.records[0].envelope.ttl_ms)
+    assert left == [19_000, 15_000, 0, 0]
+
+
+def test_a_page_has_an_end_in_records_and_in_bytes() -> None:
+    bus = Coordinator("0.0", settings=replace(SETTINGS, ring=200))
+    for _ in range(100):
+        bus.issue(FLUSH)
+    bus.need("0.0", 1, credit=1000)
+    assert replayed(bus) == list(range(1, PAGE + 1))
+    for _ in range(10):
+        bus.issue(ProfileCommand(action="start", step=1, plan=ProfilePlan(ranks=frozenset(range(65_536, 73_536)))))
+    bus.need("0.0", 102)
+    assert replayed(bus) == [102, 103, 104, 105]
+
+
+def test_a_replayed_record_is_the_command_that_was_published() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(START)
+    bus.need("0.0", 2)
+    message = bus.sent[0][1]
+    assert isinstance(message, Replay)
+    assert decode_command(message.records[0].envelope.body) == START and message.records[0].origin == 1
