@@ -1,0 +1,176 @@
+"""Our controller on the stage: the real machines in the simulated cluster, with no weather, scripted to the ms."""
+
+from msgspec.structs import replace
+
+from controlplane.coordinator import fleet_status
+from controlplane.entries import coordinator_effects_decoder
+from controlplane.events import Conclude, SyncReport, SyncRequested
+from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, Target
+from schemas.identity import Identity
+from schemas.outcomes import Acted, Failed, Missing, Skipped
+from tests.scenarios.stage import Scenario, StageEngine, Step, torn, version_of
+from tests.simulation.agent import Slot
+from tests.simulation.bus import Bus
+from tests.simulation.cluster import Weather, World
+from tests.simulation.engine import Temper
+
+TIMEOUT_MS = 2000
+
+
+class Stage(World):
+    """One scenario. The promises of the simulation are checked after every step; `expect` lines on top of them."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        super().__init__(seed=1)
+        self.weather = Weather()
+
+    def _fleet(self) -> list[Slot]:
+        slots = []
+        for replica in range(self._scenario.replicas):
+            for node_rank in range(self._scenario.nodes):
+                identity = Identity(replica=replica, node_rank=node_rank, nnodes=self._scenario.nodes)
+                slot = Slot(self, identity, None, embedded=False)
+                slot.engine = self._stage_engine(slot) if node_rank == 0 else None
+                slots.append(slot)
+        return slots
+
+    def _stage_engine(self, slot: Slot) -> StageEngine:
+        def kill(text: str) -> None:
+            self.promises.broken("P5 one effect", f"{slot.name}: {text}")
+
+        engine = StageEngine(self.rng, Temper(), kill, lambda: self.promises.resumed(slot))
+        engine.cues = {}
+        return engine
+
+    def play(self) -> None:
+        """Live through it. Raises Broken, and AssertionError for an expectation that is not met."""
+        late = {int(one.words[1]) for one in self._scenario.steps if one.text.endswith(" starts")}
+        for slot in self.slots:
+            if slot.identity.replica not in late:
+                self.at(0, slot.start)
+        self.open_bus()
+        for step in self._scenario.steps:
+            self.run(step.at_ms)
+            self._step(step)
+            assert not torn(self.engines), f"{self.now} ms: {[one.weights for one in self.engines]} serve together"
+        self.run(self.now + 100)
+
+    @property
+    def engines(self) -> list[StageEngine]:
+        return [slot.engine for slot in self.slots if isinstance(slot.engine, StageEngine)]
+
+    def _step(self, step: Step) -> None:
+        match step.words:
+            case ["engine", replica, "is", "relaunched"]:
+                self.slot(f"{replica}.0").relaunch()
+            case ["engine", replica, how, *word]:
+                self.engines[int(replica)].cue(how, word[0] if word else None)
+            case ["replica", replica, "starts"]:
+                for slot in self.slots:
+                    if slot.identity.replica == int(replica):
+                        slot.start()
+            case ["network", *how]:
+                self.weather = Weather(repeats=1.0, late_ms=50) if how == ["repeats"] else Weather()
+            case ["agent", name, "dies"]:
+                process = self.slot(name).process
+                assert process is not None
+                process.die()
+            case ["trainer", "dies"]:
+                assert self.bus is not None
+                self.bus.die()
+                self.bus = None
+            case ["trainer", "returns"]:
+                self.open_bus()
+            case ["trainer", *what]:
+                self._ask(what)
+            case ["expect", *what]:
+                self._expect(what)
+            case _:
+                raise AssertionError(step)
+
+    def _ask(self, what: list[str]) -> None:
+        bus = self.bus
+        if bus is None or not bus.alive:
+            return
+        match what:
+            case ["syncs", version]:
+                self._sync(bus, int(version))
+            case ["starts", "profile", number]:
+                self.trainer.issue(bus, ProfileCommand(action="start", step=int(number)), Target(), TIMEOUT_MS)
+            case ["stops", "profile", number]:
+                self.trainer.issue(bus, ProfileCommand(action="stop", step=int(number)), Target(), TIMEOUT_MS)
+            case ["asks", "status"]:
+                self.status = fleet_status(bus.state, bus.now_us, "log", bus.heard)
+            case [operation]:
+                word = {"pauses": "pause", "resumes": "resume", "flushes": "flush"}[operation]
+                command = replace(EngineCommand(operation="flush"), operation=word)
+                self.trainer.issue(bus, command, Target(), TIMEOUT_MS)
+            case _:
+                raise AssertionError(what)
+
+    def _sync(self, bus: Bus, version: int) -> None:
+        bus.tickets += 1
+        bus.feed(
+            SyncRequested(
+                at_us=bus.now_us,
+                at_ns=self.now,
+                ticket=bus.tickets,
+                version=version,
+                source=Checkpoint(f"v{version}"),
+                manifest=None,
+                in_flight="abort",
+                quorum=1,
+                target=Target(),
+                timeout_ms=TIMEOUT_MS,
+            )
+        )
+
+    # --- what is expected ---------------------------------------------------------------------------------------------
+
+    def _expect(self, what: list[str]) -> None:
+        text = f"at {self.now} ms: {' '.join(what)}"
+        match what:
+            case ["engine", replica, *state]:
+                engine = self.engines[int(replica)]
+                serves = engine.ready and engine.generating and engine.attempt is None
+                seen = {
+                    "serves": serves and version_of(engine.weights) == int(state[-1] if state[-1].isdigit() else -1),
+                    "is": not engine.generating,
+                    "profiles": engine.session_step is not None,
+                    "does": engine.session_step is None,
+                }
+                assert seen[state[0]], f"{text}; it holds {engine.weights}, generating: {engine.generating}"
+            case ["report", version, status, *rest]:
+                report = next((one for one in reversed(self._syncs()) if one.version == int(version)), None)
+                assert report is not None, f"{text}; there is none"
+                out = (int(rest[1]),) if rest else ()
+                assert (report.status, report.quarantined) == (status, out), f"{text}; it is {report}"
+            case ["status", "told"]:
+                assert self.status.agents, text
+            case ["all", "ended"]:
+                assert self.bus is not None and not self.bus.state.open, text
+            case [agent, "said", word]:
+                assert self._last_word(agent) == word, f"{text}; it said {self._last_word(agent)}"
+            case _:
+                raise AssertionError(what)
+
+    def _syncs(self) -> list[SyncReport]:
+        effects = (effect for _, decided in self.log.records for effect in coordinator_effects_decoder.decode(decided))
+        reports = (one.report for one in effects if isinstance(one, Conclude))
+        return [one for one in reports if isinstance(one, SyncReport)]
+
+    def _last_word(self, agent: str) -> str | None:
+        for (_, _), report in sorted(self.promises.concluded.items(), key=lambda item: -item[0][1]):
+            for one in report.outcomes:
+                if one.agent == agent:
+                    match one.conclusion:
+                        case Acted():
+                            return "acted"
+                        case Skipped(reason=reason):
+                            return str(reason)
+                        case Failed(error=error):
+                            return str(error)
+                        case Missing(why=why):
+                            return why
+        return None
