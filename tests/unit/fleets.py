@@ -51,6 +51,7 @@ class Coordinator:
         """An open bus on an empty log whose fleet is `agents`. Nobody is in the fleet yet at its first command."""
         self.state = CoordinatorState()
         self.effects: tuple[CoordinatorEffect, ...] = ()
+        self.history: list[CoordinatorEvent] = []
         self.tickets = 0
         self.settings = settings
         self.open()
@@ -59,6 +60,7 @@ class Coordinator:
             self.join(agent)
 
     def feed(self, event: CoordinatorEvent) -> tuple[CoordinatorEffect, ...]:
+        self.history.append(event)
         self.state, self.effects = decide(self.state, event)
         return self.effects
 

@@ -1,0 +1,312 @@
+"""Every command gets one seq and one end: issuing, answers, deadlines, repetition, and the lives of a bus."""
+
+import pytest
+
+from controlplane.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide, describe, fleet_status
+from controlplane.coordinator import next_deadline as wants
+from controlplane.events import Conclude, Publish
+from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
+from schemas.desired import Desired
+from schemas.outcomes import Reason, Skipped
+from schemas.wire import MAX_COMMAND_BYTES, Rejoin, Replay, Snapshot, Status, decode_command
+from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
+from tests.unit.machines import START, STOP, sync
+
+PAUSE, RESUME, FLUSH = (EngineCommand(operation=one) for one in ("pause", "resume", "flush"))
+
+
+# --- issuing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_gets_the_next_seq_and_is_published_to_all() -> None:
+    bus = Coordinator("0.0")
+    seqs = []
+    for body in (PAUSE, START):
+        bus.issue(body)
+        (published,) = bus.of(Publish)
+        seqs.append((published.epoch, published.seq, decode_command(published.envelope.body)))
+    assert seqs == [(1, 2, PAUSE), (1, 3, START)]
+
+
+@pytest.mark.parametrize(("timeout_ms", "ttl_ms"), [(30_000, 29_000), (10_000, 9000), (1000, 900), (5, 5)])
+def test_agents_have_a_little_less_time_than_the_trainer_waits(timeout_ms: int, ttl_ms: int) -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE, timeout_ms=timeout_ms)
+    assert bus.of(Publish)[0].envelope.ttl_ms == ttl_ms
+
+
+def test_a_command_to_a_fleet_of_nobody_ends_at_once() -> None:
+    bus = Coordinator()
+    ticket = bus.issue(PAUSE)
+    (end,) = bus.of(Conclude)
+    assert end.ticket == ticket and bus.state.open == ()
+
+
+def test_a_command_that_is_too_large_is_refused_and_leaves_no_mark() -> None:
+    bus = Coordinator("0.0")
+    before = bus.state
+    ticket = bus.issue(ProfileCommand(action="start", step=1, plan=ProfilePlan(ranks=frozenset(range(60_000)))))
+    ((refused, kind, why),) = bus.refused
+    assert (refused, kind) == (ticket, "command")
+    assert why.endswith(f"a command has at most {MAX_COMMAND_BYTES}; nothing was published")
+    assert bus.state is before and bus.published == []
+
+
+def test_a_command_for_some_replicas_is_open_for_all_and_changes_what_is_desired_of_some() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.issue(PAUSE, target=Target(replicas=frozenset({1})))
+    assert bus.state.open[0].waiting == {"0.0", "1.0"}
+    assert bus.state.desired == {0: Desired(), 1: Desired(generation="paused")}
+
+
+def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
+    bus = Coordinator("0.0", "1.0")
+    before = bus.state
+    bus.issue(PAUSE)
+    bus.answer(a0_0=DONE)
+    assert before.desired == {0: Desired(), 1: Desired()} and before.seq == 1 and before.open == ()
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_one_line_for_each_agent_of_the_fleet() -> None:
+    bus = Coordinator("0.0", "0.1", "1.0")
+    ticket = bus.issue(PAUSE, at_us=100)
+    bus.answer(a0_0=DONE, a0_1=NOT_PRIMARY, at_us=350)
+    assert bus.reports == []
+    bus.answer(a1_0=NO, at_us=400)
+    (report,) = bus.reports
+    assert bus.of(Conclude)[0].ticket == ticket
+    assert lines(report) == {"0.0": DONE, "0.1": NOT_PRIMARY, "1.0": NO}
+    assert [one.latency_us for one in report.outcomes] == [250, 250, 300]
+
+
+def test_a_second_answer_of_the_same_agent_changes_nothing() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.issue(PAUSE)
+    bus.answer(a0_0=DONE)
+    before = bus.state
+    bus.answer(a0_0=NO)
+    assert bus.state == before and bus.effects == ()
+
+
+def test_an_answer_to_another_epoch_s_record_of_that_seq_is_none() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE)
+    before = bus.state
+    bus.answer(a0_0=DONE, origin=9)
+    assert bus.state == before and bus.effects == ()
+
+
+def test_an_answer_to_what_nobody_asked_is_none() -> None:
+    bus = Coordinator("0.0")
+    bus.answer(77, a0_0=DONE)
+    assert bus.effects == ()
+
+
+def test_an_answer_after_the_end_takes_nothing_back() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE, timeout_ms=1000)
+    bus.time(SECOND_US)
+    assert [lines(one) for one in bus.reports] == [{"0.0": "deadline"}]
+    bus.answer(a0_0=DONE)
+    assert bus.effects == ()
+
+
+def test_commands_end_in_the_order_in_which_their_answers_come() -> None:
+    bus = Coordinator("0.0", "1.0")
+    first, second = bus.issue(PAUSE), bus.issue(FLUSH)
+    bus.answer(3, a0_0=DONE, a1_0=DONE)
+    assert [one.ticket for one in bus.of(Conclude)] == [second]
+    bus.answer(2, a0_0=DONE, a1_0=DONE)
+    assert [one.ticket for one in bus.of(Conclude)] == [first]
+
+
+def test_only_a_start_that_failed_takes_its_session_out_of_what_is_desired_and_only_there() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.issue(START)
+    bus.answer(a0_0=NO, a1_0=Skipped(Reason.RANK_NOT_SELECTED))
+    assert bus.state.desired[0].profile is None and bus.state.desired[1].profile is not None
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_who_has_not_answered_by_the_deadline_is_missing_and_the_others_are_not() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.issue(PAUSE, timeout_ms=5000)
+    bus.answer(a0_0=DONE)
+    bus.time(5 * SECOND_US - 1)
+    assert bus.reports == []
+    bus.time(5 * SECOND_US)
+    assert [lines(one) for one in bus.reports] == [{"0.0": DONE, "1.0": "deadline"}]
+
+
+def test_a_command_is_repeated_to_those_who_are_late_ever_more_rarely() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.issue(PAUSE)
+    bus.answer(a0_0=DONE)
+    repeated = []
+    for second in range(1, 20):
+        bus.time(second * SECOND_US)
+        if bus.sent:
+            ((peer, message),) = bus.sent
+            assert peer == "1.0/a" and isinstance(message, Replay)
+            repeated.append((second, message.records[0].envelope.ttl_ms))
+    assert repeated == [(1, 28_000), (2, 27_000), (4, 25_000), (8, 21_000), (16, 13_000)]
+
+
+def test_the_bus_wants_to_be_woken_for_the_next_repetition_or_the_next_deadline() -> None:
+    bus = Coordinator("0.0")
+    assert wants(bus.state) is None
+    bus.issue(PAUSE, timeout_ms=1500)
+    assert wants(bus.state) == SECOND_US
+    bus.time(SECOND_US)
+    assert wants(bus.state) == 1_500_000
+    bus.time(1_500_000)
+    assert wants(bus.state) is None
+
+
+def test_being_woken_late_never_leaves_a_moment_in_the_past() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE)
+    bus.time(25 * SECOND_US)
+    moment = wants(bus.state)
+    assert moment is not None and moment > 25 * SECOND_US
+
+
+# --- lives of a bus ---------------------------------------------------------------------------------------------------
+
+
+def test_a_life_begins_with_an_epoch_s_start() -> None:
+    bus = Coordinator()
+    assert bus.published == [EpochStart(previous_epoch=0, logic=1)]
+    (published,) = bus.of(Publish)
+    assert (published.epoch, published.seq) == (1, 1)
+    assert published.envelope.ttl_ms == EPOCH_START_TIMEOUT_MS - 1000
+
+
+def test_the_next_life_goes_on_counting_in_the_next_epoch() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(FLUSH)
+    bus.open()
+    (published,) = bus.of(Publish)
+    assert (published.epoch, published.seq) == (2, 3)
+    assert bus.published == [EpochStart(previous_epoch=1, logic=1)]
+
+
+def test_what_an_earlier_life_left_open_is_missing() -> None:
+    bus = Coordinator("0.0", "1.0")
+    ticket = bus.issue(PAUSE)
+    bus.answer(a0_0=DONE)
+    bus.open()
+    assert lines(bus.reports[0]) == {"0.0": DONE, "1.0": "bus_restarted"} and bus.of(Conclude)[0].ticket == ticket
+
+
+def test_agents_of_an_earlier_life_must_say_hello_again_and_keep_their_incarnation() -> None:
+    bus = Coordinator("0.0")
+    bus.open()
+    bus.join("0.0")
+    assert isinstance(bus.sent[0][1], Rejoin)
+    bus.hello("0.0")
+    bus.join("0.0")
+    assert isinstance(bus.sent[0][1], Snapshot)
+
+
+def test_a_new_life_ends_what_was_half_done_and_keeps_what_is_committed() -> None:
+    bus = Coordinator("0.0")
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE)
+    bus.issue(PAUSE)
+    bus.issue(START)
+    bus.sync(2)
+    committed = bus.state.desired[0].committed
+    bus.open()
+    assert committed is not None and committed.version == 1
+    assert bus.state.desired[0] == bus.state.blank == Desired(committed=committed)
+    assert bus.state.sync is None
+
+
+def test_records_of_an_earlier_life_are_replayed_without_time_left() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(FLUSH)
+    bus.open()
+    bus.hello("0.0")
+    bus.join("0.0")
+    bus.need("0.0", 2)
+    message = bus.sent[0][1]
+    assert isinstance(message, Replay)
+    assert [(one.origin, one.envelope.ttl_ms) for one in message.records] == [(1, 0), (2, 59_000)]
+
+
+def test_folding_what_was_seen_gives_the_same_state_and_the_same_effects() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.sync(1)
+    bus.answer(a0_0=DONE, a1_0=NO)
+    bus.lose("1.0")
+    bus.open()
+    state, effects = CoordinatorState(), bus.effects
+    for event in bus.history:
+        state, effects = decide(state, event)
+    assert (state, effects) == (bus.state, bus.effects)
+
+
+def test_closing_ends_what_is_open_and_publishes_nothing() -> None:
+    bus = Coordinator("0.0")
+    bus.issue(PAUSE)
+    bus.close()
+    assert [lines(one) for one in bus.reports] == [{"0.0": "bus_restarted"}]
+    assert bus.published == []
+
+
+def test_closing_in_the_middle_of_a_sync_aborts_it() -> None:
+    bus = Coordinator("0.0")
+    ticket = bus.sync(3)
+    bus.close()
+    assert bus.published == [sync("abort", 3)]
+    ((refused, kind, why),) = bus.refused
+    assert (refused, kind) == (ticket, "closed")
+    assert why == "the bus was closed in the prepare phase of the sync to version 3; it was aborted"
+    assert bus.state.sync is None and bus.state.desired[0] == Desired()
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (START, "profile start step 3"),
+        (STOP, "profile stop step 3"),
+        (PAUSE, "pause"),
+        (sync("commit", 4), "weights commit v4"),
+        (EpochStart(previous_epoch=0, logic=1), "epoch start"),
+    ],
+)
+def test_a_command_in_a_few_words(body: Command, words: str) -> None:
+    assert describe(body) == words
+
+
+def test_the_fleet_as_people_see_it() -> None:
+    bus = Coordinator("10.0", "2.0", "2.1")
+    bus.say("2.0", Status(ready=True), seq=1)
+    bus.lose("2.1")
+    bus.issue(PAUSE)
+    bus.answer(a2_0=DONE)
+    seen = fleet_status(bus.state, 5_000_000, "run.db", {"2.0/a": 3_000_000})
+    assert [(one.agent, one.life, one.silent_ms, one.waits_for) for one in seen.agents] == [
+        ("2.0", "live", 2000, ()),
+        ("2.1", "gone", 0, ()),
+        ("10.0", "live", 0, ("pause (seq 2)",)),
+    ]
+    assert seen.open == ("pause (seq 2) waits for 10.0",)
+    assert (seen.run, seen.epoch, seen.seq, seen.version, seen.log) == ("run", 1, 2, 0, "run.db")
+
+
+def test_a_bus_that_was_not_opened_welcomes_nobody() -> None:
+    bus = Coordinator()
+    bus.state = CoordinatorState()
+    bus.hello("0.0")
+    assert bus.state == CoordinatorState() and bus.effects == ()
