@@ -214,6 +214,14 @@ def test_agents_of_an_earlier_life_must_say_hello_again_and_keep_their_incarnati
     assert isinstance(bus.sent[0][1], Snapshot)
 
 
+def test_who_left_in_good_order_is_not_looked_for_in_the_next_life() -> None:
+    bus = Coordinator("0.0", "1.0", "2.0")
+    bus.lose("1.0", "left")
+    bus.lose("2.0")
+    bus.open()
+    assert {name: one.life for name, one in bus.state.members.items()} == {"0.0": "gone", "2.0": "gone"}
+
+
 def test_a_new_life_ends_what_was_half_done_and_keeps_what_is_committed() -> None:
     bus = Coordinator("0.0")
     bus.sync(1)

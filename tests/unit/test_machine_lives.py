@@ -240,6 +240,14 @@ def test_what_is_left_of_a_command_past_its_deadline_is_settled_when_the_call_en
     assert names(effects) == ["sleep"] and answers(effects) == []
 
 
+def test_the_rest_of_an_overdue_plan_is_dropped_when_it_is_not_wanted_any_more() -> None:
+    state, _ = fold(agent(), command(SLEEP, 1, ttl_ms=50), Tick(at_ms=50))
+    state, effects = fold(state, command(WAKE, 2, at_ms=60))
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_BUSY
+    _, effects = fold(state, EngineReturned(at_ms=99, call_id=1, result=Returned(), observation=PAUSED))
+    assert names(effects) == ["resume"]
+
+
 def test_an_answer_to_a_call_of_an_earlier_life_is_passed_over() -> None:
     state = agent()
     assert fold(state, EngineReturned(at_ms=1, call_id=7, result=Returned(), observation=PAUSED)) == (state, [])
