@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from schemas.commands import Command, Manifest, Source, Target
 from schemas.errors import CommandFailed
 from schemas.identity import Count, InFlight, Name, Positive, Text
-from schemas.outcomes import Outcome
+from schemas.outcomes import Failed, Missing, Outcome
 from schemas.wire import Downward, Envelope, Hello, Report, Status
 
 Peer = Annotated[str, Meta(max_length=255)]
@@ -195,7 +195,9 @@ class SyncReport(Struct, frozen=True, kw_only=True, tag="sync_report"):
 
     def raise_for_failures(self) -> None:
         """Raise CommandFailed unless every replica that syncs at all serves the new version."""
-        if self.status == "committed" and not self.quarantined and not self.phases[-1].failed:
+        last = self.phases[-1].outcomes
+        down = any(one.agent.endswith(".0") and isinstance(one.conclusion, Failed | Missing) for one in last)
+        if self.status == "committed" and not self.quarantined and not down:
             return
         lines = [f"sync to version {self.version} {self.status}; out of service: {list(self.quarantined) or 'none'}"]
         for report in self.phases:

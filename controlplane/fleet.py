@@ -133,11 +133,8 @@ def hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> Co
     )
     send(state, event.peer, welcome, effects)
     contested = {place: since for place, since in state.contested.items() if place != name}
-    state = replace(state, members={**state.members, name: member}, contested=contested)
-    if same:
-        return state  # the same process again: what it owes, it still owes
-    still = tuple(missing(one, frozenset({name}), "restarted", event.at_us) for one in state.open)
-    return replace(state, open=still)
+    # The same process still owes what it owed; another one owes nothing yet.
+    return replace(state, members={**state.members, name: member}, contested=contested)
 
 
 def _contest(
@@ -205,13 +202,14 @@ def status(state: CoordinatorState, event: StatusReceived, effects: Effects) -> 
 
 
 def lost(state: CoordinatorState, event: PeerLost, effects: Effects) -> CoordinatorState:
-    """An agent is out of the fleet; what it owes is missing."""
+    """An agent is out of the fleet; what it owes is missing. Lost to a claimant of its place, it was restarted."""
     name = member_at(state, event.peer)
     if name is None:
         return state
     life = "left" if event.why == "left" else "gone"
     members = {**state.members, name: replace(state.members[name], life=life)}
-    still = tuple(missing(one, frozenset({name}), "gone", event.at_us) for one in state.open)
+    why: Why = "restarted" if name in state.contested and event.why != "left" else "gone"
+    still = tuple(missing(one, frozenset({name}), why, event.at_us) for one in state.open)
     return replace(state, members=members, open=still)
 
 

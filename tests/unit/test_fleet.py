@@ -228,7 +228,7 @@ def test_a_holder_that_is_dead_makes_way() -> None:
     bus.issue(PAUSE)
     bus.hello("0.0", "b")
     bus.lose("0.0")
-    assert [lines(one) for one in bus.reports] == [{"0.0": "gone"}]
+    assert [lines(one) for one in bus.reports] == [{"0.0": "restarted"}]
     bus.hello("0.0", "b")
     assert isinstance(bus.sent[0][1], Welcome) and bus.state.contested == {}
 

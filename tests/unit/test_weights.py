@@ -359,3 +359,20 @@ def test_a_replica_of_which_nothing_was_heard_has_dropped_out() -> None:
 def test_who_came_later_is_a_member_from_then_on() -> None:
     sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NO))
     assert sync.members == {0, 1, 2, 3} and sync.lost == {3}
+
+
+def test_a_replica_that_came_back_and_does_not_serve_is_told() -> None:
+    """It is in no quarantine, since a new start follows the commit by itself; this one never said that it did."""
+    bus = Coordinator("0.0", "1.0", "2.0")
+    bus.sync(1)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.lose("2.0")
+    bus.hello("2.0", "b")
+    bus.join("2.0", "b")
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.time(40_000_000)
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1), ())
+    with pytest.raises(CommandFailed, match=r"2\.0 missing"):
+        report.raise_for_failures()
