@@ -1,5 +1,6 @@
 """`rolloutctl agent` as a process: it joins, answers, ends in good order, dies and comes back."""
 
+import json
 import re
 import signal
 import subprocess
@@ -103,6 +104,31 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(
         after = client.generate([[3]], 8, temperature=0)[0]
         assert (after.tokens, after.versions) == (before, [1] * 8)
         assert client.weights().digest == digest(weights(model))
+
+
+def test_an_engine_is_driven_by_hand(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    front = f"ipc://{tmp_path}/engine"
+
+    def by_hand(*words: str) -> dict[str, str]:
+        command = [sys.executable, "-m", "controlplane.cli", *words, "--json", "--bus", plane.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr + done.stdout
+        outcomes = json.loads(done.stdout)["outcomes"]
+        return {one["agent"]: ",".join(one["conclusion"].get("calls", ())) for one in outcomes}
+
+    with ExitStack() as stack:
+        stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front))
+        client = stack.enter_context(TinyClient(front))
+        plane.wait_for_agents(1, timeout=60)
+        tokens = client.generate([[3]], 8, temperature=0)[0].tokens
+        assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}
+        assert by_hand("sleep") == {"0.0": "sleep"}
+        assert by_hand("wake") == {"0.0": "wake,resume"}
+        assert by_hand("profile", "start", "--step", "2", "--window", "0", "3") == {"0.0": "start_profile"}
+        assert client.generate([[3]], 8, temperature=0)[0].tokens == tokens
+        assert by_hand("profile", "stop", "--step", "2") == {"0.0": "stop_profile"}
+        assert len(list((tmp_path / "traces" / "global_step_2" / "replica_0").iterdir())) == 1
+        assert plane.sleep(["weights"]).acted == plane.wake().acted == ("0.0",)
 
 
 def test_a_place_that_is_taken_ends_the_second_one(plane: BlockingControlPlane, tmp_path: Path) -> None:
