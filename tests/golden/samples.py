@@ -12,6 +12,27 @@ from typing import get_args
 import msgspec
 from msgspec import Raw, Struct
 
+from controlplane.events import (
+    AnswersReceived,
+    Closed,
+    Conclude,
+    CoordinatorSettings,
+    HelloReceived,
+    Issued,
+    JoinReceived,
+    NeedReceived,
+    Opened,
+    PeerAnswer,
+    PeerLost,
+    Probe,
+    Publish,
+    Refuse,
+    Send,
+    StatusReceived,
+    SyncReport,
+    SyncRequested,
+    TimeCame,
+)
 from schemas.commands import (
     Checkpoint,
     EngineCommand,
@@ -210,6 +231,54 @@ SAMPLES: tuple[Struct, ...] = (
     Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), row=10),
     Need(8),
     AskSnapshot(),
+    # what the coordinator sees
+    Opened(
+        at_us=1,
+        at_ns=2,
+        run="run-1",
+        settings=CoordinatorSettings(
+            heartbeat_ms=2000, gone_ms=10_000, lease_ms=60_000, ring=1024, nudge_ms=1000, events_port=5556
+        ),
+        logic=1,
+    ),
+    Issued(at_us=2, at_ns=3, ticket=1, command=PROFILE, target=Target(), timeout_ms=30_000),
+    SyncRequested(
+        at_us=3,
+        at_ns=4,
+        ticket=2,
+        version=5,
+        source=SOURCE,
+        manifest=MANIFEST,
+        in_flight="keep",
+        quorum=2,
+        target=Target(replicas=frozenset({1, 0})),
+        timeout_ms=600_000,
+    ),
+    HelloReceived(
+        at_us=4,
+        peer="1.0/i",
+        hello=Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
+        recorded=11,
+    ),
+    JoinReceived(at_us=5, peer="1.0/i"),
+    StatusReceived(at_us=6, peer="1.0/i", seq=7, status=STATUS),
+    AnswersReceived(
+        at_us=7, answers=(PeerAnswer(peer="1.0/i", origin=2, seq=7, outcome=Skipped(Reason.ALREADY), row=10),)
+    ),
+    NeedReceived(at_us=8, peer="1.0/i", first=3, credit=64),
+    PeerLost(at_us=9, peer="1.0/i", why="silent"),
+    TimeCame(at_us=10),
+    Closed(at_us=11, at_ns=12),
+    # what it decides
+    Publish(epoch=2, seq=7, envelope=ENVELOPE),
+    Send(peer="1.0/i", epoch=2, seq=7, message=Kept(journal="j", through=12)),
+    Probe(peer="1.0/i"),
+    Conclude(ticket=1, report=REPORT),
+    Conclude(
+        ticket=2,
+        report=SyncReport(version=5, status="committed", loaded=(1,), quarantined=(0,), phases=(REPORT,)),
+    ),
+    Refuse(ticket=3, kind="sync_in_progress", why="one at a time"),
 )
 
 
