@@ -371,6 +371,25 @@ def test_the_document_has_the_rows_of_the_code_in_their_order() -> None:
     assert [row.number for row in GATE] == [number for number in rows if number in (5, 6, 8, 9)]
 
 
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        (1, Reason.STALE_EPOCH),
+        (2, Reason.SUPERSEDED),
+        (4, Reason.EXPIRED),
+        (5, Reason.NOT_TARGETED),
+        (6, Reason.NOT_PRIMARY),
+        (7, ErrorKind.ENGINE_NOT_READY),
+        (8, ErrorKind.TOKENIZER_MISSING),
+        (9, ErrorKind.UNSUPPORTED),
+    ],
+)
+def test_each_row_of_the_document_gives_its_own_answer(row: int, word: str) -> None:
+    (line,) = re.findall(rf"^\| {row} \|.*$", DOCUMENT, re.MULTILINE)
+    said = set(re.findall(r"`(\w+)`", line))
+    assert said & {*Reason, *ErrorKind} == {word}
+
+
 def test_the_document_names_every_reason_and_every_error() -> None:
     for word in [*Reason, *ErrorKind]:
         assert f"`{word}`" in DOCUMENT, f"docs/decisions.md does not say when an agent answers {word}"
