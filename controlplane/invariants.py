@@ -6,7 +6,7 @@
     I4  monotonic           seq goes up by one, epochs, positions and committed versions never go down
     I5  every command ends  by its deadline, with one outcome for each agent that was in the fleet when it was issued
     I6  no silent skip      every skip names the row of the decision table, every failure says something
-    I7  profiles close      a session that its trainer left behind is stopped before anything else is asked for
+    I7  profiles close      no session is left open that nobody wants any more, its trainer gone or not
     I8  no way back alive   who was lost is told to say hello, and nothing it says counts before that
 
 I9, that a replay decides the same, is `controlplane.replay`. I10, that control never waits behind an engine's call, is
@@ -31,13 +31,14 @@ from controlplane.events import (
     CoordinatorEvent,
     HelloReceived,
     JoinReceived,
+    NeedReceived,
     Opened,
     PeerLost,
     Publish,
     Send,
     StatusReceived,
 )
-from schemas.commands import EpochStart, ProfileCommand, WeightSync
+from schemas.commands import WeightSync
 from schemas.desired import Desired, intend, orphaned
 from schemas.events import (
     Answer,
@@ -46,14 +47,13 @@ from schemas.events import (
     EngineObserved,
     EngineReturned,
     Event,
+    Fault,
+    HeadSeen,
     LeaseExpired,
     Observation,
     Perform,
-    Returned,
     SnapshotReceived,
     Started,
-    StartProfile,
-    StopProfile,
 )
 from schemas.identity import Identity
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
@@ -158,7 +158,7 @@ class _Bus:
                 if any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects):
                     self._members[name] = event.peer
                     self._live.discard(name)
-            case JoinReceived():
+            case JoinReceived() | NeedReceived():  # who lacks more than is kept is told what is desired, too
                 if any(isinstance(one, Send) and isinstance(one.message, Snapshot) for one in effects):
                     self._live.add(event.peer.partition("/")[0])
             case PeerLost():
@@ -213,23 +213,27 @@ class _Agent:
         self._identity = Identity(replica=int(replica), node_rank=rank, nnodes=rank + 1)
         self._desired = Desired()
         self._epoch = self._seq = 0
+        self._joined = False  # was told what is desired, in this life
+        self._listening = False  # to commands: joined, and the lease did not run out since
+        self._received_commands: dict[tuple[int, int], CommandReceived] = {}  # by epoch and seq of the record
         self._told: dict[tuple[int, int], Outcome] = {}
-        self._calling: Perform | None = None
-        self._session = False
-        self._to_close = False
+        self._calling = False
 
     def take(self, entry: LogEntry, event: Event, effects: tuple[Effect, ...]) -> Iterator[Violation]:
         at = entry.position
         for effect in effects:
             if isinstance(effect, Answer):
                 yield from self._answered(at, effect)
-        yield from self._follow(at, event)
-        performs = [one for one in effects if isinstance(one, Perform)]
-        for perform in performs:
-            yield from self._called(at, perform)
+        yield from self._follow(at, event, effects)
+        self._advance()
+        if isinstance(event, EngineReturned):
+            self._calling = False
+        if any(isinstance(one, Perform) for one in effects):
+            self._calling = True
+        told = any(isinstance(one, Answer) and isinstance(one.outcome, Failed) for one in effects)
+        failed = told or (isinstance(event, EngineReturned) and isinstance(event.result, Fault))
         seen = event.observation if isinstance(event, EngineReturned | EngineObserved) else None
-        failed = any(isinstance(one, Answer) and isinstance(one.outcome, Failed) for one in effects)
-        if seen is not None and not performs and self._calling is None and not failed:
+        if seen is not None and not self._calling and not failed:
             yield from self._left_at(at, seen)
 
     def _answered(self, at: int, answer: Answer) -> Iterator[Violation]:
@@ -244,63 +248,56 @@ class _Agent:
         if self._told.setdefault(key, outcome) != outcome:
             yield self._wrong("I3", at, f"seq {answer.seq} of epoch {answer.epoch} has two outcomes")
 
-    def _follow(self, at: int, event: Event) -> Iterator[Violation]:
+    def _follow(self, at: int, event: Event, effects: tuple[Effect, ...]) -> Iterator[Violation]:
         """What is desired of the replica after this event, as far as this agent was told."""
         match event:
             case Started():
-                self._identity, self._calling = event.identity, None
+                self._identity, self._calling = event.identity, False
+                self._joined = self._listening = False
+                self._received_commands.clear()
             case CommandReceived():
-                yield from self._received(at, event)
+                yield from self._received(at, event, effects)
             case SnapshotReceived():
-                if event.epoch < self._epoch:
+                if event.epoch < self._epoch or (self._listening and event.seq < self._seq):
                     return  # refused
                 self._epoch, self._seq, self._desired = event.epoch, event.seq, event.desired
-                self._leave_session()
+                self._joined = self._listening = True
+            case HeadSeen():
+                self._epoch = max(self._epoch, event.epoch)
             case LeaseExpired():
                 self._desired = orphaned(self._desired)
-                self._leave_session()
-            case EngineReturned():
-                yield from self._returned(event)
+                self._listening = False
             case _:
                 pass
 
-    def _received(self, at: int, event: CommandReceived) -> Iterator[Violation]:
-        if event.epoch < self._epoch:
-            if any(key == (event.origin, event.seq) for key in self._told) and event.seq > self._seq:
-                yield self._wrong("I4", at, f"applied seq {event.seq} of an older epoch, {event.epoch}")
-            return
-        self._epoch = event.epoch
-        if event.seq != self._seq + 1:
-            return  # a copy, or beyond a hole: it will come again in its turn
-        self._seq = event.seq
-        targeted = event.target.replicas is None or self._identity.replica in event.target.replicas
-        self._desired = intend(self._desired, event.command, targeted, self._identity)
-        if isinstance(event.command, EpochStart | ProfileCommand):
-            self._leave_session()
+    def _received(self, at: int, event: CommandReceived, effects: tuple[Effect, ...]) -> Iterator[Violation]:
+        if event.epoch >= self._epoch:
+            self._epoch = event.epoch
+            self._received_commands[event.origin, event.seq] = event
+        elif any(isinstance(one, Answer) and one.seq == event.seq and one.row != 1 for one in effects):
+            yield self._wrong("I4", at, f"took seq {event.seq} of the older epoch {event.epoch}")
 
-    def _called(self, at: int, perform: Perform) -> Iterator[Violation]:
-        if self._to_close and not isinstance(perform.call, StopProfile):
-            yield self._wrong("I7", at, f"{perform.call.__struct_config__.tag} was called with a profile left open")
-        self._to_close = False
-        self._calling = perform
-
-    def _returned(self, event: EngineReturned) -> Iterator[Violation]:
-        performed, self._calling = self._calling, None
-        if performed is None or performed.call_id != event.call_id:
-            return
-        if isinstance(performed.call, StopProfile | StartProfile):
-            self._session = isinstance(performed.call, StartProfile) and isinstance(event.result, Returned)
-            self._leave_session()
-        yield from ()
-
-    def _leave_session(self) -> None:
-        self._to_close = self._session and self._desired.profile is None
+    def _advance(self) -> None:
+        """Apply what is next in line and was answered. The agent may have dropped what it had no room for."""
+        received = self._received_commands
+        while self._listening:
+            event = next((received[key] for key in received if key[1] == self._seq + 1 and key in self._told), None)
+            if event is None:
+                return
+            self._seq = event.seq
+            targeted = event.target.replicas is None or self._identity.replica in event.target.replicas
+            self._desired = intend(self._desired, event.command, targeted, self._identity)
+            self._received_commands = received = {key: one for key, one in received.items() if key[1] > self._seq}
 
     def _left_at(self, at: int, seen: Observation) -> Iterator[Violation]:
         """The agent saw this, and has nothing more to do about it."""
-        if self._identity.node_rank > 0 or not seen.generating or seen.asleep:
-            return
         desired = self._desired
+        if self._identity.node_rank > 0 or not self._joined:
+            return
+        if seen.profiling and desired.profile is None:
+            yield self._wrong("I7", at, "goes on profiling, and nobody wants it any more")
+        if not self._listening or not seen.generating or seen.asleep:
+            return
         if desired.quarantined and desired.sync is None:
             yield self._wrong("I1", at, f"generates, and is out of service since the sync to v{desired.quarantined}")
         elif seen.version is not None and desired.committed is not None and seen.version != desired.version:

@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import pytest
-from msgspec import Raw
 
-from controlplane.entries import LogEntry
 from controlplane.invariants import verify
-from schemas.wire import event_decoder
 from tests.scenarios.naive import NaiveTrainer
 from tests.scenarios.ours import Stage
 from tests.scenarios.stage import ScenarioError, parse, read
-from tests.simulation.bus import event_decoder as bus_event_decoder
+from tests.simulation.recorded import entries
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.scenario"))
 
@@ -33,32 +30,6 @@ def test_the_checker_of_recorded_logs_finds_nothing_in_ours(path: Path) -> None:
     stage = Stage(read(path))
     stage.play()
     assert [str(one) for one in verify(entries(stage))] == []
-
-
-def entries(stage: Stage) -> list[LogEntry]:
-    """What a run's log would hold: the coordinator's decisions, then each agent's."""
-    found: list[LogEntry] = []
-
-    def add(agent: str, kind: str, number: int, event: bytes, effects: bytes) -> None:
-        found.append(
-            LogEntry(
-                position=len(found) + 1,
-                at_ns=1,
-                agent=agent,
-                kind=kind,
-                journal="j" if agent else "",
-                number=number,
-                event=Raw(event),
-                effects=Raw(effects),
-            )
-        )
-
-    for event, effects in stage.log.records:
-        add("", str(bus_event_decoder.decode(event).__struct_config__.tag), 0, event, effects)
-    for slot in stage.slots:
-        for number, (event, effects) in enumerate(slot.journal, start=1):
-            add(slot.name, str(event_decoder.decode(event).__struct_config__.tag), number, event, effects)
-    return found
 
 
 def test_every_invariant_that_a_run_can_show_is_attacked() -> None:

@@ -107,7 +107,7 @@ class Promises:
         for effect in effects:
             if isinstance(effect, Answer):
                 ledger.answered.setdefault((effect.epoch, effect.seq), []).append(effect.outcome)
-        self._folded(process, event)
+        self._folded(process, before, event)
         self._bounded(process)
         self.serving(process)
 
@@ -172,11 +172,11 @@ class Promises:
                 "I2 proof", f"{process.peer} acted on the commit of {command.source.path}, has {engine.weights}"
             )
 
-    def _folded(self, process: Process, event: Event) -> None:
+    def _folded(self, process: Process, before: AgentState, event: Event) -> None:
         """P4: what a snapshot says is what the log says, and committed versions never go back."""
         ledger, state = process.slot.ledger, process.state
         identity = process.slot.identity
-        if isinstance(event, SnapshotReceived) and state.desired is event.desired:
+        if isinstance(event, SnapshotReceived) and _taken(before, event):
             newest = self.newest(identity.replica, event.seq) if identity.mode is not RolloutMode.COLOCATED else None
             held = event.desired.committed.source.path if event.desired.committed is not None else None
             if held != newest:
@@ -342,3 +342,9 @@ class Promises:
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
             if line.conclusion not in given:
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
+
+
+def _taken(before: AgentState, event: SnapshotReceived) -> bool:
+    """Does the snapshot count? One of an older epoch, or of a moment that this incarnation is beyond, does not."""
+    behind = before.joined and event.epoch == before.epoch and event.seq < before.seq
+    return event.epoch >= before.epoch and not behind

@@ -5,8 +5,10 @@ A seed that fails is run alone, with its story, by `python -m tests.simulation.c
 
 import pytest
 
+from controlplane.invariants import verify
 from tests.simulation.cluster import simulate
 from tests.simulation.promises import Broken
+from tests.simulation.recorded import entries
 
 BLOCK = 100
 SEEDS = range(0, 1500, BLOCK)
@@ -19,6 +21,16 @@ def test_promises_hold_whatever_the_weather(first: int) -> None:
             simulate(seed)
         except Broken as broken:
             pytest.fail(f"seed {seed}: {broken}. Its story: python -m tests.simulation.cluster {seed}", pytrace=False)
+
+
+@pytest.mark.parametrize("first", SEEDS)
+def test_the_checker_of_recorded_runs_sees_what_the_simulation_sees(first: int) -> None:
+    """Nothing, but engines that can't be paused: those serve on, whatever is committed, and a log shows it."""
+    for seed in range(first, first + BLOCK, 10):
+        world = simulate(seed)
+        stubborn = {slot.name for slot in world.slots if slot.engine is not None and slot.engine.unable}
+        found = [one for one in verify(entries(world)) if not (one.invariant == "I1" and stubborn >= set(one.agents))]
+        assert [str(one) for one in found] == [], f"seed {seed}"
 
 
 def test_a_seed_is_a_run() -> None:

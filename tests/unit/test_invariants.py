@@ -13,7 +13,7 @@ from controlplane.entries import LogEntry
 from controlplane.events import AnswersReceived, Conclude, Publish, Send, StatusReceived
 from controlplane.invariants import Violation, verify
 from schemas.commands import WeightSync
-from schemas.events import Answer, EngineReturned, Perform, Resume, StopProfile
+from schemas.events import Answer, EngineReturned
 from schemas.outcomes import Acted, Failed, Skipped
 from schemas.wire import Rejoin, Report, decode_command, encode
 
@@ -163,10 +163,10 @@ def test_i6_a_failure_without_a_word() -> None:
 
 def test_i7_a_profile_left_open() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        for one in effects:
-            if isinstance(one, Perform) and isinstance(one.call, StopProfile):
-                return event, tuple(replace(one, call=Resume()) if effect is one else effect for effect in effects)
-        return None
+        stopped = any(isinstance(one, Answer) and getattr(one.outcome, "traces", ()) for one in effects)
+        if not (isinstance(event, EngineReturned) and event.observation is not None and stopped):
+            return None
+        return replace(event, observation=replace(event.observation, profiling=True)), effects
 
     assert broken(TRAINED, edit, "0.0") == {"I7"}
 

@@ -166,7 +166,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     if weights is not None:
         calls.append(Load(weights.version, weights.source, weights.manifest))
     stale = (engine.stale_cache or weights is not None) and not (engine.kept or (pausing and mode == "keep"))
-    if stale and sync is None and "kv_cache" not in desired.asleep:
+    if stale and serving and sync is None and "kv_cache" not in desired.asleep:
         calls.append(Flush())
     if releasing:
         calls.append(Sleep(releasing))

@@ -1,0 +1,34 @@
+"""What the log of a simulated run would hold, for those who read recorded runs."""
+
+from msgspec import Raw
+
+from controlplane.entries import LogEntry
+from schemas.wire import event_decoder
+from tests.simulation.bus import event_decoder as bus_event_decoder
+from tests.simulation.cluster import World
+
+
+def entries(world: World) -> list[LogEntry]:
+    """What a run's log would hold: the coordinator's decisions, then each agent's."""
+    found: list[LogEntry] = []
+
+    def add(agent: str, kind: str, number: int, event: bytes, effects: bytes) -> None:
+        found.append(
+            LogEntry(
+                position=len(found) + 1,
+                at_ns=1,
+                agent=agent,
+                kind=kind,
+                journal="j" if agent else "",
+                number=number,
+                event=Raw(event),
+                effects=Raw(effects),
+            )
+        )
+
+    for event, effects in world.log.records:
+        add("", str(bus_event_decoder.decode(event).__struct_config__.tag), 0, event, effects)
+    for slot in world.slots:
+        for number, (event, effects) in enumerate(slot.journal, start=1):
+            add(slot.name, str(event_decoder.decode(event).__struct_config__.tag), number, event, effects)
+    return found
