@@ -8,8 +8,8 @@ each scenario of the corpus breaks the invariant that it is about.
 import random
 
 from schemas.commands import Checkpoint, ProfilePlan
-from schemas.desired import Session
-from schemas.events import Call, Fault, Flush, Load, Pause, Resume, StartProfile, StopProfile
+from schemas.desired import ALL_TAGS, Session
+from schemas.events import Call, Fault, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from tests.scenarios.stage import FOREVER_MS, Scenario, StageEngine, Step, torn, version_of
 from tests.simulation.engine import Temper
 
@@ -91,6 +91,10 @@ class NaiveTrainer:
                     self._each_node(Resume())
                 case ["flushes"]:
                     self._each_node(Flush())
+                case ["sleeps"]:
+                    self._each_node(Sleep(ALL_TAGS))
+                case ["wakes", *tag]:
+                    self._each_node(Wake(frozenset({"kv_cache"}) if tag else ALL_TAGS))
                 case _:
                     pass
         except Hung:
@@ -161,7 +165,8 @@ class NaiveTrainer:
 
     def _engine(self, replica: int) -> StageEngine:
         def killed(text: str) -> None:
-            self.broke.setdefault("I3", f"replica {replica}: {text}")
+            again = "second" in text
+            self.broke.setdefault("I3" if again else "preconditions", f"replica {replica}: {text}")
 
         engine = StageEngine(random.Random(0), Temper(), killed, lambda: None)
         engine.cues = {}

@@ -102,8 +102,11 @@ class Stage(World):
                 self.trainer.issue(bus, ProfileCommand(action="stop", step=int(number)), Target(), TIMEOUT_MS)
             case ["asks", "status"]:
                 self.status = fleet_status(bus.state, bus.now_us, "log", bus.heard)
+            case ["wakes", _]:
+                wake = EngineCommand(operation="wake", tags=frozenset({"kv_cache"}))
+                self.trainer.issue(bus, wake, Target(), TIMEOUT_MS)
             case [operation]:
-                word = {"pauses": "pause", "resumes": "resume", "flushes": "flush"}[operation]
+                word = {"flushes": "flush"}.get(operation, operation.removesuffix("s"))
                 command = replace(EngineCommand(operation="flush"), operation=word)
                 self.trainer.issue(bus, command, Target(), TIMEOUT_MS)
             case _:

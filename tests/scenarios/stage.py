@@ -1,6 +1,7 @@
 """Scenarios: small texts that say what happens to a fleet, and the stage on which a controller has to live through it.
 
-    attacks I1                         the invariant that a controller of today breaks here
+    attacks I1                         the invariant that a controller of today breaks here; `preconditions` where it
+                                       asks an engine for what an engine dies of
     seen ...                           where the trouble comes from, in words
     fleet 2x1                          replicas x nodes of each
     1000 trainer syncs 2               at this ms: what is asked, what goes wrong
@@ -20,7 +21,10 @@ from tests.simulation.engine import Attempt, Engine
 FOREVER_MS = 10**9
 """How long a call takes that does not come back."""
 
-TRAINER = r"trainer (?:syncs \d+|(?:starts|stops) profile \d+|pauses|resumes|flushes|dies|returns|asks status)"
+TRAINER = (
+    r"trainer (?:syncs \d+|(?:starts|stops) profile \d+|pauses|resumes|flushes|sleeps|wakes(?: kv_cache)?"
+    r"|dies|returns|asks status)"
+)
 ENGINE = r"engine \d+ (?:fails|hangs|fakes|heals)(?: \w+)?|engine \d+ is relaunched|replica \d+ starts"
 NETWORK = r"network (?:repeats|is calm)|agent \d+\.\d+ dies"
 EXPECT = (
