@@ -152,6 +152,24 @@ def test_one_journal_is_for_one_process(plane: BlockingControlPlane, tmp_path: P
             assert "agent-0.1.db" in second.said.splitlines()[-1]
 
 
+def test_an_engine_without_its_packages_is_one_clear_line(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['safetensors'] = None; from controlplane.cli.__main__ import main; main()"
+    words = [
+        "agent",
+        "--bus",
+        f"ipc://{tmp_path}/bus",
+        "--replica",
+        "0",
+        "--engine",
+        "tiny",
+        "--state-dir",
+        str(tmp_path),
+    ]
+    said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 3
+    assert said.stderr.startswith("rolloutctl: the tiny engine needs torch") and "rolloutctl[torch]" in said.stderr
+
+
 def test_an_agent_without_a_bus_says_what_it_waits_for(tmp_path: Path) -> None:
     with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1) as node:
         while "waits: nobody listens at" not in node.said:

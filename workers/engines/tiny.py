@@ -111,10 +111,16 @@ class TinyEngine:
     # --- in a worker thread -------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        from workers.engines.tiny_model import TinyConfig, layout, weights
-        from workers.engines.tiny_profile import prepare
-        from workers.engines.tiny_scheduler import Scheduler
-        from workers.engines.tiny_server import TinyServer
+        try:
+            from workers.engines.tiny_model import TinyConfig, layout, weights
+            from workers.engines.tiny_profile import prepare
+            from workers.engines.tiny_scheduler import Scheduler
+            from workers.engines.tiny_server import TinyServer
+        except ModuleNotFoundError as error:
+            raise EngineError(
+                f"the tiny engine needs torch and safetensors, and {error.name} is not installed: pip install "
+                "'rolloutctl[torch]'"
+            ) from error
 
         prepare()
         with ExitStack() as stack:
