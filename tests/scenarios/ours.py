@@ -22,6 +22,7 @@ class Stage(World):
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
+        self._silenced: dict[int, int] = {}  # until when a replica must not generate
         super().__init__(seed=1)
         self.weather = Weather()
 
@@ -55,6 +56,19 @@ class Stage(World):
             self._step(step)
             assert not torn(self.engines), f"{self.now} ms: {[one.weights for one in self.engines]} serve together"
         self.run(self.now + 100)
+        self.replays()  # I9
+
+    def run(self, until_ms: int) -> None:
+        """Go on, and look after each thing that happens at whoever must not generate."""
+        while self.heap and self.heap[0][0] <= until_ms:
+            super().run(self.heap[0][0])
+            self._look()
+        super().run(until_ms)
+
+    def _look(self) -> None:
+        for replica, until_ms in self._silenced.items():
+            engine = self.engines[replica]
+            assert not engine.generating or self.now >= until_ms, f"{self.now} ms: {replica} generates {engine.weights}"
 
     @property
     def engines(self) -> list[StageEngine]:
@@ -134,6 +148,9 @@ class Stage(World):
     def _expect(self, what: list[str]) -> None:
         text = f"at {self.now} ms: {' '.join(what)}"
         match what:
+            case ["engine", replica, "never", "generates", "until", until_ms]:
+                self._silenced[int(replica)] = int(until_ms)
+                self._look()
             case ["engine", replica, *state]:
                 engine = self.engines[int(replica)]
                 serves = engine.ready and engine.generating and engine.attempt is None
@@ -150,7 +167,10 @@ class Stage(World):
                 out = (int(rest[1]),) if rest else ()
                 assert (report.status, report.quarantined) == (status, out), f"{text}; it is {report}"
             case ["status", "told"]:
-                assert self.status.agents, text
+                bus = self.bus
+                assert bus is not None and self.status.agents, text
+                late = [peer for peer, at_ms in bus.heard.items() if self.now - at_ms > 2 * self.settings.heartbeat_ms]
+                assert not late and len(bus.heard) == len(self.slots), f"{text}; nothing was heard of {late}"
             case ["all", "ended"]:
                 assert self.bus is not None and not self.bus.state.open, text
             case [agent, "said", word]:

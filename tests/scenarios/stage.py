@@ -1,12 +1,14 @@
 """Scenarios: small texts that say what happens to a fleet, and the stage on which a controller has to live through it.
 
     attacks I1                         the invariant that a controller of today breaks here; `preconditions` where it
-                                       asks an engine for what an engine dies of
+                                       asks an engine for what an engine dies of, P7 where it dies and leaves a mess
+    also I2, I5                        what breaks there with it, if anything: no more and no less
     seen ...                           where the trouble comes from, in words
     fleet 2x1                          replicas x nodes of each
     1000 trainer syncs 2               at this ms: what is asked, what goes wrong
     1000 engine 1 fails load           every load of replica 1's engine fails from now on
     6000 expect engine 0 serves 2      what must be seen then; `expect` is for our controller alone
+    6000 expect engine 1 never generates until 9000
 
 Whatever a controller does, it does to the same engines, which die of what real ones die of.
 """
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.events import Call, Fault, Returned
-from tests.simulation.engine import Attempt, Engine
+from schemas.outcomes import ErrorKind, Reason
+from tests.simulation.engine import OPERATIONS, Attempt, Engine
 
 FOREVER_MS = 10**9
 """How long a call takes that does not come back."""
@@ -25,13 +28,25 @@ TRAINER = (
     r"trainer (?:syncs \d+|(?:starts|stops) profile \d+|pauses|resumes|flushes|sleeps|wakes(?: kv_cache)?"
     r"|dies|returns|asks status)"
 )
-ENGINE = r"engine \d+ (?:fails|hangs|fakes|heals)(?: \w+)?|engine \d+ is relaunched|replica \d+ starts"
+CALLS = "|".join(OPERATIONS)
+ENGINE = rf"engine \d+ (?:heals|is relaunched|(?:fails|hangs|fakes)(?: (?:{CALLS}))?)|replica \d+ starts"
 NETWORK = r"network (?:repeats|is calm)|agent \d+\.\d+ dies"
+SAID = "|".join(["acted", *Reason, *ErrorKind])
 EXPECT = (
-    r"expect (?:engine \d+ (?:serves \d+|is paused|profiles|does not profile)"
-    r"|report \d+ (?:committed|aborted|stale)(?: without \d+)?|status told|all ended|\d+\.\d+ said \w+)"
+    r"expect (?:engine \d+ (?:serves \d+|is paused|profiles|does not profile|never generates until \d+)"
+    rf"|report \d+ (?:committed|aborted|stale)(?: without \d+)?|status told|all ended|\d+\.\d+ said (?:{SAID}))"
 )
 LINE = re.compile(rf"(\d+) ({TRAINER}|{ENGINE}|{NETWORK}|{EXPECT})")
+HEAD = {
+    "attacks": r"I[1-8]|I10|P7|preconditions",
+    "also": r"I\d+(?:, I\d+)*",
+    "seen": r".+",
+    "fleet": r"[1-9]x[1-9]",
+}
+"""The words of the head, and what may follow them. I9 is checked after every scenario and attacked by none."""
+
+REPLICA = re.compile(r"(?:engine|replica|without) (\d+)")
+AGENT = re.compile(r"\b(\d+)\.(\d+)\b")
 
 
 class ScenarioError(Exception):
@@ -52,10 +67,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Scenario:
-    """attacks: name of the invariant.   replicas, nodes: of the fleet.   steps: in order."""
+    """attacks: name of the invariant.   also: those that break with it.   replicas, nodes: of the fleet."""
 
     name: str
     attacks: str
+    also: frozenset[str]
     seen: str
     replicas: int
     nodes: int
@@ -68,30 +84,50 @@ def read(path: Path) -> Scenario:
 
 
 def parse(name: str, text: str, where: str) -> Scenario:
-    """Raises ScenarioError for a line that is none, a head that is missing, and steps that go back in time."""
+    """Raises ScenarioError for a bad head, a line that is none, a place outside the fleet, steps that go back."""
     head: dict[str, str] = {}
     steps: list[Step] = []
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        word, _, rest = line.partition(" ")
-        if word in ("attacks", "seen", "fleet") and not steps:
-            head[word] = f"{head[word]} {rest}" if word in head else rest
-            continue
-        found = LINE.fullmatch(line)
-        if found is None:
-            raise ScenarioError(f"{where}, line {number}: {line!r} is no step. Steps are: {LINE.pattern}")
-        step = Step(int(found[1]), found[2])
-        if steps and step.at_ms < steps[-1].at_ms:
-            raise ScenarioError(f"{where}, line {number}: {step.at_ms} ms comes after {steps[-1].at_ms} ms")
-        steps.append(step)
-    if missing := {"attacks", "seen", "fleet"} - head.keys():
-        raise ScenarioError(f"{where}: its head lacks {', '.join(sorted(missing))}")
-    size = re.fullmatch(r"(\d)x(\d)", head["fleet"])
-    if size is None:
-        raise ScenarioError(f"{where}: fleet {head['fleet']!r} is not of the form 2x1, replicas x nodes")
-    return Scenario(name, head["attacks"], head["seen"], int(size[1]), int(size[2]), tuple(steps))
+        place = f"{where}, line {number}"
+        if line.split()[0] in HEAD and not steps:
+            _head(place, line, head)
+        else:
+            if not steps and (missing := HEAD.keys() - {"also"} - head.keys()):
+                raise ScenarioError(f"{place}: the steps begin, and the head lacks {', '.join(sorted(missing))}")
+            steps.append(_step(place, line, head["fleet"], steps[-1].at_ms if steps else 0))
+    if not steps:
+        raise ScenarioError(f"{where}: nothing happens in it. A scenario is a head and steps below it")
+    replicas, nodes = map(int, head["fleet"].split("x"))
+    also = frozenset(head["also"].split(", ")) if "also" in head else frozenset[str]()
+    return Scenario(name, head["attacks"], also, head["seen"], replicas, nodes, tuple(steps))
+
+
+def _head(place: str, line: str, head: dict[str, str]) -> None:
+    """Take one line of the head in. Only `seen` may go on over several."""
+    word, _, rest = line.partition(" ")
+    if word in head and word != "seen":
+        raise ScenarioError(f"{place}: {word} is said twice")
+    if re.fullmatch(HEAD[word], rest) is None:
+        raise ScenarioError(f"{place}: {word} {rest!r} is not of the form {HEAD[word]}")
+    head[word] = f"{head[word]} {rest}" if word in head else rest
+
+
+def _step(place: str, line: str, fleet: str, since_ms: int) -> Step:
+    found = LINE.fullmatch(line)
+    if found is None:
+        raise ScenarioError(f"{place}: {line!r} is no step. Steps are: {LINE.pattern}")
+    step = Step(int(found[1]), found[2])
+    if step.at_ms < since_ms:
+        raise ScenarioError(f"{place}: {step.at_ms} ms comes after {since_ms} ms")
+    replicas, nodes = map(int, fleet.split("x"))
+    agents = [(int(replica), int(node)) for replica, node in AGENT.findall(step.text)]
+    agents += [(int(replica), 0) for replica in REPLICA.findall(step.text)]
+    if any(replica >= replicas or node >= nodes for replica, node in agents):
+        raise ScenarioError(f"{place}: {step.text!r} names a place outside of the fleet {fleet}, counted from 0")
+    return step
 
 
 class StageEngine(Engine):

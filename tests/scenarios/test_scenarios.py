@@ -23,6 +23,7 @@ def test_a_chain_of_blocking_calls_does_not(path: Path) -> None:
     scenario = read(path)
     broke = NaiveTrainer(scenario).run()
     assert scenario.attacks in broke, f"{scenario.attacks} was not broken: the scenario proves nothing. Broken: {broke}"
+    assert set(broke) == {scenario.attacks} | scenario.also, f"`also` is to name what else breaks. Broken: {broke}"
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
@@ -46,8 +47,25 @@ HEAD = "attacks I1\nseen somewhere\nfleet 1x1\n"
         (HEAD + "100 trainer explodes", "a.scenario, line 4: '100 trainer explodes' is no step. Steps are"),
         (HEAD + "later trainer pauses", "line 4"),
         (HEAD + "200 trainer pauses\n100 trainer resumes", "line 5: 100 ms comes after 200 ms"),
-        ("attacks I1\nfleet 1x1\n", "its head lacks seen"),
-        ("attacks I1\nseen somewhere\nfleet two\n", "fleet 'two' is not of the form 2x1"),
+        (HEAD + "100 engine 0 fails laod", "a.scenario, line 4: '100 engine 0 fails laod' is no step"),
+        (HEAD + "100 expect 0.0 said banana", "a.scenario, line 4: '100 expect 0.0 said banana' is no step"),
+        (
+            HEAD + "100 engine 1 fails load",
+            "a.scenario, line 4: 'engine 1 fails load' names a place outside of the fleet",
+        ),
+        (HEAD + "100 replica 1 starts", "line 4: 'replica 1 starts' names a place outside"),
+        (HEAD + "100 agent 0.1 dies", "line 4: 'agent 0.1 dies' names a place outside"),
+        (
+            HEAD + "100 expect report 1 committed without 3",
+            "line 4: 'expect report 1 committed without 3' names a place",
+        ),
+        (HEAD, "a.scenario: nothing happens in it"),
+        (HEAD + "fleet 2x1\n", "a.scenario, line 4: fleet is said twice"),
+        ("attacks I1\nfleet 1x1\n100 trainer pauses\n", "a.scenario, line 3: the steps begin, and the head lacks seen"),
+        ("attacks I99\n", "a.scenario, line 1: attacks 'I99' is not of the form"),
+        ("attacks I1\nseen\n", "a.scenario, line 2: seen '' is not of the form"),
+        ("attacks I1\nseen somewhere\nfleet two\n", "a.scenario, line 3: fleet 'two' is not of the form"),
+        ("attacks I1\nseen somewhere\nfleet 0x1\n", "a.scenario, line 3: fleet '0x1' is not of the form"),
     ],
 )
 def test_a_scenario_that_is_none_is_refused(text: str, says: str) -> None:
