@@ -48,7 +48,8 @@ class Ablation(NamedTuple):
 
 
 ABLATIONS = {
-    # The last command before a silence is lost and nothing follows that would show the hole.
+    # A bus with nothing to say can't be told from a dead one, so the lease of a quiet fleet runs out. With a lease that
+    # never ends, agents are still left behind: nothing shows that the last command was lost, or that a Need was.
     "head beacon": Ablation(Laws(beacon=False), "convergence"),
     # What was lost is never asked for, and what comes after it is applied without it.
     "hole check": Ablation(Laws(agent=without_hole_check), "P2 no hole"),

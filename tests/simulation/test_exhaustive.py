@@ -9,6 +9,7 @@ the search ends, and what it did not find does not exist within the bounds.
 from collections import deque
 from collections.abc import Iterator
 
+import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -34,6 +35,8 @@ from schemas.events import (
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Outcome, Reason, Skipped
 from schemas.wire import encode
+from tests.simulation.cluster import AgentLaw
+from tests.simulation.test_ablations import with_one_epoch, without_fence, without_hole_check
 from workers.machine import AgentState, decide
 
 PLACE = Identity(replica=0, node_rank=0)
@@ -94,17 +97,17 @@ def observation(situation: Situation) -> Observation:
     )
 
 
-def begin(situation: Situation) -> Situation:
+def begin(situation: Situation, law: AgentLaw) -> Situation:
     """A new incarnation, that has read its engine."""
     started = Started(at_ms=0, identity=PLACE, incarnation=str(situation.crashes))
-    situation = step(situation, started)
-    return step(situation, EngineObserved(at_ms=0, observation=observation(situation)))
+    situation = step(situation, started, law)
+    return step(situation, EngineObserved(at_ms=0, observation=observation(situation)), law)
 
 
-def step(situation: Situation, event: Event) -> Situation:
+def step(situation: Situation, event: Event, law: AgentLaw) -> Situation:
     """One decision, written down as the agent's shell does it, and checked."""
     before = situation.state
-    state, effects = decide(before, event)
+    state, effects = law(before, event)
     lazy = isinstance(event, CommandReceived | HeadSeen | Tick)
     written = not lazy or state.calls_made != before.calls_made or state.epoch != before.epoch
     check(situation, event, state, effects)
@@ -130,6 +133,9 @@ def check(situation: Situation, event: Event, state: AgentState, effects: tuple[
     assert state.epoch >= before.epoch, "P6: an epoch that was seen is forgotten"
     if isinstance(event, CommandReceived) and event.epoch < before.epoch:
         assert state == before, "P6: a fenced command left a mark"
+    elif isinstance(event, CommandReceived):
+        refused = any(isinstance(one, Answer) and one.outcome == Skipped(Reason.STALE_EPOCH) for one in effects)
+        assert not refused, "P6: the newest epoch is refused"
     if not isinstance(event, SnapshotReceived):
         taken = state.seq - before.seq
         assert taken >= 0, "P1: the position went back"
@@ -161,21 +167,21 @@ def done(situation: Situation) -> Situation:
     return replace(situation, generating=generating)
 
 
-def following(situation: Situation) -> Iterator[Situation]:
+def following(situation: Situation, law: AgentLaw) -> Iterator[Situation]:
     """Everything that may happen next."""
     for message in MESSAGES:
         if not _of_another_connection(situation.state, message):
-            yield step(situation, message)
+            yield step(situation, message, law)
     if situation.calling is not None:
         after = done(situation)
         call_id = situation.calling.call_id
         result = EngineReturned(at_ms=0, call_id=call_id, result=Returned(), observation=observation(after))
-        yield step(after, result)
+        yield step(after, result, law)
     if situation.crashes < CRASHES:
         called = [situation] if situation.calling is None else [situation, done(situation)]
         for one in called:
             for kept in {encode(found): found for found in (one.state, one.durable)}.values():
-                yield begin(replace(one, state=kept, durable=kept, calling=None, crashes=situation.crashes + 1))
+                yield begin(replace(one, state=kept, durable=kept, calling=None, crashes=situation.crashes + 1), law)
 
 
 def _of_another_connection(state: AgentState, message: Event) -> bool:
@@ -183,13 +189,13 @@ def _of_another_connection(state: AgentState, message: Event) -> bool:
     return isinstance(message, SnapshotReceived) and not state.joined and message.seq < state.seq
 
 
-def search() -> dict[bytes, Situation]:
-    """All situations that can be reached, by their encoding."""
-    first = begin(Situation(AgentState(), AgentState()))
+def search(law: AgentLaw = decide) -> dict[bytes, Situation]:
+    """All situations that can be reached, by their encoding. Raises AssertionError when a promise is broken."""
+    first = begin(Situation(AgentState(), AgentState()), law)
     seen = {encode(first): first}
     queue = deque([first])
     while queue:
-        for found in following(queue.popleft()):
+        for found in following(queue.popleft(), law):
             key = encode(found)
             if key not in seen:
                 seen[key] = found
@@ -205,3 +211,16 @@ def test_no_schedule_breaks_the_machine() -> None:
     for one in ends:
         if one.state.joined and not one.state.astray and not one.state.queue and not one.state.inhibited:
             assert one.generating, "the pause of a trainer that was replaced holds no longer"
+
+
+@pytest.mark.parametrize(
+    ("law", "breaks"),
+    [
+        (without_hole_check, "P2: applied beyond a hole"),
+        (without_fence, "P6: a fenced command left a mark"),
+        (with_one_epoch, "P6: the newest epoch is refused"),
+    ],
+)
+def test_the_search_sees_a_machine_that_lacks_a_mechanism(law: AgentLaw, breaks: str) -> None:
+    with pytest.raises(AssertionError, match=breaks):
+        search(law)

@@ -1,4 +1,4 @@
-"""Thousands of schedules of a whole cluster, with every promise checked after every step.
+"""Fifteen hundred schedules of a whole cluster, with every promise checked after every step.
 
 A seed that fails is run alone, with its story, by `python -m tests.simulation.cluster SEED`.
 """
