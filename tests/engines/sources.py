@@ -1,7 +1,7 @@
-"""Python source as names that can be followed: which class, function or alias a name means, without importing anything.
+"""Python source as names that can be followed: what class, function or alias a name means, with nothing imported.
 
-A `Tree` is a folder of packages; a `Module` is one of its files. `tree.follow(module, "PauseMode")` goes through imports
-and re-exports to the statement that defines the name. Only what names need is understood: no star imports, no code.
+A `Tree` is a folder of packages; a `Module` is one of its files. `tree.follow(module, "PauseMode")` goes through
+imports and re-exports to the statement that defines the name. Only what names need is understood: no star imports.
 """
 
 import ast
