@@ -1,0 +1,516 @@
+"""Servers that an agent launches: real guards, real processes; whatever is killed, nothing is left behind."""
+
+import ast
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from schemas.errors import ConfigError, EngineError
+from schemas.events import Call, Flush, Observation, Returned
+from schemas.identity import Identity
+from workers import guard
+from workers.guard import Restarts
+from workers.launch import Kind, LaunchedEngine, ServerProcess, ServerStatus, server_command
+
+AT_ONCE = Restarts(first_wait_s=0.01)
+LONGEST_S = 60.0
+
+QUIET = "import signal; print('up', flush=True); signal.pause()"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {QUIET}"
+TREE = """
+import os, signal, subprocess, sys
+quiet = [sys.executable, "-c", "import signal; signal.pause()"]
+other_session = subprocess.Popen(quiet, start_new_session=True)
+out, into = os.pipe()
+between = os.fork()
+if between == 0:
+    os.setsid()
+    os.write(into, b"%d" % subprocess.Popen(quiet).pid)
+    os._exit(0)
+os.waitpid(between, 0)
+print("tree", os.getpid(), other_session.pid, int(os.read(out, 20)), flush=True)
+signal.pause()
+"""
+AGENT = """
+import json, os, sys, anyio
+from pathlib import Path
+from workers.launch import ServerProcess
+log, fork, grace_s, *command = sys.argv[1:]
+async def main():
+    server = ServerProcess(command, log=Path(log), grace_s=float(grace_s))
+    server.start()
+    if fork == "fork" and os.fork() == 0:  # a child that holds all that the agent holds
+        print(json.dumps({"child": os.getpid()}), flush=True)
+        os.read(0, 1)
+        os._exit(0)
+    while not (status := server.status()).said[-1:] or status.said[-1].startswith("---"):
+        await anyio.sleep(0.01)
+    print(json.dumps({"pid": status.pid, "said": status.said[-1]}), flush=True)
+    await anyio.sleep_forever()
+anyio.run(main)
+"""
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+async def until(server: ServerProcess, holds: Callable[[ServerStatus], bool]) -> ServerStatus:
+    with anyio.fail_after(LONGEST_S):
+        while not holds(status := server.status()):
+            await anyio.sleep(0.01)
+        return status
+
+
+def said(word: str) -> Callable[[ServerStatus], bool]:
+    return lambda status: status.state == "running" and any(line.startswith(word) for line in status.said)
+
+
+def tree(status: ServerStatus) -> list[psutil.Process]:
+    """The processes of TREE: the server, its child in another session, and the orphan."""
+    pids = next(line for line in status.said if line.startswith("tree")).split()[1:]
+    found = [psutil.Process(int(pid)) for pid in pids]
+    assert len(found) == 3 and len({os.getsid(one.pid) for one in found}) == 3
+    return found
+
+
+def assert_gone(processes: Sequence[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=LONGEST_S)
+    assert not alive
+
+
+class Servers:
+    """Starts servers in a folder, and ends them all."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+        self.folder, self._stack = folder, stack
+
+    def __call__(self, code: str, *, restarts: Restarts = AT_ONCE, grace_s: float = 20.0) -> ServerProcess:
+        server = ServerProcess(
+            python(code), log=self.folder / "server.log", name="tiny server", restarts=restarts, grace_s=grace_s
+        )
+        self._stack.push_async_callback(server.end)
+        return server
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[Servers]:
+    async with AsyncExitStack() as stack:
+        yield Servers(tmp_path, stack)
+
+
+class Attached:
+    """An engine that finds its server by the file that the server writes once it is up."""
+
+    def __init__(self, sign: Path) -> None:
+        self.sign = sign
+        self.told: list[str] = []
+
+    async def open(self) -> None:
+        self.told.append("open")
+
+    async def observe(self) -> Observation:
+        instance = self.sign.read_text() if self.sign.exists() else None
+        tokenizer = "present" if instance else "unknown"
+        return Observation(engine="attached 1", instance=instance, tokenizer=tokenizer, generating=True)  # type: ignore
+
+    async def perform(self, call: Call, within_s: float) -> Returned:
+        self.told.append(f"{type(call).__name__} {within_s:g}")
+        return Returned()
+
+    async def close(self) -> None:
+        self.told.append("close")
+
+
+# --- start and end ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> None:
+    server = servers(TREE)
+    assert server.status().state == "ended"
+    server.start()
+    server.start()
+    status = await until(server, said("tree"))
+    processes = tree(status)
+    assert (status.pid, status.launches, status.exit_code) == (processes[0].pid, 1, None)
+    ended = await server.end()
+    assert not any(process.is_running() for process in processes)
+    assert (ended.state, ended.pid, ended.launches, ended.exit_code) == ("ended", None, 1, -signal.SIGTERM)
+    assert ended.last_exit == "was killed by SIGTERM"
+    assert await server.end() == ended
+
+
+@pytest.mark.anyio
+async def test_an_ended_server_can_be_started_once_more(servers: Servers) -> None:
+    server = servers(QUIET)
+    for launch in (1, 2):
+        server.start()
+        await until(server, said("up"))
+        assert (await server.end()).launches == launch
+
+
+@pytest.mark.anyio
+async def test_a_server_that_ignores_sigterm_is_killed_when_the_grace_is_over(servers: Servers) -> None:
+    server = servers(STUBBORN, grace_s=0.2)
+    server.start()
+    await until(server, said("up"))
+    assert (await server.end()).exit_code == -signal.SIGKILL
+
+
+@pytest.mark.anyio
+async def test_the_server_is_asked_before_its_children_are(servers: Servers) -> None:
+    orderly = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"])
+def end(*_):
+    lives = child.poll() is None
+    child.kill()
+    sys.exit(7 if lives else 8)
+signal.signal(signal.SIGTERM, end)
+while True:
+    signal.pause()
+"""
+    server = servers(orderly)
+    server.start()
+    await until(server, said("up"))
+    assert (await server.end()).exit_code == 7
+
+
+@pytest.mark.anyio
+async def test_an_end_that_nobody_waits_for_goes_on(servers: Servers) -> None:
+    server = servers(TREE)
+    server.start()
+    processes = tree(await until(server, said("tree")))
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await server.end()
+    assert_gone(processes)
+
+
+@pytest.mark.anyio
+async def test_what_a_server_says_is_appended_and_never_stops_it(servers: Servers) -> None:
+    (servers.folder / "server.log").write_text("of yesterday\n")
+    server = servers(f"import sys; sys.stdout.write('x' * 300_000 + '\\n'); {QUIET}")
+    server.start()
+    status = await until(server, said("up"))
+    assert "of yesterday" not in status.said and max(map(len, status.said)) == 300
+    assert (servers.folder / "server.log").read_text().startswith("of yesterday\n--- rolloutctl: launch 1 at ")
+
+
+@pytest.mark.anyio
+async def test_what_can_not_be_launched_is_said(servers: Servers, tmp_path: Path) -> None:
+    for command in ((), ("no-such-server", "--port", "1")):
+        with pytest.raises(ConfigError, match="no program"):
+            ServerProcess(command, log=tmp_path / "log").start()
+    with pytest.raises(ConfigError, match="output can't be written"):
+        ServerProcess(python(QUIET), log=Path(__file__) / "log").start()
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x00neither a program nor a script")
+    broken.chmod(0o755)
+    server = ServerProcess([str(broken)], log=tmp_path / "log")
+    server.start()
+    status = await until(server, lambda status: status.state == "given up")
+    assert "can't be started" in status.note and (status.launches, status.last_exit) == (0, "never ran")
+    await server.end()
+
+
+# --- somebody dies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fork", ["alone", "fork"])
+def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path, fork: str) -> None:
+    with ExitStack() as stack:
+        words = [*python(AGENT), str(tmp_path / "log"), fork, "20", *python(TREE)]
+        agent = stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        stack.callback(agent.kill)
+        assert agent.stdout is not None
+        told = {
+            key: value
+            for _ in range(1 + (fork == "fork"))
+            for key, value in json.loads(agent.stdout.readline()).items()
+        }
+        processes = [psutil.Process(int(pid)) for pid in told["said"].split()[1:]]
+        processes.append(processes[0].parent() or pytest.fail("the server has no guard"))
+        agent.kill()
+        assert_gone(processes)
+        assert fork == "alone" or psutil.pid_exists(told["child"])
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(servers: Servers) -> None:
+    words = [*python(AGENT), str(servers.folder / "server.log"), "alone", "0.5", *python(STUBBORN)]
+    async with await anyio.open_process(words, stderr=None) as agent:
+        assert agent.stdout is not None
+        former = psutil.Process(json.loads(await agent.stdout.receive())["pid"])
+        agent.kill()
+        server = servers(QUIET)
+        server.start()
+        waited = await until(server, lambda status: bool(status.note) or status.state == "running")
+        assert waited.state == "starting" and "another server still runs" in waited.note
+        status = await until(server, said("up"))
+        assert not former.is_running() and status.launches == 1
+
+
+@pytest.mark.anyio
+async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Servers) -> None:
+    server = servers(TREE)
+    server.start()
+    processes = tree(await until(server, said("tree")))
+    (processes[0].parent() or pytest.fail("the server has no guard")).kill()
+    status = await until(server, lambda status: status.launches == 2 and said("tree")(status))
+    assert not any(process.is_running() for process in processes)
+    assert not {process.pid for process in processes} & {process.pid for process in tree(status)}
+
+
+@pytest.mark.anyio
+async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: Servers) -> None:
+    server = servers(QUIET, restarts=Restarts(most=1, first_wait_s=0.01))
+    server.start()
+    for launch in (1, 2):
+        status = await until(server, lambda status, launch=launch: status.launches == launch and said("up")(status))  # type: ignore
+        process = psutil.Process(status.pid)
+        (process.parent() or pytest.fail("the server has no guard")).kill()
+        assert_gone([process])
+    status = await until(server, lambda status: status.state == "given up")
+    assert status.note == "its guard was lost 2 times"
+
+
+@pytest.mark.anyio
+async def test_a_guard_that_is_told_to_end_ends_the_server(servers: Servers) -> None:
+    server = servers(TREE)
+    server.start()
+    processes = tree(await until(server, said("tree")))
+    (processes[0].parent() or pytest.fail("the server has no guard")).terminate()
+    status = await until(server, lambda status: status.state == "ended")
+    assert status.note == "the guard was told to end by SIGTERM"
+    assert not any(process.is_running() for process in processes)
+
+
+def test_a_guard_without_an_order_ends() -> None:
+    command = [sys.executable, "-P", guard.__file__]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LONGEST_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_guard_needs_nothing_but_psutil() -> None:
+    nodes = list(ast.walk(ast.parse(Path(guard.__file__).read_text())))
+    modules = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+    modules |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {module.partition(".")[0] for module in modules} - sys.stdlib_module_names == {"psutil"}
+
+
+# --- the server ends by itself ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_a_server_that_ends_is_started_again_when_its_tree_is_gone(servers: Servers) -> None:
+    server = servers(TREE)
+    server.start()
+    processes = tree(await until(server, said("tree")))
+    processes[0].kill()
+    status = await until(server, lambda status: status.launches == 2 and said("tree")(status))
+    assert status.exit_code == -signal.SIGKILL and status.pid != processes[0].pid
+    assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) -> None:
+    server = servers("import sys; sys.exit('no such model')", restarts=Restarts(most=2, first_wait_s=0.01))
+    server.start()
+    status = await until(server, lambda status: status.state == "given up")
+    assert (status.launches, status.pid, status.exit_code) == (3, None, 1)
+    assert status.note == "it was started again 2 times within 3600 s" and status.said == ("no such model",)
+    assert (await server.end()).state == "given up"
+
+
+@pytest.mark.anyio
+async def test_a_wait_is_cut_short_by_the_end(servers: Servers) -> None:
+    server = servers("pass", restarts=Restarts(first_wait_s=3000, longest_wait_s=3000))
+    server.start()
+    status = await until(server, lambda status: status.state == "waiting to start again")
+    assert (status.note, status.last_exit) == ("in 3000 s", "ended with exit code 0")
+    assert (await server.end()).launches == 1
+
+
+def test_waits_grow_and_starts_are_counted_within_the_window() -> None:
+    plain = Restarts(most=7, window_s=100)
+    assert [plain.wait_s([0.0] * ends, 0) for ends in range(1, 9)] == [1, 2, 4, 8, 16, 30, 30, None]
+    assert plain.wait_s([0.0] * 7 + [100.0], 100) == 1
+    assert Restarts(most=0).wait_s([0.0], 0) is None
+    assert Restarts(most=10_000).wait_s([0.0] * 10_000, 0) == 30
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+SIGNED = """
+import os, pathlib, signal, sys
+sign = pathlib.Path("{sign}")
+sign.with_suffix(".new").write_text("server")
+print("loads", flush=True)
+{between}
+sign.with_suffix(".new").rename(sign)
+signal.pause()
+"""
+
+
+async def observed(engine: LaunchedEngine, holds: Callable[[Observation], bool]) -> Observation:
+    with anyio.fail_after(LONGEST_S):
+        while not holds(seen := await engine.observe()):
+            await anyio.sleep(0.01)
+        return seen
+
+
+@pytest.mark.anyio
+async def test_an_engine_lives_with_its_server(servers: Servers, tmp_path: Path) -> None:
+    inner = Attached(tmp_path / "sign")
+    server = servers(SIGNED.format(sign=inner.sign, between=""))
+    engine = LaunchedEngine(inner, server)
+    await engine.open()
+    first = await observed(engine, lambda seen: seen.tokenizer == "present")
+    assert first.engine == "attached 1" and first.generating and (first.instance or "").endswith(".server")
+    assert await engine.perform(Flush(), 2.5) == Returned()
+
+    pid = server.status().pid
+    inner.sign.write_text("somebody else's server")
+    os.kill(pid or pytest.fail("it does not run"), signal.SIGKILL)
+    second = await observed(engine, lambda seen: seen.instance != first.instance)
+    await until(server, lambda status: status.launches == 2 and said("loads")(status))
+    third = await observed(engine, lambda seen: (seen.instance or "").endswith(".server"))
+    assert second.tokenizer == "unknown" or server.status().launches == 2
+    assert third.instance != first.instance
+
+    await engine.close()
+    assert inner.told == ["open", "Flush 2.5", "close"]
+    assert server.status().state == "ended"
+    assert (await engine.observe()).tokenizer == "unknown"
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_does_not_open_leaves_no_server(servers: Servers, tmp_path: Path) -> None:
+    class Refusing(Attached):
+        async def open(self) -> None:
+            raise EngineError("not today")
+
+    server = servers(TREE)
+    with pytest.raises(EngineError, match="not today"):
+        await LaunchedEngine(Refusing(tmp_path / "sign"), server).open()
+    assert server.status().state == "ended"
+
+
+@pytest.mark.anyio
+async def test_how_a_start_goes_is_told_now_and_then(
+    servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rolloutctl.launch")
+    inner = Attached(tmp_path / "sign")
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    server = servers(SIGNED.format(sign=inner.sign, between=f"open('{go}').read()"))
+    skipped_s = 0.0
+
+    def clock() -> float:
+        return server.status().since_s + skipped_s
+
+    engine = LaunchedEngine(inner, server, clock=clock)
+    await engine.open()
+    await until(server, said("loads"))
+    for skipped_s in (0.0, 9.9, 10.0, 12.0, 19.9, 20.0):  # noqa: B007 (the clock reads it)
+        assert (await engine.observe()).tokenizer == "unknown"
+    with go.open("w"):
+        pass
+    skipped_s = 73.0
+    await observed(engine, lambda seen: seen.tokenizer == "present")
+    await engine.observe()
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith("tiny server is launched (1), pid ")
+    assert lines[1:] == [
+        "tiny server starts since 10 s: loads",
+        "tiny server starts since 20 s: loads",
+        "tiny server is up, after 73 s",
+    ]
+    await engine.close()
+
+
+@pytest.mark.anyio
+async def test_that_a_server_stays_down_is_told_once(
+    servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = servers("import sys; sys.exit('no such model')", restarts=Restarts(most=0))
+    engine = LaunchedEngine(Attached(tmp_path / "sign"), server)
+    await engine.open()
+    await until(server, lambda status: status.state == "given up")
+    (tmp_path / "sign").write_text("another server on its port")
+    for _ in range(3):
+        assert (await engine.observe()).tokenizer == "unknown"
+    (error,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert error.startswith("tiny server ended with exit code 1 and stays down: it was started again 0 times within")
+    assert str(server.log) in error and error.endswith("\n  no such model")
+    await engine.close()
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+MEET = "10.0.0.1:29500"
+BUILT: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
+    ("sglang", "--port 1", (0, 1), None, ""),
+    ("sglang", "--port 1 --nnodes 1", (0, 1), MEET, ""),
+    ("sglang", "--port 1", (1, 2), MEET, f"--node-rank 1 --nnodes 2 --dist-init-addr {MEET}"),
+    ("sglang", "--node-rank 1", (1, 2), MEET, f"--nnodes 2 --dist-init-addr {MEET}"),
+    ("sglang", "--nnodes=2 --node-rank=1", (1, 2), MEET, f"--dist-init-addr {MEET}"),
+    ("sglang", f"--dist-init-addr={MEET}", (0, 2), None, "--node-rank 0 --nnodes 2"),
+    ("sglang", f"--nccl-init-addr {MEET}", (0, 2), MEET, "--node-rank 0 --nnodes 2"),
+    ("sglang", "-n 5", (0, 2), MEET, f"--node-rank 0 --nnodes 2 --dist-init-addr {MEET}"),
+    ("vllm", "--port 1", (0, 1), None, ""),
+    ("vllm", "--port 1", (0, 2), MEET, "--node-rank 0 --nnodes 2 --master-addr 10.0.0.1 --master-port 29500"),
+    ("vllm", "-n 2 -r=1", (1, 2), MEET, "--master-addr 10.0.0.1 --master-port 29500 --headless"),
+    ("vllm", "-n2 --node_rank 1 --headless", (1, 2), MEET, "--master-addr 10.0.0.1 --master-port 29500"),
+    ("vllm", "--master-addr h", (1, 2), None, "--node-rank 1 --nnodes 2 --headless"),
+    ("vllm", "--master-addr h --master-port=7 -dph", (1, 2), "h:7", "--node-rank 1 --nnodes 2"),
+    ("vllm", "", (0, 2), "[fe80::1]:7", "--node-rank 0 --nnodes 2 --master-addr fe80::1 --master-port 7"),
+]
+REFUSED: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
+    ("sglang", "--node-rank 0", (1, 2), MEET, "says --node-rank 0, .* node rank 1 of 2: --node-rank 1"),
+    ("sglang", "--nnodes=4", (1, 2), MEET, "says --nnodes 4, .* node rank 1 of 2: --nnodes 2"),
+    ("sglang", "--nnodes 2", (0, 1), None, "says --nnodes 2, .* node rank 0 of 1"),
+    ("sglang", "--nnodes two", (0, 2), MEET, "says --nnodes two"),
+    ("sglang", "--nnodes", (0, 2), MEET, "ends with --nnodes, without a value"),
+    ("sglang", "--dist-init-addr h:7", (0, 2), MEET, "says --dist-init-addr h:7, .* given 10.0.0.1:29500"),
+    ("sglang", "", (0, 2), None, "more than one node, .* put --dist-init-addr HOST:PORT into"),
+    ("sglang", "", (0, 2), "10.0.0.1", "HOST:PORT, e.g. .* not '10.0.0.1'"),
+    ("sglang", "", (0, 2), "h:99999", "not 'h:99999'"),
+    ("vllm", "-r 0", (1, 2), MEET, "says --node-rank 0"),
+    ("vllm", "-n3", (1, 2), MEET, "says --nnodes 3"),
+    ("vllm", "--master-addr other", (1, 2), MEET, "says --master-addr other, .* given 10.0.0.1"),
+    ("vllm", "--master-port 1", (1, 2), MEET, "says --master-port 1, .* given 29500"),
+    ("vllm", "--master-port 1", (1, 2), None, "put --master-addr HOST --master-port PORT into"),
+    ("vllm", "--headless", (0, 2), MEET, "says --headless, and this agent is node rank 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words", "place", "dist_init", "added"), BUILT)
+def test_a_command_gets_what_it_lacks_of_its_place(
+    kind: Kind, words: str, place: tuple[int, int], dist_init: str | None, added: str
+) -> None:
+    command = ("serve", *words.split())
+    identity = Identity(replica=3, node_rank=place[0], nnodes=place[1])
+    assert server_command(kind, command, identity, dist_init) == (*command, *added.split())
+
+
+@pytest.mark.parametrize(("kind", "words", "place", "dist_init", "says"), REFUSED)
+def test_a_command_that_contradicts_its_place_is_refused(
+    kind: Kind, words: str, place: tuple[int, int], dist_init: str | None, says: str
+) -> None:
+    identity = Identity(replica=3, node_rank=place[0], nnodes=place[1])
+    with pytest.raises(ConfigError, match=says):
+        server_command(kind, ("serve", *words.split()), identity, dist_init)

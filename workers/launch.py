@@ -1,0 +1,413 @@
+"""An engine server as a child of its agent: its command line, the process, and an engine that lives and dies with it.
+
+Three processes: agent, guard (`workers.guard`), server. The agent asks and reads reports, and never waits for either;
+what must happen also when the agent is gone, the guard does. So this module is small: a command line that is right for
+this node, a handle on the guard, and `LaunchedEngine`, which puts a server under any engine that attaches to one.
+"""
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Literal, assert_never
+
+import anyio
+import msgspec
+from anyio import CancelScope
+from msgspec import Struct
+from msgspec.structs import replace
+
+from schemas.errors import ConfigError
+from schemas.events import Call, Observation, Returned
+from schemas.identity import Identity
+from workers import guard
+from workers.engine import Engine
+from workers.guard import Order, Restarts
+
+logger = logging.getLogger("rolloutctl.launch")
+
+TOLD_EVERY_S: Final = 10.0
+"""How often is told that a server still starts."""
+SAID_LINES: Final = 20
+"""Lines of the log that a status carries."""
+_SAID_BYTES, _SAID_LETTERS = 8192, 300
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+Kind = Literal["sglang", "vllm"]
+State = Literal["starting", "running", "waiting to start again", "given up", "ended"]
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+_NODE_RANK, _NNODES = ("--node-rank", "-r"), ("--nnodes", "-n")
+_ADDRESS = ("--dist-init-addr", "--nccl-init-addr")
+_OWN_FRONT_END = (
+    *("--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe", "--data-parallel-rank", "-dpn"),
+)
+"""With one of these, vLLM has an API server on every node."""
+
+
+def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
+    """The command with what this node's server has to know of its place, where the user has not said it.
+
+    dist_init: HOST:PORT at which the nodes of the replica meet; a replica of one node needs none.
+
+    Raises ConfigError when the command says another place than the identity, and when there is no address to meet at.
+    """
+    given = _Given(kind, command)
+    missing: list[str] = []
+    for names, wanted in ((_NODE_RANK, identity.node_rank), (_NNODES, identity.nnodes)):
+        values = given.values(*names) if kind == "vllm" else given.values(names[0])
+        for value in values:
+            if not (value.isdecimal() and int(value) == wanted):
+                raise ConfigError(
+                    f"the server's command says {names[0]} {value}, and this agent is node rank {identity.node_rank} "
+                    f"of {identity.nnodes}: {names[0]} {wanted}. Give both the same, or leave it out of the command."
+                )
+        missing += [] if values else [names[0], str(wanted)]
+    if kind == "vllm" and identity.node_rank == 0 and given.has("--headless"):
+        raise ConfigError(
+            "the server's command says --headless, and this agent is node rank 0, whose server is the one that is "
+            "commanded. Leave --headless out, or give the agent the --node-rank of its node."
+        )
+    if identity.nnodes == 1:
+        return tuple(command)
+    match kind:
+        case "sglang":
+            missing += _sglang_address(given, dist_init)
+        case "vllm":
+            missing += _vllm_address(given, dist_init)
+            if identity.node_rank > 0 and not given.has("--headless", *_OWN_FRONT_END):
+                missing.append("--headless")
+        case _:
+            assert_never(kind)
+    return (*command, *missing)
+
+
+class _Given:
+    """What a command line says: `--flag value`, `--flag=value`, and vLLM's `-n 2`, `-n=2` and `-n2`."""
+
+    def __init__(self, kind: Kind, command: Sequence[str]) -> None:
+        self.kind = kind
+        self._said: list[tuple[str, str | None]] = []
+        for word, after in zip(command, (*command[1:], None), strict=True):
+            if glued := re.fullmatch(r"(-[nr])(\d+)", word):
+                self._said.append((glued[1], glued[2]))
+            elif word.startswith("-"):
+                flag, has_value, value = word.partition("=")
+                self._said.append((flag.replace("_", "-"), value if has_value else after))
+
+    def has(self, *flags: str) -> bool:
+        return any(flag in flags for flag, _ in self._said)
+
+    def values(self, *flags: str) -> list[str]:
+        """Each value that is given to one of these flags."""
+        found = []
+        for flag, value in self._said:
+            if flag in flags:
+                if value is None:
+                    raise ConfigError(f"the server's command ends with {flag}, without a value.")
+                found.append(value)
+        return found
+
+    def agree(self, flags: tuple[str, ...], wanted: str | None) -> bool:
+        """Is one of these flags given? Then what it says must be what is wanted, if anything is."""
+        values = self.values(*flags)
+        for value in values:
+            if wanted is not None and value != wanted:
+                raise ConfigError(
+                    f"the server's command says {flags[0]} {value}, and the agent was given {wanted} as the address "
+                    "at which its nodes meet. Give one of the two, or both the same."
+                )
+        return bool(values)
+
+
+def _sglang_address(given: _Given, dist_init: str | None) -> list[str]:
+    if dist_init is not None:
+        _host_and_port(dist_init)
+    if given.agree(_ADDRESS, dist_init):
+        return []
+    return [_ADDRESS[0], dist_init or _no_address("--dist-init-addr HOST:PORT")]
+
+
+def _vllm_address(given: _Given, dist_init: str | None) -> list[str]:
+    host, port = (None, None) if dist_init is None else _host_and_port(dist_init)
+    has_host, has_port = given.agree(("--master-addr",), host), given.agree(("--master-port",), port)
+    missing = [] if has_host else ["--master-addr", host or _no_address("--master-addr HOST --master-port PORT")]
+    return missing if has_port or port is None else [*missing, "--master-port", port]
+
+
+def _no_address(flags: str) -> str:
+    raise ConfigError(
+        "this replica has more than one node, and nothing says where its servers meet. Give the agent the address of "
+        f"node rank 0 as HOST:PORT, the same on every node, or put {flags} into the server's command."
+    )
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"the address at which the nodes meet is HOST:PORT, e.g. 10.0.0.1:29500, not {address!r}.")
+    return host, port
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+class ServerStatus(Struct, frozen=True, kw_only=True):
+    """How a server stands.
+
+    state: `starting` until it was launched, `running` while its process lives, whether or not it answers yet.
+    since_s: when that began, on the machine's monotonic clock.   pid: while it runs.
+    launches: how often it was started.   exit_code: of the last that ended; below 0 it is minus the signal's number.
+    note: why the state is what it is.   said: the last lines of the log since it was started.
+    log_from: where in the log those begin.
+    """
+
+    state: State
+    since_s: float
+    pid: int | None = None
+    launches: int = 0
+    exit_code: int | None = None
+    note: str = ""
+    said: tuple[str, ...] = ()
+    log_from: int = 0
+
+    @property
+    def last_exit(self) -> str:
+        """How the last one ended, in words."""
+        if self.exit_code is None:
+            return "never ran"
+        if self.exit_code >= 0:
+            return f"ended with exit code {self.exit_code}"
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        return f"was killed by signal {-self.exit_code}"
+
+
+_reports: Final = msgspec.json.Decoder(ServerStatus)
+
+
+class ServerProcess:
+    """A server that runs while this handle is held: it is ended, with all that it started, by `end`, and when the
+    process that holds the handle dies.
+
+    command: what to run, as for `subprocess`; its output is appended to `log`, and its input is empty.
+    log: one file for each server of this machine. It is locked, so that no second launch runs beside the first.
+    name: for messages.   grace_s: from SIGTERM to SIGKILL.
+
+    Nothing here waits, but `end`. For one task of one loop.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        name: str = "the server",
+        restarts: Restarts | None = None,
+        grace_s: float = 20.0,
+    ) -> None:
+        self.name, self.log = name, log.absolute()
+        self._command, self._grace_s = tuple(command), grace_s
+        self._restarts = restarts or Restarts()
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._partial = b""
+        self._last = ServerStatus(state="ended", since_s=time.monotonic(), note="never started")
+        self._ending = False
+        self._lost: list[float] = []  # moments at which a guard was gone without a last word
+
+    def start(self) -> None:
+        """Start the guard, which starts the server. Raises ConfigError if the command or the log can't be used."""
+        if self._guard is not None:
+            return
+        program = self._command[0] if self._command else ""
+        if shutil.which(program) is None:
+            raise ConfigError(f"{self.name}: there is no program {program!r} to launch: give its path, or mend PATH.")
+        self._ending = False
+        self._lost.clear()
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self._start_guard()
+        except OSError as error:
+            raise ConfigError(f"{self.name}: its output can't be written to {self.log}: {error}") from error
+
+    def status(self) -> ServerStatus:
+        """How the server stands, as far as the guard has told."""
+        self._read_reports()
+        return replace(self._last, said=self._said())
+
+    async def end(self) -> ServerStatus:
+        """End the server and all that it started, and return when they are gone. It goes on when this is cancelled."""
+        self._ending = True
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+        while (out := self._reports_fd()) is not None:
+            await anyio.wait_readable(out)
+            self._read_reports()
+        return self.status()
+
+    def _start_guard(self) -> None:
+        restarts = self._restarts
+        limits = [restarts.most, restarts.window_s, restarts.first_wait_s, restarts.longest_wait_s]
+        order = Order(list(self._command), str(self.log), self._grace_s, self._last.launches, limits)
+        with self.log.open("ab") as log:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-P", guard.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C in the agent's terminal is the agent's alone
+            )
+        assert self._guard.stdin is not None and self._guard.stdout is not None
+        os.set_blocking(self._guard.stdout.fileno(), False)
+        self._partial = b""
+        self._last = replace(self._last, state="starting", since_s=time.monotonic(), pid=None, note="")
+        # The command goes through the pipe: in the guard's own it would be found by whoever looks for the server's.
+        with suppress(BrokenPipeError):  # a guard that is gone is seen by its reports
+            self._guard.stdin.write(msgspec.json.encode(order) + b"\n")
+
+    def _reports_fd(self) -> int | None:
+        return None if self._guard is None or self._guard.stdout is None else self._guard.stdout.fileno()
+
+    def _read_reports(self) -> None:
+        while (out := self._reports_fd()) is not None:
+            try:
+                chunk = os.read(out, 65536)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self._guard_gone()
+                continue
+            *lines, self._partial = (self._partial + chunk).split(b"\n")
+            if lines:
+                self._last = _reports.decode(lines[-1])
+
+    def _guard_gone(self) -> None:
+        """Its reports are at their end. Without a last word it was killed, and its server with it: have a new one."""
+        assert self._guard is not None and self._guard.stdin is not None and self._guard.stdout is not None
+        self._guard.stdin.close()
+        self._guard.stdout.close()
+        code = self._guard.wait()  # at once: it closed its reports by ending
+        self._guard = None
+        if self._last.state in ("given up", "ended"):
+            return
+        now = time.monotonic()
+        self._lost.append(now)
+        self._last = replace(self._last, state="ended", since_s=now, pid=None, note=f"its guard was lost ({code})")
+        if self._ending:
+            return
+        if self._restarts.wait_s(self._lost, now) is None:
+            self._last = replace(self._last, state="given up", note=f"its guard was lost {len(self._lost)} times")
+            return
+        logger.warning("%s: its guard was lost (%d), and the server with it; a new one starts", self.name, code)
+        try:
+            self._start_guard()
+        except OSError as error:
+            self._last = replace(self._last, state="given up", note=f"its guard was lost, no new one starts: {error}")
+
+    def _said(self) -> tuple[str, ...]:
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._last.log_from if size > self._last.log_from else 0, size - _SAID_BYTES))
+                text = log.read(_SAID_BYTES).decode(errors="replace")
+        except OSError:
+            return ()
+        lines = (_ESCAPES.sub("", line).rstrip()[:_SAID_LETTERS] for line in text.splitlines())
+        return tuple(line for line in lines if line)[-SAID_LINES:]
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+class LaunchedEngine:
+    """An engine with the server that it attaches to: opened together, closed together.
+
+    engine: need not find a server when it is opened: one takes minutes to come up.   clock: seconds, monotonic.
+    """
+
+    def __init__(self, engine: Engine, server: ServerProcess, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._server, self._clock = engine, server, clock
+        self._mark = ""
+        self._inner: tuple[str, str] | None = None  # a launch, and the instance that the engine saw of it
+        self._told: ServerStatus | None = None
+        self._told_s = 0.0
+        self._up = False
+
+    async def open(self) -> None:
+        """Start the server, attach. Raises ConfigError, EngineError; then nothing runs."""
+        self._mark = secrets.token_hex(4)  # pids and counts of another agent's life may be the same
+        self._server.start()
+        try:
+            await self._engine.open()
+        except BaseException:
+            with CancelScope(shield=True):
+                await self._server.end()
+            raise
+
+    async def observe(self) -> Observation:
+        """What the engine is. While its server does not run, that nothing is known of it."""
+        before = self._server.status()
+        seen = await self._engine.observe()
+        status = self._server.status()
+        launch = f"{self._mark}.{status.launches}.{status.pid or 0}"
+        runs = status.state == "running" and (before.launches, before.pid) == (status.launches, status.pid)
+        if not runs:  # what answered is not this server
+            seen = Observation(engine=seen.engine, tokenizer="unknown")
+        elif seen.instance is not None:
+            self._inner = launch, seen.instance
+        self._tell(status, runs and seen.tokenizer != "unknown")
+        inner = f".{self._inner[1][:100]}" if self._inner is not None and self._inner[0] == launch else ""
+        return replace(seen, instance=launch + inner)
+
+    async def perform(self, call: Call, within_s: float) -> Returned:
+        """Make one call. Raises CheckpointError, EngineError."""
+        return await self._engine.perform(call, within_s)
+
+    async def close(self) -> None:
+        """Let go of the engine, then end the server and all that it started."""
+        try:
+            await self._engine.close()
+        finally:
+            await self._server.end()
+
+    def _tell(self, status: ServerStatus, up: bool) -> None:
+        """One line for each thing that happens to the server, and one now and then while it starts."""
+        name, now, told = self._server.name, self._clock(), self._told
+        news = told is None or (told.state, told.launches, told.note) != (status.state, status.launches, status.note)
+        self._told = status
+        waited_s = now - status.since_s
+        if news:
+            self._told_s, self._up = now, False
+            self._tell_news(status)
+        if up and not self._up:
+            self._up = True
+            logger.info("%s is up, after %.0f s", name, waited_s)
+        elif not self._up and now - self._told_s >= TOLD_EVERY_S and status.state in ("starting", "running"):
+            self._told_s = now
+            last = status.note or (status.said[-1] if status.said else "it has said nothing yet")
+            logger.info("%s starts since %.0f s: %s", name, waited_s, last)
+
+    def _tell_news(self, status: ServerStatus) -> None:
+        name, log, said = self._server.name, self._server.log, "\n  ".join(("", *status.said))
+        match status.state:
+            case "starting":
+                logger.info("%s is about to start: %s", name, status.note or "its guard gets ready")
+            case "running":
+                logger.info("%s is launched (%d), pid %s; its log is %s", name, status.launches, status.pid, log)
+            case "waiting to start again":
+                logger.warning("%s %s; it is started again %s. %s:%s", name, status.last_exit, status.note, log, said)
+            case "given up" | "ended":
+                logger.error("%s %s and stays down: %s. %s:%s", name, status.last_exit, status.note, log, said)
+            case _:
+                assert_never(status.state)
