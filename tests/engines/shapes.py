@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tests.engines.sources import Definition, Imports, Module, Tree, called, dotted
+from tests.engines.sources import Definition, Module, Tree, called, dotted
 
 REQUIRED = inspect.Parameter.empty
 """The default of what has none."""
@@ -252,10 +252,19 @@ def parameters_of(tree: Tree, module: Module, args: ast.arguments) -> Iterator[i
         yield made(args.kwarg, None, inspect.Parameter.VAR_KEYWORD)
 
 
-def classes_named(tree: Tree, module: Module, annotation: ast.expr | None, local: Imports | None) -> list[Definition]:
-    """The classes of the tree that a type speaks of."""
-    names = {dotted(part) for part in ast.walk(annotation) if isinstance(part, ast.Name)} if annotation else set()
-    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        names.add(annotation.value)
-    followed = [tree.follow(module, name, local) for name in sorted(names)]
-    return [one for one in followed if one is not None and isinstance(one.node, ast.ClassDef)]
+def read_attributes(tree: Tree, found: Definition) -> frozenset[str]:
+    """Names that instances have besides methods: class attributes, properties, and what methods set on `self`."""
+    names: set[str] = set()
+    for _, node in lineage(tree, found):
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and dotted(part.value) == "self":
+                names.add(part.attr)
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                names.add(statement.target.id)
+            elif isinstance(statement, ast.Assign):
+                names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+            elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                marks = {dotted(mark).rpartition(".")[2] for mark in statement.decorator_list}
+                names |= {statement.name} if marks & {"property", "cached_property"} else set()
+    return frozenset(names)

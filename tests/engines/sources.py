@@ -125,5 +125,8 @@ def dotted(node: ast.expr) -> str:
 
 
 def called(node: ast.AST) -> str:
-    """The last name of what a call calls: `field` for `dataclasses.field(...)`."""
-    return dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    """The last name of what a call calls: `field` for `dataclasses.field(...)`. Empty for what is no call of a name."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
