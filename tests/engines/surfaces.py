@@ -68,7 +68,7 @@ class Surface:
 
 
 def holds(condition: str, launched: frozenset[str]) -> bool:
-    """Whether a condition names something that the server was launched with; `not (...)` when its inner one does not."""
+    """Whether a condition names what the server was launched with; `not (...)` when its inner one does not."""
     inner = condition.removeprefix("not (")
     return (inner != condition) != any(word in inner for word in launched)
 

@@ -1,0 +1,331 @@
+"""Stand-ins for one release of an engine that refuse every call which that release does not have.
+
+`strict_app(surface)` is the server: 404 for a route that the release lacks, 405 for a wrong method, 400 for a body
+field or query parameter that it does not know, that it misses, or that has another type. A real server ignores unknown
+ones in silence and does something else than was asked; here they are seen. All else is answered 200 with what the test
+says.
+
+`strict_tokenizer_manager(surface)` and `strict_async_llm(surface)` are the objects that are called in process, with the
+release's own signatures; `request_module(surface)` holds its request classes.
+"""
+
+import ast
+import dataclasses
+import enum
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from functools import reduce
+from operator import or_
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from tests.engines.routes import Route
+from tests.engines.shapes import Expression, Field, Made, Method, Shape
+from tests.engines.surfaces import LAUNCHED, Surface, openapi
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+
+
+class Asked(NamedTuple):
+    """One request as the server saw it. body: as JSON, None when empty.   status: what it answered."""
+
+    method: str
+    path: str
+    query: tuple[tuple[str, str], ...]
+    body: Any
+    status: int
+
+
+class Reply(NamedTuple):
+    """An answer with a status of its own. body: bytes and str go out as they are, all else as JSON."""
+
+    status: int
+    body: Any = None
+
+
+Answer = Reply | Callable[..., Any] | Any
+"""What a test says about a route or a method: a value, a `Reply`, an exception to raise, or a function that gives one.
+
+A function gets what was asked: the JSON body, or a method's arguments by name. It may be async.
+"""
+
+
+class App:
+    """A server, as ASGI. asked: every request in order, refused ones too.   answers: by path; may be changed."""
+
+    def __init__(
+        self, surface: Surface, answers: Mapping[str, Answer] | None = None, launched: frozenset[str] = LAUNCHED
+    ) -> None:
+        self.asked: list[Asked] = []
+        self.answers: dict[str, Answer] = {"/openapi.json": openapi(surface, launched), **(answers or {})}
+        self._surface = surface
+        listing = Route("/openapi.json", frozenset({"GET"}), "openapi", listed=False)
+        served = {**surface.served(launched), "/openapi.json": {"GET": listing}}
+        self._routes = [(path_pattern(path), path, methods) for path, methods in served.items()]
+
+    async def __call__(
+        self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+    ) -> None:
+        assert scope["type"] == "http", f"this stands for an HTTP server; it was opened as {scope['type']}"
+        raw = b""
+        while True:
+            message = await receive()
+            raw += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        query = tuple(parse_qsl(scope["query_string"].decode(), keep_blank_values=True))
+        reply, body = self._refusal(scope["method"], scope["path"], query, raw)
+        if reply is None:
+            reply = await self._answer(scope["path"], body)
+        self.asked.append(Asked(scope["method"], scope["path"], query, body, reply.status))
+        content = reply.body if isinstance(reply.body, bytes | str) else json.dumps(reply.body)
+        encoded = content if isinstance(content, bytes) else content.encode()
+        kind = b"text/plain" if isinstance(reply.body, bytes | str) else b"application/json"
+        await send({"type": "http.response.start", "status": reply.status, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": encoded})
+
+    def _refusal(
+        self, method: str, path: str, query: tuple[tuple[str, str], ...], raw: bytes
+    ) -> tuple[Reply | None, Any]:
+        """(why this release would not do what is asked or None, the body as JSON)."""
+        try:
+            body = json.loads(raw) if raw else None
+        except ValueError as error:
+            return Reply(400, {"detail": f"the body is no JSON: {error}"}), raw
+        methods = next((methods for pattern, _, methods in self._routes if pattern.fullmatch(path)), None)
+        if methods is None:
+            return Reply(404, {"detail": "Not Found"}), body
+        if method not in methods:
+            return Reply(405, {"detail": f"Method Not Allowed; this release has {sorted(methods)}"}), body
+        route = methods[method]
+        wrong = [*query_faults(route, query), *self._body_faults(route, raw, body)]
+        name = f"{self._surface.kind} {self._surface.version} {method} {path}"
+        return (Reply(400, {"detail": f"{name}: {'; '.join(wrong)}"}) if wrong else None), body
+
+    def _body_faults(self, route: Route, raw: bytes, body: Any) -> Iterator[str]:
+        wanted = route.body
+        if wanted is None:
+            if raw:
+                yield f"takes no body, got {body!r}"
+        elif not raw or (body is None and not wanted.required):
+            if wanted.required:
+                yield "needs a JSON body, got none: {} is not the same as nothing"
+        elif not wanted.open:
+            if not isinstance(body, dict):
+                yield f"takes a JSON object, got {body!r}"
+            else:
+                yield from faults("body field", self._surface.body_fields(route), body, strict=True)
+
+    async def _answer(self, path: str, body: Any) -> Reply:
+        said = await given(self.answers.get(path, {}), (body,), {})
+        return said if isinstance(said, Reply) else Reply(200, said)
+
+
+def strict_app(
+    surface: Surface, answers: Mapping[str, Answer] | None = None, launched: frozenset[str] = LAUNCHED
+) -> App:
+    """The server of a release, launched with the conditions of `launched`, for httpx.ASGITransport."""
+    return App(surface, answers, launched)
+
+
+def path_pattern(path: str) -> re.Pattern[str]:
+    """`/v1/models/{model:path}` as a pattern of the paths that it stands for."""
+    parts = re.split(r"{(\w+)(?::(path))?}", path)
+    text = [re.escape(plain) for plain in parts[::3]]
+    holes = [".*" if kind == "path" else "[^/]+" for kind in parts[2::3]]
+    return re.compile("".join(one for pair in zip(text, [*holes, ""], strict=True) for one in pair))
+
+
+def query_faults(route: Route, query: tuple[tuple[str, str], ...]) -> Iterator[str]:
+    """What is wrong with a query string, a sentence each."""
+    fields = (*route.query, *route.query_by_hand)
+    many = {field.name for field in fields if field.type.startswith("list")}
+    names = [name for name, _ in query]
+    for name in sorted({name for name in names if names.count(name) > 1} - many):
+        yield f"takes query parameter {name} once, got {names.count(name)}"
+    values = {name: [text for key, text in query if key == name] if name in many else value for name, value in query}
+    yield from faults("query parameter", fields, values, strict=False)
+
+
+def faults(what: str, fields: tuple[Field, ...], values: Mapping[str, Any], strict: bool) -> Iterator[str]:
+    """Unknown, missing and mistyped names. strict: a number is not also accepted as text, as it is in a query."""
+    known = {field.name: field for field in fields}
+    for name in values:
+        if name not in known:
+            yield f"has no {what} {name} (it has {', '.join(sorted(known)) or 'none'})"
+    for field in fields:
+        if field.required and field.name not in values:
+            yield f"needs {what} {field.name}"
+        elif field.name in values:
+            try:
+                msgspec.convert(values[field.name], type_of(field.type), strict=strict)
+            except msgspec.ValidationError as error:
+                yield f"{what} {field.name}: {error} ({field.type})"
+
+
+def type_of(text: str) -> Any:
+    """A written type as one that values can be checked against; Any for what is not plain."""
+    built = built_type(ast.parse(text, mode="eval").body) if text else Any
+    try:
+        msgspec.json.Decoder(built)
+    except TypeError:  # some unions can't be told apart from JSON
+        return Any
+    return built
+
+
+def built_type(node: ast.expr) -> Any:
+    plain = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "Dict": dict, "list": list}
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Name(id=name):
+            return plain.get(name, Any)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return built_type(left) | built_type(right)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=values):
+            listed = ast.literal_eval(values)
+            return Literal[listed if isinstance(listed, tuple) else (listed,)]
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return built_type(inner) | None
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=sides)):
+            return reduce(or_, [built_type(side) for side in sides])
+        case ast.Subscript(value=ast.Name(id="list" | "List"), slice=inner):
+            return list[built_type(inner)]  # type: ignore[misc]
+        case ast.Subscript(value=ast.Name(id="dict" | "Dict"), slice=ast.Tuple(elts=[key, value])):
+            return dict[built_type(key), built_type(value)]  # type: ignore[misc]
+    return Any
+
+
+async def given(answer: Answer, args: tuple[object, ...], named: Mapping[str, object]) -> Any:
+    """What an answer comes to: raised, called, awaited, or as it is."""
+    if isinstance(answer, BaseException):
+        raise answer
+    if callable(answer):
+        answer = answer(*args, **named)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+# --- in process -------------------------------------------------------------------------------------------------------
+
+
+class Called(NamedTuple):
+    """One call of a method. arguments: by name, those that were given."""
+
+    method: str
+    arguments: dict[str, object]
+
+
+class StandIn(NamedTuple):
+    """engine: has the release's methods and nothing else.   calls: in order.   answers: by method; else None."""
+
+    engine: Any
+    calls: list[Called]
+    answers: dict[str, Answer]
+
+
+def strict_tokenizer_manager(
+    surface: Surface, answers: Mapping[str, Answer] | None = None, **attributes: object
+) -> StandIn:
+    """SGLang's TokenizerManager with the methods of one release; `attributes` are set on it if it has them."""
+    assert surface.kind == "sglang", f"a TokenizerManager of {surface.kind}"
+    return in_process(surface, answers, attributes)
+
+
+def strict_async_llm(surface: Surface, answers: Mapping[str, Answer] | None = None, **attributes: object) -> StandIn:
+    """vLLM's AsyncLLM with the methods of one release; `attributes` are set on it if it has them."""
+    assert surface.kind == "vllm", f"an AsyncLLM of {surface.kind}"
+    return in_process(surface, answers, attributes)
+
+
+def in_process(surface: Surface, answers: Mapping[str, Answer] | None, attributes: Mapping[str, object]) -> StandIn:
+    calls: list[Called] = []
+    said: dict[str, Answer] = dict(answers or {})
+    unknown = sorted({*said} - {*surface.methods}) + sorted({*attributes} - surface.attributes)
+    assert not unknown, f"{surface.engine} of {surface.kind} {surface.version} has no {', '.join(unknown)}"
+    methods = {
+        name: method_like(method, calls, said)
+        for name, method in surface.methods.items()
+        if not (name.startswith("__") and name.endswith("__"))
+    }
+    return StandIn(type(surface.engine, (), {**methods, **attributes})(), calls, said)
+
+
+def method_like(method: Method, calls: list[Called], answers: Mapping[str, Answer]) -> Callable[..., Any]:
+    """A function with exactly this signature that records its calls. One that does not fit raises TypeError."""
+
+    def record(args: tuple[object, ...], named: dict[str, object]) -> dict[str, object]:
+        arguments = dict(method.signature.bind(*args, **named).arguments)
+        calls.append(Called(method.name, arguments))
+        return arguments
+
+    async def later(self: object, *args: object, **named: object) -> Any:
+        return await given(answers.get(method.name), (), record(args, named))
+
+    def at_once(self: object, *args: object, **named: object) -> Any:
+        arguments = record(args, named)
+        answer = answers.get(method.name)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer(**arguments) if callable(answer) else answer
+
+    function: Any = later if method.asynchronous else at_once
+    function.__name__ = method.name
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    function.__signature__ = inspect.Signature([own, *method.parameters])
+    made: Callable[..., Any] = function
+    return made
+
+
+# --- request classes --------------------------------------------------------------------------------------------------
+
+
+def request_module(surface: Surface) -> ModuleType:
+    """A module like the one of the release's request classes: its dataclasses, Structs and enums, by name."""
+    module = ModuleType(surface.requests)
+    shapes = sorted(surface.shapes.values(), key=lambda shape: shape.form != "enum")  # enums first: they are defaults
+    for shape in shapes:
+        if shape.form == "enum":
+            setattr(module, shape.name, enum.Enum(shape.name, [(field.name, field.default) for field in shape.fields]))
+        elif shape.form in {"dataclass", "struct"}:
+            setattr(module, shape.name, request_class(shape, module))
+    return module
+
+
+def request_class(shape: Shape, module: ModuleType) -> type:
+    """A class with the constructor of `shape`. Values are not checked, as the engines' own classes do not."""
+    if shape.form == "struct":
+        keyword_only = any(field.keyword_only for field in shape.fields)
+        fields = [
+            (field.name, Any)
+            if field.required
+            else (field.name, Any, msgspec.field(default_factory=maker(field, module)))
+            for field in shape.fields
+        ]
+        return msgspec.defstruct(shape.name, fields, kw_only=keyword_only)
+    return dataclasses.make_dataclass(shape.name, [dataclass_field(field, module) for field in shape.fields])
+
+
+def dataclass_field(field: Field, module: ModuleType) -> tuple[str, Any, Any]:
+    if field.required:
+        return field.name, Any, dataclasses.field(kw_only=field.keyword_only)
+    return field.name, Any, dataclasses.field(default_factory=maker(field, module), kw_only=field.keyword_only)
+
+
+def maker(field: Field, module: ModuleType) -> Callable[[], Any]:
+    """What makes the default of a field."""
+    default = field.default
+    if isinstance(default, Made):
+        empty: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set}
+        inner = default.text.removeprefix("lambda: ")
+        return empty.get(inner, lambda: Expression(inner))
+    if isinstance(default, Expression):
+        holder, _, member = default.text.partition(".")
+        found = getattr(getattr(module, holder, None), member, default) if member else default
+        return lambda: found
+    return lambda: default.copy() if isinstance(default, list | dict | set) else default
