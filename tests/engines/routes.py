@@ -9,11 +9,12 @@ apart, because they are missing from the server's own openapi.json.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tests.engines.shapes import REQUIRED, Field, field_default, literal, take_apart, type_text
 from tests.engines.sources import Definition, Imports, Module, Tree, called, dotted, flat
 
-VERBS = {"get", "post", "put", "delete", "patch"}
+VERBS = {"get", "post", "put", "delete", "patch", "head"}
 GIVEN = {"Request", "Response", "WebSocket", "HTTPConnection", "BackgroundTasks"}
 """Types of parameters that FastAPI fills by itself."""
 
@@ -50,6 +51,15 @@ class Route:
     listed: bool = True
 
 
+class Mark(NamedTuple):
+    """A route decorator: what it says, and the name of the app or router that it puts the route into."""
+
+    path: str
+    methods: frozenset[str]
+    owner: str
+    listed: bool
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a piece of code stands: its module, what the functions around it import, the conditions it is under."""
@@ -74,9 +84,9 @@ class Reader:
     def read_app(self, module: Module, *functions: str) -> None:
         """Read the app that `module` makes at its top or in one of `functions`."""
         place = Place(module, {})
-        for handler, path, methods, owner, conditions in declared(module):
-            if owner == "app":
-                self._add(place.under(*conditions), handler, path, methods)
+        for handler, mark, conditions in declared(module):
+            if mark.owner == "app":
+                self._add(place.under(*conditions), handler, mark)
         self._statements(place, module.body)
         for name in functions:
             self._function(module.definitions.get(name), place)
@@ -103,9 +113,8 @@ class Reader:
                 if leaves and not statement.orelse:
                     place = place.under(opposite(statement.test))
             elif isinstance(statement, Handler):
-                for path, methods, _ in marks(statement):
-                    if place.local or place.module.body is not body:
-                        self._add(place, statement, path, methods)
+                for mark in marks(statement) if body is not place.module.body else ():
+                    self._add(place, statement, mark)
             elif isinstance(statement, ast.Try | ast.With | ast.For):
                 self._statements(place, statement.body)
             elif not isinstance(statement, ast.ClassDef):
@@ -142,15 +151,17 @@ class Reader:
             module = place.module
         if module is not None:
             there = Place(module, {}, place.conditions)
-            for handler, path, methods, owner, conditions in declared(module):
-                if owner == name:
-                    self._add(there.under(*conditions), handler, prefix(module, name) + path, methods)
+            for handler, mark, conditions in declared(module):
+                if mark.owner == name:
+                    whole = mark._replace(path=prefix(module, name) + mark.path)
+                    self._add(there.under(*conditions), handler, whole)
 
     # --- one route ---
 
-    def _add(self, place: Place, handler: Handler, path: str, methods: frozenset[str]) -> None:
+    def _add(self, place: Place, handler: Handler, mark: Mark) -> None:
         """Collect one route. Of several for one path and method, the first that is served is the one that answers."""
-        route = replace(self._parameters(place, handler, path), methods=methods, conditions=place.conditions)
+        route = self._parameters(place, handler, mark.path)
+        route = replace(route, methods=mark.methods, conditions=place.conditions, listed=mark.listed)
         if route not in self.routes:
             self.routes.append(route)
 
@@ -212,36 +223,36 @@ class Reader:
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
-def declared(module: Module) -> Iterator[tuple[Handler, str, frozenset[str], str, tuple[str, ...]]]:
-    """Every handler at the top of a module: (function, path, methods, name of its app or router, conditions)."""
+def declared(module: Module) -> list[tuple[Handler, Mark, tuple[str, ...]]]:
+    """Every handler at the top of a module with its mark and the conditions around it."""
+    found: list[tuple[Handler, Mark, tuple[str, ...]]] = []
 
-    def within(
-        body: list[ast.stmt], conditions: tuple[str, ...]
-    ) -> Iterator[tuple[Handler, str, frozenset[str], str, tuple[str, ...]]]:
+    def within(body: list[ast.stmt], conditions: tuple[str, ...]) -> None:
         for statement in body:
             if isinstance(statement, ast.If):
                 test = ast.unparse(statement.test)
-                yield from within(statement.body, (*conditions, test))
-                yield from within(statement.orelse, (*conditions, f"not ({test})"))
+                within(statement.body, (*conditions, test))
+                within(statement.orelse, (*conditions, f"not ({test})"))
             elif isinstance(statement, Handler):
-                for path, methods, owner in marks(statement):
-                    yield statement, path, methods, owner, conditions
+                found.extend((statement, mark, conditions) for mark in marks(statement))
 
-    return within(module.body, ())
+    within(module.body, ())
+    return found
 
 
-def marks(handler: Handler) -> Iterator[tuple[str, frozenset[str], str]]:
-    """The route decorators of a function: (path, methods, name of what it is put into)."""
-    for mark in handler.decorator_list:
-        if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Attribute) and mark.args:
-            verb, owner, path = mark.func.attr, dotted(mark.func.value), route_path(mark.args[0])
+def marks(handler: Handler) -> Iterator[Mark]:
+    """The route decorators of a function."""
+    for call in handler.decorator_list:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args:
+            verb, owner, path = call.func.attr, dotted(call.func.value), route_path(call.args[0])
+            said = {one.arg: one.value for one in call.keywords}
+            hides = "include_in_schema" in said and not literal(said["include_in_schema"])
             if verb in VERBS and path is not None:
-                yield path, frozenset({verb.upper()}), owner
+                yield Mark(path, frozenset({verb.upper()}), owner, not hides)
             elif verb == "api_route" and path is not None:
-                listed = [one.value for one in mark.keywords if one.arg == "methods"]
-                methods: object = ast.literal_eval(listed[0]) if listed else ["GET"]
+                methods: object = ast.literal_eval(said["methods"]) if "methods" in said else ["GET"]
                 assert isinstance(methods, list)
-                yield path, frozenset(methods), owner
+                yield Mark(path, frozenset(methods), owner, not hides)
 
 
 def route_path(node: ast.expr) -> str | None:

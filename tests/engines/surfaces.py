@@ -150,8 +150,9 @@ def operation(surface: Surface, route: Route, path: str, schemas: dict[str, Any]
         elif not body.open:
             schemas[f"Body_{name}"] = object_schema(surface, f"Body_{name}", body.fields, schemas)
             schema = {"$ref": f"#/components/schemas/Body_{name}"}
-        optional = {} if body.required else {"anyOf": [schema, {"type": "null"}]}
-        said["requestBody"] = {"content": {"application/json": {"schema": optional or schema}}}
+        if body.shape is not None and not body.required:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        said["requestBody"] = {"content": {"application/json": {"schema": schema}}}
         said["requestBody"] |= {"required": True} if body.required else {}
     return said
 
