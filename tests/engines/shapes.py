@@ -177,6 +177,9 @@ def own_fields(tree: Tree, module: Module, node: ast.ClassDef, form: Form) -> It
             yield Field(statement.targets[0].id, "", literal(statement.value))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and form != "enum":
             written = ast.unparse(statement.annotation)
+            if written.rpartition(".")[2] == "KW_ONLY":  # a mark, not a field: those after it have to be named
+                everywhere = True
+                continue
             hidden = statement.target.id.startswith("_") and form == "model"
             if not hidden and not written.startswith(("ClassVar", "typing.ClassVar")):
                 kind = type_text(tree, module, statement.annotation)

@@ -1,7 +1,7 @@
 """Python source as names that can be followed: what class, function or alias a name means, with nothing imported.
 
 A `Tree` is a folder of packages; a `Module` is one of its files. `tree.follow(module, "PauseMode")` goes through
-imports and re-exports to the statement that defines the name. Only what names need is understood: no star imports.
+imports and re-exports to the statement that defines the name. Only what names need is understood.
 """
 
 import ast
@@ -41,6 +41,11 @@ class Module:
         return dict(pair for statement in flat(self.body) for pair in self.imported(statement))
 
     @cached_property
+    def stars(self) -> list[str]:
+        """Modules of which everything is imported."""
+        return [origin for name, (origin, _) in self.imports.items() if name.startswith("*")]
+
+    @cached_property
     def definitions(self) -> dict[str, Definition]:
         """Of several with one name (branches of an `if`), the first."""
         found: dict[str, Definition] = {}
@@ -63,7 +68,7 @@ class Module:
             above = self._package[: len(self._package) - statement.level + 1] if statement.level else ()
             module = ".".join((*above, *(statement.module.split(".") if statement.module else ())))
             for one in statement.names:
-                yield one.asname or one.name, (module, one.name)
+                yield (f"* of {module}" if one.name == "*" else one.asname or one.name), (module, one.name)
 
 
 class Tree:
@@ -89,16 +94,15 @@ class Tree:
 
     def follow(self, module: Module, name: str, local: Imports | None = None) -> Definition | None:
         """What `name` means in `module` (imports of the function around it: `local`). None: defined elsewhere."""
-        for _ in range(8):  # longer chains of re-exports are loops
-            imports = module.imports if local is None else {**module.imports, **local}
-            if name not in imports:
-                return module.definitions.get(name)
+        imports = module.imports if local is None else {**module.imports, **local}
+        if name in imports:
             origin, inner = imports[name]
             found = self.module(origin)
-            if found is None or inner is None:
-                return None
-            module, name, local = found, inner, None
-        return None
+            return None if found is None or inner is None else self.follow(found, inner)
+        if name in module.definitions:
+            return module.definitions[name]
+        starred = [one for one in map(self.module, module.stars) if one is not None]
+        return next((one for star in starred if (one := self.follow(star, name)) is not None), None)
 
 
 def flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
