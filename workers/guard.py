@@ -1,9 +1,9 @@
 """The guard: a small process between an agent and the engine server that the agent launched.
 
 Run as a file, `python -P guard.py`, never imported into a server. It needs the standard library and psutil alone, so it
-is there in an instant and stays small. Its stdin is the agent's hold on it: one line with the order comes through it,
-and then nothing until the agent lets go or dies. Its stdout carries a report, one line of JSON, at each change. Its
-stderr, like all that the server says, goes to the log.
+is there in an instant and stays small. Its stdin is the agent's hold on it: a line with the order, later perhaps the
+number of a launch that is to be ended and made again, and the end of it when the agent lets go or dies. Its stdout
+carries a report, one line of JSON, at each change. Its stderr, like all that the server says, goes to the log.
 
 Theory of operation. Linux gives a process that is a "subreaper" every orphan among its descendants as a child. The
 guard is one, so the tree below it is all that the server ever started, sessions and double forks or not; and when that
@@ -91,6 +91,7 @@ class Guard:
         )
         self._me = psutil.Process()
         self._told = ""  # why to end, once somebody wants it
+        self._unwanted = 0  # the launch that is to be made again
         self._server: subprocess.Popen[bytes] | None = None  # while it runs
         self._launches = order.launches
         self._exit_code: int | None = None
@@ -114,7 +115,7 @@ class Guard:
         while not self._told:
             if why_not := self._launch():
                 return self._report("given up", why_not)
-            while self._server is not None and not self._told:
+            while self._server is not None and not self._told and self._unwanted != self._launches:
                 self._wait()
             if self._told:
                 break
@@ -156,11 +157,14 @@ class Guard:
 
     def _sweep(self) -> None:
         """Kill what a guard that was itself killed could not end. Whoever bears the mark here is nobody's any more."""
+        over = time.monotonic() + KILL_S
         left = [process for process in psutil.process_iter() if _mark(process) == self._order.log]
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=KILL_S)
+        while left and time.monotonic() < over:
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._wait(LOOK_S)
+            left = [process for process in left if _lives(process)]
 
     def _launch(self) -> str:
         """Start the server, in a session of its own. Returns why that is impossible, or nothing."""
@@ -224,10 +228,15 @@ class Guard:
             seen = {signal.Signals(number) for number in os.read(self._signals, 4096)}
             for ending in seen.intersection(_ENDING):
                 self._told = self._told or f"the guard was told to end by {ending.name}"
-        for source, why in ((sys.stdin.fileno(), "told to end"), (self._agent, "the agent died")):
-            if source in ready:  # nothing more is ever sent: it is the end of the pipe, or of the process
-                self._told = self._told or why
-                self._awake.unregister(source)
+        if self._agent in ready:
+            self._told = self._told or "the agent died"
+            self._awake.unregister(self._agent)
+        if sys.stdin.fileno() in ready:
+            if lines := os.read(sys.stdin.fileno(), 4096).split():
+                self._unwanted = int(lines[-1])
+            else:
+                self._told = self._told or "told to end"
+                self._awake.unregister(sys.stdin.fileno())
         self._reap()
 
     def _reap(self) -> None:
@@ -256,6 +265,7 @@ class Guard:
 
 def _signals_to_pipe() -> int:
     """Have signals wake a poll: their numbers come as bytes out of the descriptor that is returned."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the agent blocks, the server shall not
     out, into = os.pipe()
     os.set_blocking(out, False)
     os.set_blocking(into, False)
@@ -282,6 +292,13 @@ def _mark(process: psutil.Process) -> str | None:
     with suppress(psutil.Error, OSError):
         return process.environ().get(MARK)
     return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Not a zombie: those are nobody's trouble, and in a container without an init they stay for ever."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def main() -> None:

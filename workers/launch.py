@@ -245,6 +245,12 @@ class ServerProcess:
         self._read_reports()
         return replace(self._last, said=self._said())
 
+    def start_again(self, launch: int) -> None:
+        """Have this launch ended, and made again as if it had ended by itself. Another launch is left alone."""
+        if self._guard is not None and self._guard.stdin is not None and not self._ending:
+            with suppress(BrokenPipeError):
+                self._guard.stdin.write(b"%d\n" % launch)
+
     async def end(self) -> ServerStatus:
         """End the server and all that it started, and return when they are gone. It goes on when this is cancelled."""
         self._ending = True
@@ -319,7 +325,8 @@ class ServerProcess:
         try:
             with self.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._last.log_from if size > self._last.log_from else 0, size - _SAID_BYTES))
+                log_from = self._last.log_from if self._last.log_from <= size else 0  # somebody cut it off
+                log.seek(max(log_from, size - _SAID_BYTES))
                 text = log.read(_SAID_BYTES).decode(errors="replace")
         except OSError:
             return ()
@@ -333,16 +340,27 @@ class ServerProcess:
 class LaunchedEngine:
     """An engine with the server that it attaches to: opened together, closed together.
 
-    engine: need not find a server when it is opened: one takes minutes to come up.   clock: seconds, monotonic.
+    engine: need not find a server when it is opened: one takes minutes to come up.
+    up_within_s: how long a launch may take until the engine sees its server; then it is ended and made again, as often
+    as a server that ends by itself. None for as long as it likes.   clock: seconds, monotonic.
     """
 
-    def __init__(self, engine: Engine, server: ServerProcess, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        server: ServerProcess,
+        *,
+        up_within_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine, self._server, self._clock = engine, server, clock
+        self._up_within_s = up_within_s
         self._mark = ""
         self._inner: tuple[str, str] | None = None  # a launch, and the instance that the engine saw of it
         self._told: ServerStatus | None = None
         self._told_s = 0.0
-        self._up = False
+        self._up = False  # the launch that was last told of has been up
+        self._unwanted = 0  # the launch that took too long
 
     async def open(self) -> None:
         """Start the server, attach. Raises ConfigError, EngineError; then nothing runs."""
@@ -367,6 +385,7 @@ class LaunchedEngine:
         elif seen.instance is not None:
             self._inner = launch, seen.instance
         self._tell(status, runs and seen.tokenizer != "unknown")
+        self._require_up(status)
         inner = f".{self._inner[1][:100]}" if self._inner is not None and self._inner[0] == launch else ""
         return replace(seen, instance=launch + inner)
 
@@ -380,6 +399,15 @@ class LaunchedEngine:
             await self._engine.close()
         finally:
             await self._server.end()
+
+    def _require_up(self, status: ServerStatus) -> None:
+        waited_s = self._clock() - status.since_s
+        if self._up_within_s is None or self._up or status.state != "running" or waited_s < self._up_within_s:
+            return
+        if self._unwanted != status.launches:
+            self._unwanted = status.launches
+            logger.warning("%s is not up after %.0f s: it is ended and started again", self._server.name, waited_s)
+            self._server.start_again(status.launches)
 
     def _tell(self, status: ServerStatus, up: bool) -> None:
         """One line for each thing that happens to the server, and one now and then while it starts."""

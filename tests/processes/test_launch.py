@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import psutil
@@ -19,6 +20,7 @@ from schemas.errors import ConfigError, EngineError
 from schemas.events import Call, Flush, Observation, Returned
 from schemas.identity import Identity
 from workers import guard
+from workers.engine import Engine
 from workers.guard import Restarts
 from workers.launch import Kind, LaunchedEngine, ServerProcess, ServerStatus, server_command
 
@@ -65,11 +67,21 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
+async def when(holds: Callable[[], bool]) -> None:
+    """Wait for what other processes do: they set no event of ours."""
+    with anyio.fail_after(LONGEST_S):
+        while True:
+            if holds():
+                return
+            await anyio.sleep(0.01)
+
+
 async def until(server: ServerProcess, holds: Callable[[ServerStatus], bool]) -> ServerStatus:
     with anyio.fail_after(LONGEST_S):
-        while not holds(status := server.status()):
+        while True:
+            if holds(status := server.status()):
+                return status
             await anyio.sleep(0.01)
-        return status
 
 
 def said(word: str) -> Callable[[ServerStatus], bool]:
@@ -84,9 +96,21 @@ def tree(status: ServerStatus) -> list[psutil.Process]:
     return found
 
 
-def assert_gone(processes: Sequence[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=LONGEST_S)
-    assert not alive
+async def gone(processes: Sequence[psutil.Process]) -> None:
+    await when(lambda: not any(lives(process) for process in processes))
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs. When its zombie is buried is the business of the machine's init."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def guard_of(server: psutil.Process) -> psutil.Process:
+    parent = server.parent()
+    assert parent is not None
+    return parent
 
 
 class Servers:
@@ -121,8 +145,8 @@ class Attached:
 
     async def observe(self) -> Observation:
         instance = self.sign.read_text() if self.sign.exists() else None
-        tokenizer = "present" if instance else "unknown"
-        return Observation(engine="attached 1", instance=instance, tokenizer=tokenizer, generating=True)  # type: ignore
+        tokenizer: Literal["present", "unknown"] = "unknown" if instance is None else "present"
+        return Observation(engine="attached 1", instance=instance, tokenizer=tokenizer, generating=True)
 
     async def perform(self, call: Call, within_s: float) -> Returned:
         self.told.append(f"{type(call).__name__} {within_s:g}")
@@ -145,7 +169,7 @@ async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> N
     processes = tree(status)
     assert (status.pid, status.launches, status.exit_code) == (processes[0].pid, 1, None)
     ended = await server.end()
-    assert not any(process.is_running() for process in processes)
+    assert not any(lives(process) for process in processes)
     assert (ended.state, ended.pid, ended.launches, ended.exit_code) == ("ended", None, 1, -signal.SIGTERM)
     assert ended.last_exit == "was killed by SIGTERM"
     assert await server.end() == ended
@@ -195,7 +219,7 @@ async def test_an_end_that_nobody_waits_for_goes_on(servers: Servers) -> None:
     with anyio.CancelScope() as scope:
         scope.cancel()
         await server.end()
-    assert_gone(processes)
+    await gone(processes)
 
 
 @pytest.mark.anyio
@@ -228,28 +252,26 @@ async def test_what_can_not_be_launched_is_said(servers: Servers, tmp_path: Path
 # --- somebody dies ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("fork", ["alone", "fork"])
-def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path, fork: str) -> None:
-    with ExitStack() as stack:
-        words = [*python(AGENT), str(tmp_path / "log"), fork, "20", *python(TREE)]
-        agent = stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        stack.callback(agent.kill)
+async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path, fork: str) -> None:
+    words = [*python(AGENT), str(tmp_path / "log"), fork, "20", *python(TREE)]
+    async with await anyio.open_process(words, stderr=None) as agent:
         assert agent.stdout is not None
-        told = {
-            key: value
-            for _ in range(1 + (fork == "fork"))
-            for key, value in json.loads(agent.stdout.readline()).items()
-        }
-        processes = [psutil.Process(int(pid)) for pid in told["said"].split()[1:]]
-        processes.append(processes[0].parent() or pytest.fail("the server has no guard"))
+        told = b""
+        while told.count(b"\n") < 1 + (fork == "fork"):
+            told += await agent.stdout.receive()
+        facts = {key: value for line in told.splitlines() for key, value in json.loads(line).items()}
+        processes = [psutil.Process(int(pid)) for pid in facts["said"].split()[1:]]
+        processes.append(guard_of(processes[0]))
         agent.kill()
-        assert_gone(processes)
-        assert fork == "alone" or psutil.pid_exists(told["child"])
+        await gone(processes)
+        assert fork == "alone" or lives(psutil.Process(facts["child"]))
 
 
 @pytest.mark.anyio
 async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(servers: Servers) -> None:
-    words = [*python(AGENT), str(servers.folder / "server.log"), "alone", "0.5", *python(STUBBORN)]
+    words = [*python(AGENT), str(servers.folder / "server.log"), "alone", "600", *python(STUBBORN)]
     async with await anyio.open_process(words, stderr=None) as agent:
         assert agent.stdout is not None
         former = psutil.Process(json.loads(await agent.stdout.receive())["pid"])
@@ -258,8 +280,10 @@ async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(se
         server.start()
         waited = await until(server, lambda status: bool(status.note) or status.state == "running")
         assert waited.state == "starting" and "another server still runs" in waited.note
+        assert lives(former)
+        former.kill()
         status = await until(server, said("up"))
-        assert not former.is_running() and status.launches == 1
+        assert not lives(former) and status.launches == 1
 
 
 @pytest.mark.anyio
@@ -267,9 +291,9 @@ async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Se
     server = servers(TREE)
     server.start()
     processes = tree(await until(server, said("tree")))
-    (processes[0].parent() or pytest.fail("the server has no guard")).kill()
+    guard_of(processes[0]).kill()
     status = await until(server, lambda status: status.launches == 2 and said("tree")(status))
-    assert not any(process.is_running() for process in processes)
+    assert not any(lives(process) for process in processes)
     assert not {process.pid for process in processes} & {process.pid for process in tree(status)}
 
 
@@ -277,11 +301,12 @@ async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Se
 async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: Servers) -> None:
     server = servers(QUIET, restarts=Restarts(most=1, first_wait_s=0.01))
     server.start()
-    for launch in (1, 2):
-        status = await until(server, lambda status, launch=launch: status.launches == launch and said("up")(status))  # type: ignore
-        process = psutil.Process(status.pid)
-        (process.parent() or pytest.fail("the server has no guard")).kill()
-        assert_gone([process])
+    killed: list[psutil.Process] = []
+    while len(killed) < 2:
+        status = await until(server, lambda status: status.launches > len(killed) and said("up")(status))
+        killed.append(psutil.Process(status.pid))
+        guard_of(killed[-1]).kill()
+        await gone(killed)
     status = await until(server, lambda status: status.state == "given up")
     assert status.note == "its guard was lost 2 times"
 
@@ -291,10 +316,10 @@ async def test_a_guard_that_is_told_to_end_ends_the_server(servers: Servers) -> 
     server = servers(TREE)
     server.start()
     processes = tree(await until(server, said("tree")))
-    (processes[0].parent() or pytest.fail("the server has no guard")).terminate()
+    guard_of(processes[0]).terminate()
     status = await until(server, lambda status: status.state == "ended")
     assert status.note == "the guard was told to end by SIGTERM"
-    assert not any(process.is_running() for process in processes)
+    assert not any(lives(process) for process in processes)
 
 
 def test_a_guard_without_an_order_ends() -> None:
@@ -321,7 +346,7 @@ async def test_a_server_that_ends_is_started_again_when_its_tree_is_gone(servers
     processes[0].kill()
     status = await until(server, lambda status: status.launches == 2 and said("tree")(status))
     assert status.exit_code == -signal.SIGKILL and status.pid != processes[0].pid
-    assert not any(process.is_running() for process in processes)
+    assert not any(lives(process) for process in processes)
 
 
 @pytest.mark.anyio
@@ -364,11 +389,12 @@ signal.pause()
 """
 
 
-async def observed(engine: LaunchedEngine, holds: Callable[[Observation], bool]) -> Observation:
+async def observed(engine: Engine, holds: Callable[[Observation], bool]) -> Observation:
     with anyio.fail_after(LONGEST_S):
-        while not holds(seen := await engine.observe()):
+        while True:
+            if holds(seen := await engine.observe()):
+                return seen
             await anyio.sleep(0.01)
-        return seen
 
 
 @pytest.mark.anyio
@@ -427,8 +453,8 @@ async def test_how_a_start_goes_is_told_now_and_then(
     await until(server, said("loads"))
     for skipped_s in (0.0, 9.9, 10.0, 12.0, 19.9, 20.0):  # noqa: B007 (the clock reads it)
         assert (await engine.observe()).tokenizer == "unknown"
-    with go.open("w"):
-        pass
+    go.write_text("")
+    await when(inner.sign.exists)
     skipped_s = 73.0
     await observed(engine, lambda seen: seen.tokenizer == "present")
     await engine.observe()
@@ -440,6 +466,49 @@ async def test_how_a_start_goes_is_told_now_and_then(
         "tiny server is up, after 73 s",
     ]
     await engine.close()
+
+
+@pytest.mark.anyio
+async def test_a_server_that_does_not_come_up_in_time_is_started_again(
+    servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Attached(tmp_path / "sign")
+    hangs_once = "first = pathlib.Path('first'); first.exists() or (first.touch(), signal.pause())"
+    server = servers(SIGNED.format(sign=inner.sign, between=hangs_once.replace("first'", f"{tmp_path}/first'")))
+    engine = LaunchedEngine(inner, server, up_within_s=300, clock=lambda: server.status().since_s + passed_s)
+    passed_s = 299.0
+    await engine.open()
+    await until(server, said("loads"))
+    assert (await engine.observe()).tokenizer == "unknown" and not caplog.records
+    passed_s = 300.0
+    await engine.observe()
+    passed_s = 0.0
+    await observed(engine, lambda seen: seen.tokenizer == "present")
+    passed_s = 300.0
+    inner.sign.unlink()  # once it was up, it may be away for a while
+    await engine.observe()
+    status = server.status()
+    assert (status.state, status.launches, status.exit_code) == ("running", 2, -signal.SIGTERM)
+    server.start_again(1)
+    told = [record.message for record in caplog.records]
+    assert told[0] == "tiny server is not up after 300 s: it is ended and started again"
+    assert len([line for line in told if "not up" in line]) == 1
+    await engine.close()
+    assert server.status().launches == 2
+
+
+@pytest.mark.anyio
+async def test_no_two_launches_look_the_same(servers: Servers, tmp_path: Path) -> None:
+    server = servers(QUIET)
+    seen = set()
+    for _ in range(3):
+        engine = LaunchedEngine(Attached(tmp_path / "sign"), server)
+        await engine.open()
+        await until(server, said("up"))
+        seen |= {(await engine.observe()).instance, (await engine.observe()).instance}
+        await engine.close()
+        seen.add((await engine.observe()).instance)
+    assert len(seen) == 6 and None not in seen
 
 
 @pytest.mark.anyio
