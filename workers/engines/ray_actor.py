@@ -5,12 +5,13 @@ is looked at, its version never: `dir(handle)` names the methods, and one look i
 it was configured. The methods themselves are thin, and say yes to much that they don't do. So what follows from reading
 them is refused here, before the engine is touched:
 
-- `sleep` and `release_kv_cache` do nothing with `free_cache_engine` off, and release other regions in each rollout mode;
-  vLLM's drop the weights at sleep level 2, and no method brings them back. What can't be taken back as it was is never
-  released, and an engine of which that holds for all regions has no operation `sleep`.
+- `sleep` and `release_kv_cache` do nothing with `free_cache_engine` off, and release other regions in each rollout
+  mode; vLLM's drop the weights at sleep level 2, and no method brings them back. What can't be taken back as it was is
+  never released, and an engine of which that holds for all regions has no operation `sleep`.
 - `start_profile` takes tool, directory, window and contents from the server's own configuration, and does nothing when
   that leaves the replica out. A plan that asks for what would not be recorded is refused, and the reason told. Traces
-  are brought (as links, if the disk allows it) from the server's directory to the session's.
+  are brought (as links, if the disk allows it) from the server's directory to the session's: by node rank 0, so those
+  of other nodes too if the disk is shared, and else not.
 - `clear_kv_cache` drops the engine's answer, and an engine refuses while requests run: it is called when none does.
 - `abort_all_requests` is a pause, of mode `abort` and no other. So there is no operation `abort`: between it and the
   `resume_generation` that would have to follow, an agent that dies leaves the engine paused.
@@ -36,6 +37,7 @@ from schemas.desired import ALL_TAGS
 from schemas.errors import EngineError
 from schemas.events import (
     Call,
+    CollectTraces,
     Flush,
     Observation,
     Pause,
@@ -47,6 +49,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
+from schemas.outcomes import Trace
 from workers.traces import make_fresh, of_node
 
 if TYPE_CHECKING:
@@ -154,8 +157,8 @@ class RayActorEngine:
             ) from error
         if not ray.is_initialized():
             raise EngineError(
-                "a server on Ray was to be commanded, and this process is in no Ray cluster: call ray.init(address=...) "
-                "before the agent is opened, or run the agent as a Ray actor (workers.ray_placement)."
+                "a server on Ray was to be commanded, and this process is in no Ray cluster: call "
+                "ray.init(address=...) before the agent is opened, or have workers.ray_placement start the agent."
             )
 
     async def observe(self) -> Observation:
@@ -176,39 +179,43 @@ class RayActorEngine:
 
     async def perform(self, call: Call, within_s: float) -> Returned:
         """Make one call. Raises EngineError."""
+        if isinstance(call, CollectTraces):
+            return Returned(traces=await to_thread.run_sync(self._collected, call.directory))
         if self._identity.node_rank > 0:
             raise EngineError("the server of this node has no front end to call: its replica's node rank 0 has it.")
         with CancelScope(shield=True):
-            look = await self._look()
-            match call:
-                case Pause():
-                    await self._pause(call, look)
-                case Resume():
-                    await self._call("resume_generation")
-                    if (await self._look()).paused:
-                        raise EngineError(f"{self._kind} answered yes to resume_generation, but is still paused.")
-                case Sleep():
-                    await self._sleep(call, look)
-                case Wake():
-                    await self._wake(call, look)
-                case Flush():
-                    await self._flush(look, within_s)
-                case StartProfile():
-                    await self._start_profile(call, look)
-                case StopProfile():
-                    return await self._stop_profile(call, look)
-                case _:
-                    asked = call.__struct_config__.tag
-                    raise EngineError(f"{self._kind} has no method for {asked}. It was not called.")
-            return Returned()
+            returned = await self._perform(call, await self._look(), within_s)
+        return returned
 
     async def close(self) -> None:
         """Let go of the actor; it goes on."""
         self._handle = None
 
+    async def _perform(self, call: Call, look: Look, within_s: float) -> Returned:
+        match call:
+            case Pause():
+                await self._pause(call)
+            case Resume():
+                await self._resume()
+            case Sleep():
+                self._require_kept(call.tags, look, "release")
+                await self._call(_RELEASE[call.tags][0])
+            case Wake():
+                await self._wake(call, look)
+            case Flush():
+                await self._flush(look, within_s)
+            case StartProfile():
+                await self._start_profile(call, look)
+            case StopProfile():
+                return await self._stop_profile(call, look)
+            case _:
+                asked = call.__struct_config__.tag
+                raise EngineError(f"{self._kind} has no method for {asked}. It was not called.")
+        return Returned()
+
     # --- requests and memory ------------------------------------------------------------------------------------------
 
-    async def _pause(self, call: Pause, look: Look) -> None:
+    async def _pause(self, call: Pause) -> None:
         if call.mode != "abort":
             raise EngineError(
                 f"{self._kind} was asked to pause with in_flight={call.mode!r}; its one method for that, "
@@ -220,9 +227,10 @@ class RayActorEngine:
         if (await self._look()).paused is False:
             raise EngineError(f"{self._kind} answered yes to abort_all_requests, but is not paused.")
 
-    async def _sleep(self, call: Sleep, look: Look) -> None:
-        self._require_kept(call.tags, look, "release")
-        await self._call(_RELEASE[call.tags][0])
+    async def _resume(self) -> None:
+        await self._call("resume_generation")
+        if (await self._look()).paused:
+            raise EngineError(f"{self._kind} answered yes to resume_generation, but is still paused.")
 
     async def _wake(self, call: Wake, look: Look) -> None:
         if call.tags == WEIGHTS and look.front == "engine" and look.mode == "hybrid" and "tags" in look.wake_up:
@@ -268,15 +276,13 @@ class RayActorEngine:
 
     async def _stop_profile(self, call: StopProfile, look: Look) -> Returned:
         await self._call("stop_profile")
-        directory = resolve(self._traces, call.directory)
+        if look.recorder is not None:
+            await to_thread.run_sync(_bring, look.recorder, resolve(self._traces, call.directory))
+        return Returned(traces=await to_thread.run_sync(self._collected, call.directory))
 
-        def collect() -> Returned:
-            if look.recorder is not None:
-                _bring(look.recorder, directory)
-            place = self._identity
-            return Returned(traces=of_node(directory, self._traces, place.node_rank, place.gpus_per_node))
-
-        return await to_thread.run_sync(collect)
+    def _collected(self, directory: str) -> tuple[Trace, ...]:
+        place = resolve(self._traces, directory)
+        return of_node(place, self._traces, self._identity.node_rank, self._identity.gpus_per_node)
 
     # --- the actor ----------------------------------------------------------------------------------------------------
 
