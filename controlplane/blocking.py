@@ -87,9 +87,11 @@ class BlockingControlPlane:
         """Generate again."""
         return self._plane.resume(replicas=replicas, timeout=timeout).wait()
 
-    def sleep(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Report:
+    def sleep(
+        self, tags: Iterable[Tag] = (), *, discard: bool = False, replicas: Replicas = None, timeout: float = 60.0
+    ) -> Report:
         """Free memory."""
-        return self._plane.sleep(tags, replicas=replicas, timeout=timeout).wait()
+        return self._plane.sleep(tags, discard=discard, replicas=replicas, timeout=timeout).wait()
 
     def wake(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Report:
         """Take memory again."""
@@ -112,3 +114,9 @@ class BlockingControlPlane:
     def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Report:
         """Close the session of that step; the report names the traces."""
         return self._plane.stop_profile(step, replicas=replicas, timeout=timeout).wait()
+
+    def collect_traces(
+        self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
+    ) -> Report:
+        """Have node ranks above 0 name the traces that they wrote."""
+        return self._plane.collect_traces(step, plan, replicas=replicas, timeout=timeout).wait()

@@ -23,7 +23,7 @@ from controlplane.bus import Bus
 from controlplane.coordinator import CoordinatorState, describe
 from controlplane.events import SyncReport
 from controlplane.log import RunLog
-from controlplane.profiling import entering, leaving, session_after
+from controlplane.profiling import collecting, entering, leaving, session_after
 from controlplane.tickets import Ticket
 from schemas.checkpoints import build_manifest, resolve
 from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target
@@ -194,9 +194,15 @@ class ControlPlane:
         """Generate again."""
         return self.publish(EngineCommand(operation="resume"), replicas, timeout)
 
-    def sleep(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Ticket[Report]:
-        """Free memory: `weights`, `kv_cache`, or both when no tag is given."""
-        return self.publish(EngineCommand(operation="sleep", tags=frozenset(tags)), replicas, timeout)
+    def sleep(
+        self, tags: Iterable[Tag] = (), *, discard: bool = False, replicas: Replicas = None, timeout: float = 60.0
+    ) -> Ticket[Report]:
+        """Free memory: `weights`, `kv_cache`, or both when no tag is given.
+
+        discard: drop the weights instead of keeping them in host memory; after the wake what is committed is loaded.
+        """
+        command = EngineCommand(operation="sleep", tags=frozenset(tags), discard=discard)
+        return self.publish(command, replicas, timeout)
 
     def wake(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Ticket[Report]:
         """Take memory again: the tags given, or all."""
@@ -220,6 +226,13 @@ class ControlPlane:
     def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
         """Close the session of that step; the report names the traces."""
         return self.publish(ProfileCommand(action="stop", step=step), replicas, timeout)
+
+    def collect_traces(
+        self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
+    ) -> Ticket[Report]:
+        """After a stop: have node ranks above 0 name the traces that their ranks wrote to their own disks."""
+        command = ProfileCommand(action="collect", step=step, plan=plan or self._profiler.plan)
+        return self.publish(command, replicas, timeout)
 
     def sync_weights(
         self,
@@ -273,28 +286,34 @@ class ControlPlane:
 
     def publish_profile(self, commands: Iterable[ProfileCommand]) -> list[Ticket[Report]]:
         """Publish profile commands; what can't be published is a warning."""
-        tickets = []
+        tickets: list[Ticket[Report]] = []
         for command in commands:
             self._session = session_after(self._session, command)
-            try:
-                tickets.append(self.bus.publish(command, Target(), self._profiler.timeout_ms))
-            except RolloutctlError as error:
-                logger.warning("%s was not published, the step goes on: %s", describe(command), error)
+            tickets += self._try_publish(command, Target())
         return tickets
 
-    def note_profile(self, ticket: Ticket[Report]) -> None:
-        """Keep the report of a profile command; tell what failed. Waits for the ticket."""
+    def note_profile(self, ticket: Ticket[Report]) -> list[Ticket[Report]]:
+        """Keep the report of a profile command, tell what failed, publish what follows. Waits for the ticket."""
         try:
             report = ticket.wait()
         except RolloutctlError as error:
             logger.warning("a profile command came to nothing, the step goes on: %s", error)
-            return
+            return []
         self.profile_reports.append(report)
         for one in report.outcomes:
             if isinstance(one.conclusion, Failed | Missing):
                 logger.warning(
                     "%s on agent %s: %s; the step goes on", describe(report.command), one.agent, one.conclusion
                 )
+        following = collecting(report)
+        return self._try_publish(*following) if following is not None else []
+
+    def _try_publish(self, command: ProfileCommand, target: Target) -> list[Ticket[Report]]:
+        try:
+            return [self.bus.publish(command, target, self._profiler.timeout_ms)]
+        except RolloutctlError as error:
+            logger.warning("%s was not published, the step goes on: %s", describe(command), error)
+            return []
 
 
 class Step:
@@ -322,14 +341,14 @@ class Step:
         await self._await(self._plane.leaving(self._step))
 
     async def _await(self, tickets: list[Ticket[Report]]) -> None:
-        for ticket in tickets:
+        for ticket in tickets:  # grows: a stop is followed by the collecting of what it left
             with suppress(RolloutctlError):  # it is told below
                 await ticket
-        self._note(tickets)
+            tickets += self._plane.note_profile(ticket)
 
     def _note(self, tickets: list[Ticket[Report]]) -> None:
         for ticket in tickets:
-            self._plane.note_profile(ticket)
+            tickets += self._plane.note_profile(ticket)
 
 
 async def _await_agents(bus: Bus, count: int, patience_s: float, ticket: Ticket[FleetStatus]) -> None:

@@ -5,8 +5,10 @@ Continuous: one session over each run of consecutive selected steps, closed when
 jumps (it resumed from a checkpoint, or a step raised) finds the session of another step open: it is closed first.
 """
 
-from schemas.commands import ProfileCommand
+from schemas.commands import ProfileCommand, Target
 from schemas.config import ProfilerConfig
+from schemas.outcomes import Acted
+from schemas.wire import Report
 
 
 def selected(config: ProfilerConfig, step: int) -> bool:
@@ -34,6 +36,22 @@ def leaving(config: ProfilerConfig, session: int | None, step: int) -> tuple[Pro
 def session_after(session: int | None, command: ProfileCommand) -> int | None:
     """First step of the session that is open after the command, if any."""
     return command.step if command.action == "start" else None
+
+
+def collecting(report: Report) -> tuple[ProfileCommand, Target] | None:
+    """What follows the end of a stop: its replicas of several nodes collect what the other nodes wrote. None if none.
+
+    Only after the stop, because an engine answers it when all its ranks have written.
+    """
+    command = report.command
+    if not isinstance(command, ProfileCommand) or command.action != "stop":
+        return None
+    said = {one.agent: one.conclusion for one in report.outcomes}
+    several = {agent.partition(".")[0] for agent in said if not agent.endswith(".0")}
+    replicas = frozenset(int(one) for one in several if isinstance(said.get(f"{one}.0"), Acted))
+    if not replicas:
+        return None
+    return ProfileCommand(action="collect", step=command.step, plan=command.plan), Target(replicas=replicas)
 
 
 def _command(action: str, step: int, config: ProfilerConfig) -> ProfileCommand:

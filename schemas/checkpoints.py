@@ -211,6 +211,24 @@ def check_layout(directory: Path, layout: Mapping[str, TensorSpec], manifest: Ma
     )
 
 
+def require_same_model(directory: Path, held: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
+    """Raise CheckpointError unless tensors of one layout can take the place of another's: same names, dtypes, shapes.
+
+    held: what the engine's model is made of.   offered: what was read from the directory.
+    """
+    wrong = []
+    for name in sorted(held.keys() | offered.keys()):
+        if name not in offered:
+            wrong.append(f"it lacks {name} ({held[name]})")
+        elif name not in held:
+            wrong.append(f"it has {name} ({offered[name]}), which the model has not")
+        elif held[name] != offered[name]:
+            wrong.append(f"{name} is {offered[name]}, and the model's is {held[name]}")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise _refused(directory, f"is of another model: {'; '.join(wrong[:3])}{more}", _UNTOUCHED)
+
+
 def content_differs(directory: Path, seen: str, manifest: Manifest) -> CheckpointError:
     """The error for tensors whose digest is not the manifest's."""
     return _refused(

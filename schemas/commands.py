@@ -78,12 +78,14 @@ class Target(Struct, frozen=True, omit_defaults=True):
 
 
 class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defaults=True):
-    """Open or close one profiling session on every targeted replica.
+    """Open or close one profiling session on every targeted replica, or collect what it left.
 
     step: global training step, >= 0; names the directory `global_step_<step>/replica_<r>` below the traces' root.
+    collect: after a stop, each node rank above 0 answers with the traces that its own ranks wrote to its own disk. The
+    outcome of the stop has those of node rank 0.
     """
 
-    action: Literal["start", "stop"]
+    action: Literal["start", "stop", "collect"]
     step: Count
     plan: ProfilePlan = ProfilePlan()
 
@@ -117,12 +119,15 @@ class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaul
     """One operation on the engine itself. Each is idempotent on the state: what holds already is `skipped(already)`.
 
     mode: for pause only.   tags: for sleep and wake only; empty means all.
+    discard: for sleep only: the weights need not be kept in host memory. They are loaded again after the wake, from
+    what is committed; with nothing committed the engine stays paused until the next sync.
     A sleeping engine does not generate; it generates again when all its memory is awake and nobody paused it.
     """
 
     operation: Literal["pause", "resume", "sleep", "wake", "flush", "abort"]
     mode: InFlight = "abort"
     tags: frozenset[Tag] = frozenset()
+    discard: bool = False
 
 
 class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):

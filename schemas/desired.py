@@ -57,6 +57,7 @@ class Syncing(Struct, frozen=True):
 class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state one replica is to be in. The default is that of a run in which nothing was commanded yet.
 
+    discard: weights that are asleep need not be kept.
     committed: None stands for the weights the engine was launched with.
     quarantined: version of the sync that left the replica out, else 0. It is paused until a later commit takes it in,
     that sync is aborted, or its agent starts anew.
@@ -65,6 +66,7 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     generation: Literal["running", "paused"] = "running"
     pause_mode: InFlight = "abort"
     asleep: frozenset[Tag] = frozenset()
+    discard: bool = False
     profile: Session | None = None
     committed: Committed | None = None
     sync: Syncing | None = None
@@ -128,8 +130,9 @@ def intend(desired: Desired, command: Command | UnknownCommand, targeted: bool, 
 
 
 def _intend_profile(desired: Desired, command: ProfileCommand, identity: Identity) -> Desired:
-    if command.action == "stop":
-        return replace(desired, profile=None) if desired.profile is not None else desired
+    if command.action != "start":
+        stopping = command.action == "stop" and desired.profile is not None
+        return replace(desired, profile=None) if stopping else desired
     if refuse_profile(command.plan, command.step, identity) is not None:
         return desired
     if desired.profile is not None and desired.profile.step == command.step:
@@ -146,9 +149,11 @@ def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
         case "resume":
             return replace(desired, generation="running")
         case "sleep":
-            return replace(desired, asleep=desired.asleep | (command.tags or ALL_TAGS))
+            asleep = desired.asleep | (command.tags or ALL_TAGS)
+            return replace(desired, asleep=asleep, discard=desired.discard or (command.discard and "weights" in asleep))
         case "wake":
-            return replace(desired, asleep=desired.asleep - (command.tags or ALL_TAGS))
+            asleep = desired.asleep - (command.tags or ALL_TAGS)
+            return replace(desired, asleep=asleep, discard=desired.discard and "weights" in asleep)
         case _:
             assert_never(command.operation)
 

@@ -35,10 +35,11 @@ class Resume(Struct, frozen=True, tag="resume"):
     """Generate again."""
 
 
-class Sleep(Struct, frozen=True, tag="sleep"):
-    """Release memory. The engine is paused and idle when this is called."""
+class Sleep(Struct, frozen=True, tag="sleep", omit_defaults=True):
+    """Release memory. The engine is paused when this is called.   discard: weights need not be kept for the wake."""
 
     tags: frozenset[Tag]
+    discard: bool = False
 
 
 class Wake(Struct, frozen=True, tag="wake"):
@@ -77,7 +78,13 @@ class StopProfile(Struct, frozen=True, tag="stop_profile"):
     directory: Text
 
 
-Call = CheckSource | Pause | Resume | Sleep | Wake | Load | Flush | Abort | StartProfile | StopProfile
+class CollectTraces(Struct, frozen=True, tag="collect_traces"):
+    """Look for the traces of this node's ranks in the directory of a session that was stopped. Calls no engine."""
+
+    directory: Text
+
+
+Call = CheckSource | Pause | Resume | Sleep | Wake | Load | Flush | Abort | StartProfile | StopProfile | CollectTraces
 
 # --- what the engine is seen to be ------------------------------------------------------------------------------------
 
@@ -103,7 +110,10 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
-    """What a call gave back. digest: after Load. auto_stopped, traces: after StopProfile."""
+    """What a call gave back. digest: after Load. auto_stopped: after StopProfile.
+
+    traces: after StopProfile and CollectTraces.
+    """
 
     digest: Name | None = None
     auto_stopped: bool = False

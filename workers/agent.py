@@ -264,11 +264,16 @@ class Agent:
                 while (perform := self._next) is not None:
                     self._next = None
                     async with self._engine_lock:
-                        result = await self._guarded(self._engine.perform(perform.call))
+                        result = await self._guarded(self._engine.perform(perform.call, self._left_s()))
                         self._seen = seen = await self._observe()
                         result = _fitting(result)
                         call_id = perform.call_id
                         self._step(EngineReturned(at_ms=now_ms(), call_id=call_id, result=result, observation=seen))
+
+    def _left_s(self) -> float:
+        """Seconds until the deadline of what is under way."""
+        activity = self.state.activity
+        return max(0.0, (activity.deadline_ms - now_ms()) / 1000) if activity is not None else 0.0
 
     async def _watch_engine(self) -> None:
         """Look at the engine while nothing is asked of it; what is new is an event."""

@@ -51,7 +51,7 @@ from schemas.events import (
 )
 from schemas.identity import Count, Identity, Positive
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
-from workers.rules.commands import lacking, rule
+from workers.rules.commands import collecting, lacking, rule
 from workers.rules.concede import NOTHING, Conceded, concede, remaining, renew
 from workers.rules.settle import (
     STEERED,
@@ -168,7 +168,7 @@ def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
 
 GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when the command's turn comes
     Row(5, _not_targeted, lambda s, e: _NOT_TARGETED),
-    Row(6, lambda s, e: s.identity.node_rank > 0, lambda s, e: _NOT_PRIMARY),
+    Row(6, lambda s, e: s.identity.node_rank > 0 and not collecting(e.command), lambda s, e: _NOT_PRIMARY),
     # row 7 (tokenizer unknown: hold) has no outcome of its own: see `_turn`
     Row(8, lambda s, e: s.engine.tokenizer == "absent", _tokenizer_missing),
     Row(9, _unsupported, _say_unsupported),

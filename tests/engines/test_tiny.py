@@ -60,7 +60,7 @@ class Bench:
     async def do(self, *calls: Call) -> Any:
         returned = None
         for call in calls:
-            returned = await self.engine.perform(call)
+            returned = await self.engine.perform(call, 10.0)
         return returned
 
     def begin(self, prompt: list[int], tokens: int, temperature: float = 0.0) -> Future[Completion]:

@@ -14,6 +14,7 @@ from schemas.events import (
     Abort,
     Call,
     CheckSource,
+    CollectTraces,
     Fault,
     Flush,
     Load,
@@ -179,14 +180,14 @@ class Engine:
                 self.session_step = None
             return attempt.result
         match call:
-            case CheckSource() | Abort() | Flush():
+            case CheckSource() | Abort() | Flush() | CollectTraces():
                 pass
             case Pause():
                 self.generating = False
             case Resume():
                 self._resume()
             case Sleep():
-                self._sleep(call.tags)
+                self._sleep(call.tags, call.discard)
             case Wake():
                 if not call.tags <= self.asleep:
                     self.kill(f"woke {sorted(call.tags)} of an engine with only {sorted(self.asleep)} asleep")
@@ -215,10 +216,12 @@ class Engine:
         self.generating = True
         self.resumed()
 
-    def _sleep(self, tags: frozenset[Tag]) -> None:
+    def _sleep(self, tags: frozenset[Tag], discard: bool) -> None:
         if self.generating:
             self.kill("memory was released while requests run")
         self.asleep |= tags
+        if discard:
+            self._tear()
 
     def _check_loadable(self) -> None:
         if self.generating:

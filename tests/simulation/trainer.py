@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from controlplane.events import CoordinatorEvent, Issued, SyncRequested
 from schemas.commands import (
@@ -117,11 +117,13 @@ class Trainer:
             plan = ProfilePlan(window=window, enabled=rng.random() < 0.95)
             return ProfileCommand(action="start", step=self.step, plan=plan)
         if kind == 2:
-            return ProfileCommand(action="stop", step=self.step)
+            return ProfileCommand(action=rng.choice(("stop", "stop", "collect")), step=self.step)
         if kind == 3:
             return EngineCommand(operation=rng.choice(("flush", "abort")))
         if kind == 4:
             return EngineCommand(operation="pause", mode=rng.choice(("abort", "wait", "keep")))
         if kind == 5:
             return EngineCommand(operation="resume")
-        return EngineCommand(operation=rng.choice(("sleep", "wake", "wake")), tags=rng.choice(TAGS))
+        operation: Literal["sleep", "wake"] = rng.choice(("sleep", "wake", "wake"))
+        discard = operation == "sleep" and rng.random() < 0.3
+        return EngineCommand(operation=operation, tags=rng.choice(TAGS), discard=discard)

@@ -16,13 +16,22 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 
 from anyio import CancelScope, to_thread
 
-from schemas.checkpoints import TensorSpec, check, check_layout, content_differs, read_layout, resolve
+from schemas.checkpoints import (
+    TensorSpec,
+    check,
+    check_layout,
+    content_differs,
+    read_layout,
+    require_same_model,
+    resolve,
+)
 from schemas.commands import Manifest, Source
-from schemas.errors import CheckpointError, EngineError, RolloutctlError
+from schemas.errors import EngineError, RolloutctlError
 from schemas.events import (
     Abort,
     Call,
     CheckSource,
+    CollectTraces,
     Flush,
     Load,
     Observation,
@@ -96,7 +105,7 @@ class TinyEngine:
             digest=holding.digest,
         )
 
-    async def perform(self, call: Call) -> Returned:
+    async def perform(self, call: Call, within_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
         with CancelScope(shield=True):
             returned = await to_thread.run_sync(self._perform, call)
@@ -137,6 +146,8 @@ class TinyEngine:
 
     def _perform(self, call: Call) -> Returned:
         scheduler = self._scheduler
+        if isinstance(call, CollectTraces):
+            return Returned()  # a node rank above 0 has no part of the model, and leaves no trace
         if scheduler is None:
             raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
         match call:
@@ -197,7 +208,7 @@ class TinyEngine:
     def _check(self, source: Source, manifest: Manifest | None) -> None:
         """Raise CheckpointError unless the model could take what lies there now, every byte of it."""
         directory = resolve(self._checkpoints, source.path)
-        self._require_fitting(directory, read_layout(directory))
+        require_same_model(directory, self._layout, read_layout(directory))
         if manifest is not None:
             check(directory, manifest)
 
@@ -208,19 +219,9 @@ class TinyEngine:
         directory = resolve(self._checkpoints, source.path)
         tensors = read(directory)
         held = layout(tensors)
-        self._require_fitting(directory, held)
+        require_same_model(directory, self._layout, held)
         if manifest is not None:
             check_layout(directory, held, manifest)
             if manifest.content is not None and (seen := digest(tensors)) != manifest.content:
                 raise content_differs(directory, seen, manifest)
         return tensors
-
-    def _require_fitting(self, directory: Path, offered: dict[str, TensorSpec]) -> None:
-        from workers.engines.tiny_model import differences
-
-        if wrong := list(differences(self._layout, offered)):
-            more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise CheckpointError(
-                f"checkpoint refused: {directory} is of another model: {'; '.join(wrong[:3])}{more}. Nothing was "
-                "loaded."
-            )

@@ -8,7 +8,7 @@ Everything is deterministic in its seed, and nothing here touches torch's global
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -258,14 +258,3 @@ def read(directory: Path) -> dict[str, Tensor]:
                 f"checkpoint refused: {path} changed while it was read: {error}. Nothing was loaded."
             ) from error
     return found
-
-
-def differences(held: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> Iterable[str]:
-    """What keeps tensors of one layout from taking the place of another's, a sentence each, in order of the names."""
-    for name in sorted(held.keys() | offered.keys()):
-        if name not in offered:
-            yield f"it lacks {name} ({held[name]})"
-        elif name not in held:
-            yield f"it has {name} ({offered[name]}), which the model has not"
-        elif held[name] != offered[name]:
-            yield f"{name} is {offered[name]}, and the model's is {held[name]}"

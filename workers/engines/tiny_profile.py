@@ -4,7 +4,6 @@ torch's profiler belongs to the thread that starts it, so everything here runs o
 before the first forward of the window to just after the last one: what was asked for is what the trace holds.
 """
 
-import hashlib
 import importlib
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from schemas.commands import ProfilePlan
 from schemas.errors import EngineError
 from schemas.events import Returned
-from schemas.outcomes import Trace
+from workers.traces import described, make_fresh
 
 FORWARD: Final = "tiny.forward"
 """The span around each forward in a trace."""
@@ -52,7 +51,7 @@ class Recording:
         self._owner = True
         self._auto_stopped = False
         try:
-            _make_fresh(file.parent)
+            make_fresh(file.parent)
             if plan.window is None:
                 self._begin()
         except EngineError:
@@ -86,10 +85,7 @@ class Recording:
             raise self._failure
         if not self.file.exists():
             return Returned(auto_stopped=self._auto_stopped)
-        with open(self.file, "rb") as written:
-            sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-        trace = Trace(str(self.file.relative_to(root)), self.file.stat().st_size, sha256)
-        return Returned(auto_stopped=self._auto_stopped, traces=(trace,))
+        return Returned(auto_stopped=self._auto_stopped, traces=(described(self.file, root),))
 
     def discard(self) -> None:
         """The engine ends in the middle of the session: write what there is, and say nothing."""
@@ -139,16 +135,3 @@ def _require_possible(plan: ProfilePlan) -> None:
         what = "a trace by stage, and this engine feeds prompts and tokens in the same forward"
     if what is not None:
         raise EngineError(f"the profile was not started: the plan asks for {what}. Change the plan.")
-
-
-def _make_fresh(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if next(directory.iterdir(), None) is None:
-            return
-    except OSError as error:
-        raise EngineError(f"the profile was not started: {directory}: {error.strerror}.") from error
-    raise EngineError(
-        f"the profile was not started: {directory} holds files already, and nothing is ever written over. Move them "
-        "away, or use another traces root."
-    )

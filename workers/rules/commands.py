@@ -6,10 +6,10 @@ from msgspec import Struct
 
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, refuse_profile
-from schemas.events import Abort, Call, Flush
+from schemas.events import Abort, Call, CollectTraces, Flush
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
-from workers.rules.settle import STEERED, EngineState, attainable, settle
+from workers.rules.settle import STEERED, EngineState, attainable, settle, trace_directory
 
 Verdict = tuple[Call, ...] | Skipped | Failed
 """Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
@@ -29,6 +29,11 @@ _NEEDED_FOR: dict[str, Operation] = {
 }
 
 
+def collecting(command: Command | UnknownCommand) -> bool:
+    """Is it about the traces on a node's disk? Then every node acts, whatever its engine."""
+    return isinstance(command, ProfileCommand) and command.action == "collect"
+
+
 def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
     """The operation that the engine would need for the command and does not have; None when it has all.
 
@@ -37,6 +42,8 @@ def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation
     """
     if isinstance(command, UnknownCommand):
         return "unknown"
+    if collecting(command):
+        return None
     needed = _NEEDED_FOR[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
     if needed is None or engine.operations >= _ALL:
         return None
@@ -71,6 +78,11 @@ def rule(
 
 
 def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
+    if command.action == "collect":
+        if identity.node_rank == 0:
+            return Skipped(Reason.ALREADY)  # told by the outcome of the stop
+        reason = refuse_profile(command.plan, command.step, identity)
+        return Skipped(reason) if reason is not None else (CollectTraces(trace_directory(command.step, identity)),)
     if command.action == "stop":
         return settle(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
     reason = refuse_profile(command.plan, command.step, identity)

@@ -19,6 +19,7 @@ from schemas.events import (
     Abort,
     Call,
     CheckSource,
+    CollectTraces,
     Fault,
     Flush,
     Load,
@@ -42,7 +43,8 @@ _NEEDED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operati
 class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the machine believes of its engine: what its calls brought about, corrected by each observation.
 
-    version: of the weights held, 0 as launched.   torn: a load was cut off or failed; nobody knows what is held.
+    version: of the weights held, 0 as launched.   torn: a load was cut off or failed and nobody knows what is held, or
+    the weights were discarded.
     loaded: what the last load was to bring; a number alone does not tell weights apart, since one that was aborted may
     be tried again from another source.   checked: the source that was last found good.
     stale_cache: prefixes in the cache were computed by other weights.
@@ -65,9 +67,9 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: bool = False
 
 
-def trace_directory(session: Session, identity: Identity) -> str:
-    """Where a session's traces go, relative to the agent's traces root."""
-    return f"global_step_{session.step}/replica_{identity.replica}"
+def trace_directory(step: Count, identity: Identity) -> str:
+    """Where the traces of a step's session go, relative to the agent's traces root."""
+    return f"global_step_{step}/replica_{identity.replica}"
 
 
 def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
@@ -139,7 +141,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     desired = attainable(desired, engine)
     closing = engine.session is not None and (desired.profile is None or engine.session.step != desired.profile.step)
     if closing and engine.session is not None:
-        calls.append(StopProfile(engine.session, trace_directory(engine.session, identity)))
+        calls.append(StopProfile(engine.session, trace_directory(engine.session.step, identity)))
 
     sync = desired.sync
     weights = wanted_weights(desired, identity)
@@ -161,19 +163,23 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     if pausing:
         calls.append(Pause(mode))
     waking = engine.asleep - desired.asleep if engine.asleep else engine.asleep
-    if waking:
-        calls.append(Wake(waking))
+    # Weights before the rest: an engine may generate by itself as soon as all its memory is awake.
+    first = waking & {"weights"} if weights is not None and len(waking) > 1 else waking
+    if first:
+        calls.append(Wake(first))
     if weights is not None:
         calls.append(Load(weights.version, weights.source, weights.manifest))
+    if waking - first:
+        calls.append(Wake(waking - first))
     stale = (engine.stale_cache or weights is not None) and not (engine.kept or (pausing and mode == "keep"))
     if stale and serving and sync is None and "kv_cache" not in desired.asleep:
         calls.append(Flush())
     if releasing:
-        calls.append(Sleep(releasing))
+        calls.append(Sleep(releasing, discard=desired.discard and "weights" in releasing))
     if serving and steered and (pausing or not engine.generating):
         calls.append(Resume())
     if desired.profile is not None and (closing or engine.session is None):
-        calls.append(StartProfile(desired.profile, trace_directory(desired.profile, identity)))
+        calls.append(StartProfile(desired.profile, trace_directory(desired.profile.step, identity)))
     return tuple(calls)
 
 
@@ -296,10 +302,12 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
             return replace(engine, session=None)
         case Sleep():
             stale = engine.stale_cache and "kv_cache" not in call.tags
-            return replace(engine, asleep=engine.asleep | call.tags, stale_cache=stale)
+            return replace(
+                engine, asleep=engine.asleep | call.tags, stale_cache=stale, torn=engine.torn or call.discard
+            )
         case Wake():
             return replace(engine, asleep=engine.asleep - call.tags)
-        case Abort():
+        case Abort() | CollectTraces():
             return engine
         case _:
             assert_never(call)
@@ -335,7 +343,7 @@ def contradiction(call: Call, result: Returned, seen: Observation) -> Failed | N
 def _digest_contradiction(call: Load, result: Returned, seen: Observation) -> Failed | None:
     wanted = call.manifest.content if call.manifest is not None else None
     held = seen.digest or result.digest
-    if wanted is None or held is None or wanted == held:
+    if wanted is None or held is None or wanted == held or ":" in held:  # a digest of the engine's own kind
         return None
     return Failed(
         ErrorKind.DIGEST_MISMATCH,

