@@ -1,0 +1,225 @@
+"""What each release of SGLang and vLLM can be asked, as its own source says, and the stand-ins made from that.
+
+Every fact of `release_facts.py` is checked in every release, before and after its edges: so the reader of the source is
+seen to be right, and a release that takes something back is seen too.
+"""
+
+import inspect
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.engines import wheels
+from tests.engines.release_facts import DEV, FACTS, PROFILER, number
+from tests.engines.strict import Called, Reply, request_module, strict_app, strict_async_llm, strict_tokenizer_manager
+from tests.engines.surfaces import LAUNCHED, openapi, read
+
+pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600)]
+
+RELEASES = [
+    pytest.param(kind, version, id=f"{kind}-{version}")
+    for kind, versions in wheels.RELEASES.items()
+    for version in versions
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fetched() -> None:
+    """All wheels, several at a time: one by one they take minutes."""
+    wheels.fetch_all()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Nothing here depends on the loop."""
+    return "asyncio"
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "version"), RELEASES)
+def test_a_release_has_what_came_before_it_and_not_what_came_after(kind: wheels.Kind, version: str) -> None:
+    surface = read(kind, version)
+    wrong = [
+        f"{fact.text}: {'yes' if fact.holds(surface) else 'no'}; in the table from {fact.since} until {fact.until}"
+        for fact in FACTS[kind]
+        if fact.holds(surface) != fact.expected(version)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", list(FACTS))
+def test_every_fact_with_an_edge_is_seen_on_both_sides_of_it(kind: wheels.Kind) -> None:
+    for fact in FACTS[kind]:
+        seen = {fact.holds(read(kind, version)) for version in wheels.RELEASES[kind]}
+        assert seen == ({True} if fact.since is None and fact.until is None else {True, False}), fact.text
+
+
+# --- openapi.json -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "version"), RELEASES)
+def test_openapi_refers_to_nothing_that_it_does_not_hold(kind: wheels.Kind, version: str) -> None:
+    document = openapi(read(kind, version))
+    pieces = msgspec.json.encode(document).decode().split("#/components/schemas/")[1:]
+    assert {piece.partition('"')[0] for piece in pieces} == {*document["components"]["schemas"]}
+
+
+def test_openapi_has_the_form_that_fastapi_gives_it() -> None:
+    document = openapi(read("sglang", "0.5.23"))
+    profile = document["paths"]["/start_profile"]["post"]
+    assert profile["requestBody"]["content"]["application/json"]["schema"] == {
+        "anyOf": [{"$ref": "#/components/schemas/ProfileReq"}, {"type": "null"}]
+    }
+    schemas = document["components"]["schemas"]
+    steps = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
+    assert schemas["ProfileReq"]["properties"]["num_steps"] == steps
+    assert schemas["UpdateWeightVersionReqInput"]["required"] == ["new_version"]
+    assert document["paths"]["/flush_cache"]["post"]["parameters"] == [
+        {"name": "timeout", "in": "query", "required": False, "schema": {"type": "number", "default": 0.0}}
+    ]
+    assert "/metrics" not in document["paths"], "it is mounted, and what is mounted is not published"
+
+
+def test_openapi_names_a_body_of_single_fields_as_fastapi_does() -> None:
+    update = openapi(read("vllm", "0.32.0"))["paths"]["/update_weights"]["post"]["requestBody"]
+    reference = {"$ref": "#/components/schemas/Body_update_weights_update_weights_post"}
+    assert update == {"content": {"application/json": {"schema": reference}}, "required": True}
+
+
+def test_openapi_leaves_out_what_the_server_was_not_launched_for() -> None:
+    paths = openapi(read("vllm", "0.32.0"), LAUNCHED - {DEV, PROFILER})["paths"]
+    assert not {"/pause", "/start_profile"} & {*paths}
+    assert {"/health", "/v1/models"} <= {*paths}
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+async def ask(app: Any, verb: str, path: str, **what: Any) -> tuple[int, str]:
+    """(status, text) of one request."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+        answer = await client.request(verb, path, **what)
+        return answer.status_code, answer.text
+
+
+REFUSED: list[tuple[wheels.Kind, str, str, str, dict[str, Any], int, str]] = [
+    ("sglang", "0.5.20", "POST", "/begin_weight_update", {"json": {}}, 404, "Not Found"),
+    ("sglang", "0.5.23", "GET", "/pause_generation", {}, 405, "POST"),
+    ("sglang", "0.5.23", "POST", "/pause_generation", {}, 400, "needs a JSON body"),
+    ("sglang", "0.5.23", "POST", "/pause_generation", {"content": b"{"}, 400, "no JSON"),
+    ("sglang", "0.5.23", "POST", "/pause_generation", {"json": ["abort"]}, 400, "takes a JSON object"),
+    ("sglang", "0.5.23", "POST", "/pause_generation", {"json": {"mode": "keep"}}, 400, "body field mode"),
+    ("sglang", "0.5.14", "POST", "/start_profile", {"json": {"profile_id": "1"}}, 400, "has no body field profile_id"),
+    ("sglang", "0.5.23", "POST", "/start_profile", {"json": {"num_steps": "3"}}, 400, "body field num_steps"),
+    ("sglang", "0.5.9", "POST", "/flush_cache", {"params": {"timeout": 1}}, 400, "has no query parameter timeout"),
+    ("sglang", "0.5.23", "POST", "/flush_cache", {"params": {"timeout": "soon"}}, 400, "query parameter timeout"),
+    ("sglang", "0.5.23", "POST", "/stop_profile", {"json": {}}, 400, "takes no body"),
+    ("sglang", "0.5.23", "POST", "/update_weight_version", {"json": {}}, 400, "needs body field new_version"),
+    ("vllm", "0.13.0", "POST", "/pause", {"params": {"mode": "keep"}}, 400, "has no query parameter mode"),
+    ("vllm", "0.32.0", "POST", "/pause", {"params": {"mode": "retract"}}, 400, "query parameter mode"),
+    ("vllm", "0.32.0", "POST", "/sleep", {"params": {"level": "deep"}}, 400, "query parameter level"),
+    ("vllm", "0.32.0", "POST", "/sleep", {"params": [("level", "1"), ("level", "2")]}, 400, "once, got 2"),
+    ("vllm", "0.31.0", "POST", "/start_profile", {"json": {"max_iterations": 1}}, 400, "takes no body"),
+    ("vllm", "0.21.0", "POST", "/start_weight_update", {}, 400, "needs a JSON body"),
+    ("vllm", "0.32.0", "POST", "/collective_rpc", {"json": {"name": "sleep"}}, 400, "needs body field method"),
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("kind", "version", "verb", "path", "what", "status", "words"), REFUSED)
+async def test_a_call_that_a_release_does_not_have_is_refused(
+    kind: wheels.Kind, version: str, verb: str, path: str, what: dict[str, Any], status: int, words: str
+) -> None:
+    app = strict_app(read(kind, version))
+    seen, text = await ask(app, verb, path, **what)
+    assert (seen, words in text) == (status, True), text
+    assert [asked.status for asked in app.asked] == [status]
+
+
+@pytest.mark.anyio
+async def test_a_call_that_a_release_has_is_answered_and_recorded() -> None:
+    app = strict_app(read("sglang", "0.5.23"), {"/flush_cache": Reply(400, "Flush cache failed.\n")})
+    app.answers["/start_profile"] = lambda body: {"started": body["num_steps"]}
+    assert await ask(app, "POST", "/flush_cache?timeout=2.5") == (400, "Flush cache failed.\n")
+    assert await ask(app, "POST", "/start_profile", json={"num_steps": 3}) == (200, '{"started": 3}')
+    assert await ask(app, "GET", "/v1/models/a/b") == (200, "{}")
+    assert (await ask(app, "GET", "/openapi.json"))[0] == 200
+    assert app.asked[0] == ("POST", "/flush_cache", (("timeout", "2.5"),), None, 400)
+    assert app.asked[1].body == {"num_steps": 3}
+
+
+@pytest.mark.anyio
+async def test_what_a_server_reads_by_hand_is_taken_though_it_is_not_listed() -> None:
+    app = strict_app(read("vllm", "0.13.0"))
+    assert (await ask(app, "POST", "/wake_up?tags=weights&tags=kv_cache"))[0] == 200
+    assert (await ask(app, "POST", "/collective_rpc", json={"method": "reload", "kwargs": {}}))[0] == 200
+    assert app.asked[0].query == (("tags", "weights"), ("tags", "kv_cache"))
+
+
+@pytest.mark.anyio
+async def test_a_server_without_a_profiler_does_not_serve_profiles() -> None:
+    app = strict_app(read("vllm", "0.32.0"), launched=LAUNCHED - {PROFILER})
+    assert (await ask(app, "POST", "/start_profile"))[0] == 404
+
+
+# --- in process -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "version"), RELEASES)
+def test_an_object_in_process_has_the_signatures_of_its_release(kind: wheels.Kind, version: str) -> None:
+    surface = read(kind, version)
+    engine = (strict_tokenizer_manager if kind == "sglang" else strict_async_llm)(surface).engine
+    for name, method in surface.methods.items():
+        if not name.startswith("__"):
+            assert inspect.signature(getattr(engine, name)) == method.signature
+            assert inspect.iscoroutinefunction(getattr(engine, name)) == method.asynchronous
+    assert type(engine).__name__ == surface.engine
+
+
+@pytest.mark.anyio
+async def test_an_object_in_process_records_what_it_is_told_and_refuses_other_words() -> None:
+    surface = read("vllm", "0.32.0")
+    stand_in = strict_async_llm(surface, {"is_paused": True, "sleep": ValueError("not enabled")}, vllm_config="config")
+    stand_in.answers["wake_up"] = lambda **arguments: arguments
+    engine = stand_in.engine
+    assert engine.vllm_config == "config"
+    assert await engine.is_paused() is True
+    assert await engine.wake_up(["weights"]) == {"tags": ["weights"]}
+    assert await engine.pause_generation(mode="keep") is None
+    assert stand_in.calls[-1] == Called("pause_generation", {"mode": "keep"})
+    with pytest.raises(ValueError, match="not enabled"):
+        await engine.sleep(1)
+    with pytest.raises(TypeError, match="wait_for_inflight_requests"):
+        await engine.pause_generation(wait_for_inflight_requests=True)
+    with pytest.raises(AssertionError, match="no begin_weight_update"):
+        strict_async_llm(surface, {"begin_weight_update": None})
+
+
+@pytest.mark.parametrize("version", wheels.RELEASES["sglang"])
+def test_request_classes_take_the_words_of_their_release(version: str) -> None:
+    module = request_module(read("sglang", version))
+    made = module.UpdateWeightFromDiskReqInput(model_path="/m")
+    assert (made.flush_cache, made.abort_all_requests) == (True, False)
+    with pytest.raises(TypeError, match="nothing_such"):
+        module.PauseGenerationReqInput(nothing_such=1)
+    with pytest.raises(TypeError, match="new_version"):
+        module.UpdateWeightVersionReqInput()
+    if number(version) < (0, 5, 15):
+        assert module.PauseGenerationReqInput("retract").mode == "retract"
+    else:
+        assert module.ProfileReq().req_type is module.ProfileReqType.START_PROFILE
+        with pytest.raises(TypeError, match="positional"):
+            module.PauseGenerationReqInput("retract")
+
+
+@pytest.mark.parametrize("version", wheels.RELEASES["vllm"][1:])
+def test_what_is_transferred_to_vllm_is_wrapped_in_its_own_classes(version: str) -> None:
+    module = request_module(read("vllm", version))
+    assert module.WeightTransferInitRequest(init_info={"rank_offset": 1}).init_info == {"rank_offset": 1}
+    assert module.WeightTransferUpdateRequest().update_info == {}
+    with pytest.raises(TypeError, match="info"):
+        module.WeightTransferUpdateRequest(info={})
