@@ -120,7 +120,8 @@ class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaul
 
     mode: for pause only.   tags: for sleep and wake only; empty means all.
     discard: for sleep only: the weights need not be kept in host memory. They are loaded again after the wake, from
-    what is committed; with nothing committed the engine stays paused until the next sync.
+    what is committed; with nothing committed the engine stays paused until the next sync. A colocated replica, which
+    never syncs, keeps them.
     A sleeping engine does not generate; it generates again when all its memory is awake and nobody paused it.
     """
 

@@ -72,7 +72,7 @@ def _install_sglang(place: Path) -> None:
 
 
 def _pip(place: Path, *arguments: object) -> None:
-    command = [place / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    command = [place / "bin" / "python", "-m", "pip", "--quiet", "--quiet", "--disable-pip-version-check", *arguments]
     subprocess.run([str(one) for one in command], check=True)
 
 

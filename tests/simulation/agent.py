@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from schemas.events import (
     Answer,
     AskSnapshot,
+    CollectTraces,
     CommandReceived,
     Effect,
     EngineObserved,
@@ -21,13 +22,14 @@ from schemas.events import (
     Need,
     Observation,
     Perform,
+    Returned,
     Settings,
     SnapshotReceived,
     Started,
     Tick,
 )
 from schemas.identity import Identity
-from schemas.outcomes import Skipped
+from schemas.outcomes import Skipped, Trace
 from schemas.wire import (
     Answered,
     Downward,
@@ -241,12 +243,21 @@ class Process:
 
     def call(self, perform: Perform) -> None:
         engine = self.slot.engine
+        if engine is None and isinstance(perform.call, CollectTraces):
+            self.world.at(self.world.rng.choice((1, 50, 3000)), self.collected, perform.call_id)
+            return
         if engine is None:
             self.world.promises.broken("P5 one effect", f"{self.peer} has no engine and calls it")
             return
         self.world.promises.performing(self, perform)
         attempt, duration_ms = engine.begin(perform.call, perform.call_id)
         self.world.at(duration_ms, self.returned, attempt)
+
+    def collected(self, call_id: int) -> None:
+        """A node without an engine looked at its disk."""
+        if self.alive:
+            returned = Returned(traces=(Trace("global_step_1/replica_0/rank1.json", 1, "sha256"),))
+            self.feed(EngineReturned(at_ms=self.clock_ms, call_id=call_id, result=returned, observation=NO_TOKENIZER))
 
     def returned(self, attempt: Attempt) -> None:
         engine = self.slot.engine

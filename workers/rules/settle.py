@@ -175,7 +175,8 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
     if stale and serving and sync is None and "kv_cache" not in desired.asleep:
         calls.append(Flush())
     if releasing:
-        calls.append(Sleep(releasing, discard=desired.discard and "weights" in releasing))
+        regained = identity.mode is not RolloutMode.COLOCATED  # what never syncs must keep what it has
+        calls.append(Sleep(releasing, discard=desired.discard and regained and "weights" in releasing))
     if serving and steered and (pausing or not engine.generating):
         calls.append(Resume())
     if desired.profile is not None and (closing or engine.session is None):
@@ -249,7 +250,9 @@ def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[Eng
         case Resume():
             return engine, seen.generating is True
         case Sleep():
-            return engine, seen.asleep is not None and call.tags <= seen.asleep
+            unharmed = seen.digest is not None and seen.digest == before
+            torn = engine.torn or (call.discard and not unharmed)
+            return replace(engine, torn=torn), seen.asleep is not None and call.tags <= seen.asleep
         case Wake():
             return engine, seen.asleep is not None and not (call.tags & seen.asleep)
         case StartProfile():
@@ -277,6 +280,8 @@ def _after_fault(engine: EngineState, call: Call, fault: Fault) -> EngineState:
     match call:
         case Load() if fault.kind != "source_refused":
             return replace(engine, torn=True, stale_cache=True)
+        case Sleep():
+            return replace(engine, torn=engine.torn or call.discard)
         case StopProfile() | StartProfile():
             return replace(engine, session=None)
         case _:
