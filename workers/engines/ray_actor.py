@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 LOOK_S: Final = 5.0
 """How long an actor may take to be looked into. One whose loop is held up is as good as launching."""
+NAME_MAX: Final = 200
 BUSY_S: Final = 0.1
 """Between two looks at an engine whose requests are waited for."""
 
@@ -169,7 +170,6 @@ class RayActorEngine:
             look = await self._look()
         except EngineError:
             return Observation(engine=self._kind, tokenizer="unknown", operations=self._operations(None))
-        self._kind = f"verl {look.kind}"[:200]
         return Observation(
             engine=self._kind,
             instance=look.worker,
@@ -313,9 +313,11 @@ class RayActorEngine:
         """Raises EngineError when the actor is not there, or does not answer."""
         raw = await to_thread.run_sync(self._ask, "__ray_call__", (_looking(),), {}, LOOK_S)
         try:
-            return msgspec.convert(raw, Look)
+            look = msgspec.convert(raw, Look)
         except msgspec.ValidationError as error:
             raise EngineError(f"{self._kind} is not like verl's servers: {error}.") from error
+        self._kind = f"verl {look.kind}"[:NAME_MAX]
+        return look
 
     async def _call(self, method: str, **arguments: object) -> object:
         """Raises EngineError. However long it takes: a call that has begun is not given up."""

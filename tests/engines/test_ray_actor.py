@@ -1,0 +1,517 @@
+"""The adapter of verl's servers, over real Ray actors that have verl's methods; and one agent for each node of them."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import ray
+
+from controlplane import ControlPlane
+from schemas.commands import Checkpoint, ProfilePlan, Window
+from schemas.config import AgentConfig, BusConfig
+from schemas.desired import Session
+from schemas.errors import EngineError
+from schemas.events import (
+    Abort,
+    Call,
+    CollectTraces,
+    Flush,
+    Load,
+    Observation,
+    Pause,
+    Resume,
+    Returned,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
+from schemas.identity import Identity, Operation, Tag
+from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
+from workers.agent import Agent
+from workers.engines import ray_actor
+from workers.engines.ray_actor import RayActorEngine
+
+pytestmark = pytest.mark.anyio
+
+PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
+SECOND = Identity(replica=0, node_rank=1, nnodes=2)
+CACHE: frozenset[Tag] = frozenset({"kv_cache"})
+WEIGHTS: frozenset[Tag] = frozenset({"weights"})
+BOTH = CACHE | WEIGHTS
+STEERING = frozenset({Operation.PAUSE, Operation.RESUME, Operation.FLUSH, Operation.PROFILE})
+MEMORY = frozenset({Operation.SLEEP, Operation.WAKE})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Every wait for Ray is in a thread, whatever the loop: one loop is enough for most."""
+    return "asyncio"
+
+
+class Bench:
+    """One server, and the engine that commands it."""
+
+    def __init__(self, server: Any, folder: Path, identity: Identity = PRIMARY) -> None:
+        self.server, self.folder = server, folder
+        self.engine = RayActorEngine(server, identity, traces=folder / "traces")
+
+    def within(self, look: Callable[[Any], Any]) -> Any:
+        """Have the actor itself run a function of its server."""
+        return ray.get(self.server.__ray_call__.remote(look))
+
+    @property
+    def called(self) -> list[str]:
+        """The methods that were called since this was last asked."""
+
+        def take(server: Server) -> list[str]:
+            called, server.called = server.called, []
+            return called
+
+        called: list[str] = self.within(take)
+        return called
+
+    async def do(self, call: Call, within_s: float = 60.0) -> Returned:
+        return await self.engine.perform(call, within_s)
+
+    async def refuses(self, call: Call, *words: str) -> None:
+        """The call is refused in these words, and no method of the server was called."""
+        with pytest.raises(EngineError) as refusal:
+            await self.do(call, 0.0)
+        assert all(word in str(refusal.value) for word in words), str(refusal.value)
+        assert self.called == []
+
+
+@asynccontextmanager
+async def bench(kind: type[Server], *given: Any, folder: Path, **options: Any) -> AsyncIterator[Bench]:
+    """A server of its own, for tests that end it or see it launch: an actor takes a second to start."""
+    server = ray.remote(kind).options(num_cpus=0, **options).remote(*given)
+    made = Bench(server, folder)
+    await made.engine.open()
+    try:
+        yield made
+    finally:
+        await made.engine.close()
+        ray.kill(server)
+
+
+@pytest.fixture(scope="module")
+def servers(cluster: None) -> dict[type[Server], Any]:
+    """One of each kind, for all others. Each test has it made anew by `anew`."""
+    kinds = (SGLangHttpServer, vLLMHttpServer)
+    return {kind: ray.remote(kind).options(num_cpus=0).remote("hybrid") for kind in kinds}
+
+
+@asynccontextmanager
+async def anew(server: Any, folder: Path, *given: Any) -> AsyncIterator[Bench]:
+    made = Bench(server, folder)
+
+    def make(server: Any) -> None:
+        vars(server).clear()
+        server.__init__(*given)
+
+    made.within(make)
+    ray.get(server.launch_server.remote())
+    await made.engine.open()
+    yield made
+    await made.engine.close()
+
+
+@pytest.fixture
+async def sglang(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterator[Bench]:
+    async with anew(servers[SGLangHttpServer], tmp_path, "hybrid") as made:
+        yield made
+
+
+@pytest.fixture
+async def vllm(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterator[Bench]:
+    async with anew(servers[vLLMHttpServer], tmp_path, "hybrid", 0, 0, str(tmp_path / "save")) as made:
+        yield made
+
+
+@pytest.fixture
+async def profiled(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterator[Bench]:
+    """SGLang's, with a profiler of verl's."""
+    async with anew(servers[SGLangHttpServer], tmp_path, "colocated", 0, 0, str(tmp_path / "save")) as made:
+        yield made
+
+
+def start(step: int = 1, **plan: Any) -> StartProfile:
+    return StartProfile(Session(step, ProfilePlan(**plan)), f"global_step_{step}/replica_0")
+
+
+def stop(step: int = 1) -> StopProfile:
+    return StopProfile(Session(step, ProfilePlan()), f"global_step_{step}/replica_0")
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_each_call_is_one_method_and_does_what_it_says(sglang: Bench) -> None:
+    seen = await sglang.engine.observe()
+    assert (seen.engine, seen.tokenizer) == ("verl SGLangHttpServer", "present")
+    assert seen.operations == STEERING | MEMORY
+    # What verl's checkpoint manager changes by itself is not told: the machine would change it back.
+    assert (seen.generating, seen.asleep, seen.profiling, seen.version) == (None, None, None, None)
+
+    def held(server: Any) -> tuple[Any, ...]:
+        front = server.tokenizer_manager
+        return front.is_pause, set(front.released), front.prefixes
+
+    sglang.within(lambda server: server.tokenizer_manager.requests.update(a=1))
+    await sglang.do(Pause("abort"))
+    assert sglang.within(held) == (True, set(), 7)
+    await sglang.do(Flush())
+    assert sglang.within(held) == (True, set(), 0)
+    await sglang.do(Sleep(CACHE))
+    assert sglang.within(held) == (True, {"kv_cache"}, 0)
+    await sglang.do(Wake(CACHE))
+    await sglang.do(Resume())
+    assert sglang.within(held) == (False, set(), 0)
+    assert sglang.called == [
+        *("abort_all_requests", "clear_kv_cache", "release_kv_cache", "resume_kv_cache", "resume_generation")
+    ]
+
+
+async def test_what_the_methods_have_no_word_for_is_refused_and_nothing_is_called(sglang: Bench) -> None:
+    await sglang.refuses(Pause("wait"), "'wait'", "abort_all_requests, aborts")
+    await sglang.refuses(Pause("keep"), "'keep'")
+    await sglang.refuses(Abort(), "no method for abort")
+    await sglang.refuses(Load(1, Checkpoint("v1"), None), "no method for load")
+    await sglang.refuses(Sleep(BOTH), "release kv_cache and weights", "mode hybrid", "take back as it was: kv_cache.")
+    await sglang.refuses(Sleep(WEIGHTS), "release weights")
+    await sglang.refuses(Wake(WEIGHTS), "take back weights")
+    sglang.within(lambda server: setattr(server.config, "free_cache_engine", False))
+    await sglang.refuses(Sleep(CACHE), "free_cache_engine False", "nothing")
+    assert (await sglang.engine.observe()).operations == STEERING
+
+
+@pytest.mark.parametrize(
+    ("mode", "level", "adapters", "releases"),
+    [
+        ("hybrid", 1, False, [BOTH, CACHE]),
+        ("hybrid", 1, True, [CACHE]),
+        ("hybrid", 2, False, []),
+        ("colocated", 2, False, [BOTH]),
+        ("standalone", 1, False, [CACHE]),
+        ("standalone", 2, False, []),
+    ],
+)
+async def test_vllm_releases_only_what_it_can_take_back(
+    vllm: Bench, mode: str, level: int, adapters: bool, releases: list[frozenset[Tag]]
+) -> None:
+    def configure(server: Any) -> None:
+        server.rollout_mode = type(server.rollout_mode)(mode)
+        server.level, server.lora_as_adapter = level, adapters
+
+    vllm.within(configure)
+    assert (await vllm.engine.observe()).operations == (STEERING | MEMORY if releases else STEERING)
+    for tags in (BOTH, CACHE, WEIGHTS):
+        if tags not in releases:
+            await vllm.refuses(Sleep(tags), "take back as it was")
+            continue
+        await vllm.do(Sleep(tags))
+        assert vllm.within(lambda server: server.engine.released) == tags
+        await vllm.do(Wake(tags))
+        assert vllm.within(lambda server: server.engine.released) == set()
+        assert len(vllm.called) == 2
+
+
+async def test_vllm_takes_the_weights_back_alone(vllm: Bench) -> None:
+    await vllm.do(Sleep(BOTH))
+    await vllm.do(Wake(WEIGHTS))
+    assert vllm.within(lambda server: server.engine.released) == {"kv_cache"}
+    await vllm.do(Wake(CACHE))
+    assert vllm.called == ["sleep", "wake_up", "resume_kv_cache"]
+
+
+async def test_an_error_that_the_server_swallowed_is_one(vllm: Bench) -> None:
+    vllm.within(lambda server: setattr(server, "answer", {"error": "no attribute 'engine'"}))
+    with pytest.raises(EngineError, match="abort_all_requests failed: no attribute 'engine'"):
+        await vllm.do(Pause("abort"))
+    assert vllm.called == ["abort_all_requests"]
+
+
+async def test_a_cache_is_dropped_when_no_request_runs(sglang: Bench) -> None:
+    sglang.within(lambda server: server.tokenizer_manager.requests.update(a=1))
+    await sglang.refuses(Flush(), "1 requests run", "pause first")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sglang.do, Flush())
+        sglang.within(lambda server: server.tokenizer_manager.requests.clear())
+    assert sglang.within(lambda server: server.tokenizer_manager.flushed) == 1
+
+
+async def test_a_yes_that_the_server_itself_contradicts_is_a_failure(sglang: Bench) -> None:
+    sglang.within(lambda server: setattr(server.tokenizer_manager, "deaf", True))
+    with pytest.raises(EngineError, match="answered yes to abort_all_requests, but is not paused"):
+        await sglang.do(Pause("abort"))
+    with pytest.raises(EngineError, match="answered yes to resume_generation, but is still paused"):
+        await sglang.do(Resume())
+
+
+async def test_what_a_method_raises_is_told_in_its_own_words(profiled: Bench) -> None:
+    await profiled.engine.observe()
+    with pytest.raises(EngineError, match=r"SGLangHttpServer\.stop_profile raised RuntimeError: Profiling is not in"):
+        await profiled.do(stop())
+
+
+async def test_a_colocated_server_takes_all_back_at_once(profiled: Bench) -> None:
+    await profiled.do(Sleep(BOTH))
+    assert profiled.within(lambda server: server.tokenizer_manager.released) == BOTH
+    await profiled.do(Wake(BOTH))
+    assert profiled.called == ["sleep", "wake_up"]
+
+
+# --- launching, dead, another -----------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_launches_is_unknown_and_one_without_a_front_end_absent(tmp_path: Path) -> None:
+    async with bench(SGLangHttpServer, "hybrid", folder=tmp_path) as made:
+        launching = await made.engine.observe()
+        assert (launching.tokenizer, launching.operations) == ("unknown", STEERING | MEMORY)
+        made.within(lambda server: setattr(server, "tokenizer_manager", None))
+        assert (await made.engine.observe()).tokenizer == "absent"
+        ray.get(made.server.launch_server.remote())
+        assert (await made.engine.observe()).tokenizer == "present"
+
+
+async def test_a_second_node_is_never_called(tmp_path: Path) -> None:
+    async with bench(SGLangHttpServer, "hybrid", 1, folder=tmp_path) as made:
+        ray.get(made.server.launch_server.remote())
+        engine = RayActorEngine(made.server, SECOND, traces=tmp_path)
+        await engine.open()
+        assert await engine.observe() == Observation(engine="verl server", tokenizer="absent")
+        with pytest.raises(EngineError, match="no front end"):
+            await engine.perform(Flush(), 1.0)
+        assert await engine.perform(CollectTraces("global_step_1/replica_0"), 1.0) == Returned()
+        assert made.called == []
+
+
+async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another(tmp_path: Path) -> None:
+    engine = RayActorEngine("sglang_server_0_0", PRIMARY, traces=tmp_path)
+    await engine.open()
+    assert await engine.observe() == Observation(engine="verl server", tokenizer="unknown")
+    with pytest.raises(EngineError, match="no actor named 'sglang_server_0_0'"):
+        await engine.perform(Flush(), 1.0)
+    instances = []
+    for _ in range(2):
+        async with bench(SGLangHttpServer, "hybrid", folder=tmp_path, name="sglang_server_0_0") as made:
+            ray.get(made.server.launch_server.remote())
+            seen = await engine.observe()
+            assert seen.tokenizer == "present"
+            instances.append(seen.instance)
+        assert (await engine.observe()).tokenizer == "unknown"
+    assert instances[0] != instances[1]
+    handle = RayActorEngine(made.server, PRIMARY, traces=tmp_path)
+    with pytest.raises(EngineError, match="is dead, __ray_call__ was not answered: .*killed by `ray.kill`"):
+        await handle.perform(Flush(), 1.0)
+
+
+async def test_a_restarted_server_is_another_and_gets_no_call_twice(tmp_path: Path) -> None:
+    restarted = {"max_restarts": 1, "max_task_retries": -1}
+    async with bench(SGLangHttpServer, "hybrid", folder=tmp_path, **restarted) as made:
+        ray.get(made.server.launch_server.remote())
+        before = (await made.engine.observe()).instance
+        made.within(lambda server: setattr(server, "dies_in", "clear_kv_cache"))
+        with pytest.raises(EngineError, match="clear_kv_cache"):
+            await made.do(Flush())
+        assert made.called == []
+        after = await made.engine.observe()
+        assert (after.tokenizer, after.instance == before) == ("unknown", False)
+
+
+async def test_a_server_that_does_not_answer_is_unknown_until_it_does(
+    sglang: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_actor, "LOOK_S", 0.3)
+    fifo = tmp_path / "held"
+    os.mkfifo(fifo)
+    held = sglang.server.hold.remote(str(fifo))
+    with await anyio.to_thread.run_sync(open, fifo, "w"):  # it opens when the other side reads
+        assert (await sglang.engine.observe()).tokenizer == "unknown"
+        with pytest.raises(EngineError, match="did not answer within"):
+            await sglang.do(Flush())
+    ray.get(held)
+    monkeypatch.undo()
+    assert (await sglang.engine.observe()).tokenizer == "present"
+
+
+async def test_an_actor_that_is_no_server_of_verl_is_told(tmp_path: Path) -> None:
+    class Other:
+        rollout_mode = 1
+        lora_as_adapter = False
+
+        def _resolve_sleep_level(self) -> str:
+            return "two"
+
+    engine = RayActorEngine(lambda: ray.remote(Other).options(num_cpus=0).remote(), PRIMARY, traces=tmp_path)
+    await engine.open()
+    with pytest.raises(EngineError, match="is not like verl's servers"):
+        await engine.perform(Flush(), 1.0)
+    assert (await engine.observe()).operations == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [("", "in no Ray cluster"), ("import sys; sys.modules['ray'] = None", "pip install 'rolloutctl[ray]'")],
+)
+def test_a_process_without_ray_is_told_what_to_do(before: str, said: str) -> None:
+    code = f"""
+{before}
+import anyio
+from pathlib import Path
+from schemas.identity import Identity
+from workers.engines.ray_actor import RayActorEngine
+anyio.run(RayActorEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
+anyio.run(RayActorEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("schemas.errors.EngineError: ") and said in last
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_traces_of_a_session_are_brought_to_its_directory(profiled: Bench, tmp_path: Path) -> None:
+    own = tmp_path / "save" / "agent_loop_rollout_replica_0"
+    await profiled.do(start(1))
+    assert profiled.within(lambda server: server.tokenizer_manager.recording) == {"output_dir": str(own)}
+    first = await profiled.do(stop(1))
+    profiled.within(lambda server: setattr(server.profiler_controller.config, "relocate_results", True))
+    await profiled.do(start(2))
+    second = await profiled.do(stop(2))
+    # Both nodes' ranks are there, since these share a disk; each node tells of its own.
+    at = "global_step_{0}/replica_0/{1}{0}-TP-{2}.trace.json.gz"
+    moved = "rollout-replica0-globalrank0_"
+    assert [one.path for one in first.traces] == [at.format(1, "", 0)]
+    assert [one.path for one in second.traces] == [at.format(2, moved, 0)]
+    other = RayActorEngine("nobody", SECOND, traces=tmp_path / "traces")
+    for step, before in ((1, ""), (2, moved)):
+        collected = await other.perform(CollectTraces(f"global_step_{step}/replica_0"), 1.0)
+        assert [one.path for one in collected.traces] == [at.format(step, before, 1)]
+    # verl's own hooks find theirs where they were.
+    assert sorted(one.name for one in own.iterdir()) == ["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"]
+    assert len(list((tmp_path / "save").glob(f"{moved}2-TP-*"))) == 2
+    with pytest.raises(EngineError, match="holds files already"):
+        await profiled.do(start(1))
+
+
+async def test_on_another_disk_the_traces_are_copied(
+    profiled: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", link)
+    await profiled.do(start())
+    (trace,) = (await profiled.do(stop())).traces
+    assert (tmp_path / "traces" / trace.path).stat().st_nlink == 1
+
+
+async def test_vllm_is_given_no_word_that_it_does_not_know(vllm: Bench) -> None:
+    await vllm.do(start())
+    assert vllm.within(lambda server: server.engine.given) == [{}]
+    assert [one.path for one in (await vllm.do(stop())).traces] == ["global_step_1/replica_0/1-TP-0.trace.json.gz"]
+
+
+async def test_a_server_without_a_profiler_of_its_own_is_given_the_plan(sglang: Bench, tmp_path: Path) -> None:
+    await sglang.do(start(4, activities=frozenset({"cpu", "cuda"}), with_stack=True, merge=True))
+    (given,) = sglang.within(lambda server: server.tokenizer_manager.given)
+    assert given == {
+        "output_dir": str(tmp_path / "traces" / "global_step_4" / "replica_0"),
+        "activities": ["CPU", "GPU"],
+        "with_stack": True,
+        "record_shapes": False,
+        "merge_profiles": True,
+    }
+    assert [one.path for one in (await sglang.do(stop(4))).traces] == ["global_step_4/replica_0/1-TP-0.trace.json.gz"]
+    assert sglang.called == ["start_profile", "stop_profile"]
+    await sglang.refuses(start(5, window=Window(0, 3)), "take no window")
+
+
+@pytest.mark.parametrize(
+    ("configured", "plan", "why"),
+    [
+        ({"enabled": False}, {}, "enable is off"),
+        ({"selected": False}, {}, "leave this replica out"),
+        ({"discrete": False}, {}, "discrete is off"),
+        ({}, {"tool": "npu"}, "its tool is torch, the plan's is npu"),
+        ({}, {"window": Window(0, 3)}, "take no window"),
+        ({}, {"by_stage": True}, "take no window"),
+        ({}, {"merge": True}, "nothing that merges"),
+        ({}, {"with_stack": True, "record_shapes": True}, "contents lack stack, shapes"),
+        ({}, {"activities": frozenset({"memory"})}, "contents lack memory"),
+    ],
+)
+async def test_a_plan_that_the_server_would_not_follow_is_refused(
+    profiled: Bench, configured: dict[str, bool], plan: dict[str, Any], why: str
+) -> None:
+    profiled.within(lambda server: server.profiler_controller.__dict__.update(configured))
+    await profiled.refuses(start(**plan), "the profile was not started", why)
+    assert not (profiled.folder / "traces").exists()
+
+
+async def test_what_the_server_records_beyond_the_plan_is_no_reason_to_refuse(profiled: Bench) -> None:
+    profiled.within(lambda server: server.profiler_controller.tool_config.contents.extend(["stack", "shapes", "cuda"]))
+    await profiled.do(start(with_stack=True))
+    profiled.within(lambda server: setattr(server.profiler_controller.tool_config, "profile_token_end", 9))
+    assert profiled.called == ["start_profile"]
+    await profiled.refuses(start(2), "profile_token_start and _end are set")
+
+
+# --- with agents and a bus --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_one_profile_is_broadcast_to_both_nodes_of_a_replica(profiled: Bench, tmp_path: Path) -> None:
+    """Node rank 0 acts; on node rank 1, whose every method would fail, nothing is called and nothing fails."""
+    quick = AgentConfig(hello_ms=20, watch_ms=50)
+    config = BusConfig(head_ms=50, heartbeat_ms=100, nudge_ms=200)
+    async with AsyncExitStack() as stack:
+        headless = await stack.enter_async_context(bench(SGLangHttpServer, "colocated", 1, folder=tmp_path))
+        ray.get(headless.server.launch_server.remote())
+        address = f"ipc://{tmp_path}/bus"
+        plane = await stack.enter_async_context(ControlPlane(address, log=tmp_path / "run.db", config=config))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        stack.callback(tasks.cancel_scope.cancel)
+
+        async def run(place: Identity, one: Bench) -> None:
+            engine = RayActorEngine(one.server, place, traces=tmp_path / "traces")
+            async with Agent(bus=address, identity=place, engine=engine, state_dir=tmp_path, config=quick) as agent:
+                await agent.run()
+
+        tasks.start_soon(run, PRIMARY, profiled)
+        tasks.start_soon(run, SECOND, headless)
+        await plane.wait_for_agents(2)
+        started = await plane.start_profile(7, ProfilePlan())
+        stopped = await plane.stop_profile(7)
+        for report in (started, stopped):
+            assert (report.acted, report.skipped, report.failed) == (("0.0",), ("0.1",), ())
+        slept, woken = await plane.sleep(), await plane.wake()
+        assert (slept.acted, woken.acted) == (("0.0",), ("0.0",))
+        refused = await plane.pause("wait")
+        assert refused.failed == ("0.0",)
+        ended = await plane.abort_requests()
+        assert ended.failed == ("0.0",)
+        assert profiled.called == [
+            *("start_profile", "stop_profile", "abort_all_requests", "sleep", "wake_up", "resume_generation")
+        ]
+        assert headless.called == []
