@@ -16,6 +16,7 @@ from schemas.errors import ConfigError, RolloutctlError
 COMMANDS = {
     "agent": "controlplane.cli.agent:agent",
     "demo": "controlplane.cli.demo:demo",
+    "engine": "controlplane.cli.engine:engine",
     "log": "controlplane.cli.log:log",
     **{
         name: f"controlplane.cli.operate:{name}"

@@ -4,6 +4,7 @@ import logging
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import anyio
 import click
@@ -16,8 +17,26 @@ from workers.engine import Engine
 
 logger = logging.getLogger("rolloutctl.agent")
 
-ENGINES = ("tiny",)
-"""Engines that an agent can drive by itself."""
+
+class EngineOptions(TypedDict):
+    """Those options that say which engine, and how it is reached."""
+
+    kind: str
+    url: str | None
+    api_key_file: Path | None
+    launch: bool
+    dist_init: str | None
+    launch_log: Path | None
+    up_within: float
+    serve: str | None
+    seed: int
+    checkpoints: Path
+    traces: Path
+    command: tuple[str, ...]
+
+
+ENGINES = ("tiny", "sglang", "vllm")
+"""Engines that an agent can drive from a process of its own."""
 
 
 def _state_home() -> str:
@@ -32,6 +51,14 @@ def _state_home() -> str:
 @click.option("--gpus-per-node", type=click.IntRange(1), default=1, show_default=True, help="For global ranks.")
 @click.option("--mode", type=click.Choice([one.value for one in RolloutMode]), default="hybrid", show_default=True)
 @click.option("--engine", "kind", type=click.Choice(ENGINES), required=True, help="What the agent commands.")
+@click.option("--url", help="sglang, vllm: where the server of this node answers, http://HOST:PORT.")
+@click.option(
+    "--api-key-file", type=click.Path(path_type=Path), help="Holds its key; else ROLLOUTCTL_ENGINE_API_KEY[_FILE]."
+)
+@click.option("--launch", is_flag=True, help="Start the server that follows `--`, restart it, end it with this agent.")
+@click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a replica of several nodes meet.")
+@click.option("--launch-log", type=click.Path(path_type=Path), help="Output of the server.  [default: in --state-dir]")
+@click.option("--up-within", type=click.FloatRange(1), default=1800.0, show_default=True, help="Seconds for a launch.")
 @click.option("--serve", help="tiny: where clients find its front end, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, show_default=True, help="tiny: of the weights that it starts with.")
 @click.option("--checkpoints", type=click.Path(path_type=Path), default=".", help="Root of paths in weight syncs.")
@@ -42,6 +69,7 @@ def _state_home() -> str:
     default=_state_home,
     help="Where the journal lies, on a disk of this machine.  [default: the user's state folder]",
 )
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
     bus: str,
     replica: int,
@@ -49,17 +77,20 @@ def agent(
     nnodes: int,
     gpus_per_node: int,
     mode: str,
-    kind: str,
-    serve: str | None,
-    seed: int,
-    checkpoints: Path,
-    traces: Path,
     state_dir: Path,
+    **engine: Unpack[EngineOptions],
 ) -> None:
     """Run the agent of one node. It dials the bus, follows every command, and answers.
 
     It ends in good order on SIGTERM or Ctrl-C: the engine call under way is awaited and the bus is told. It may be
     killed and started again at any time: it reads its journal and its engine, and goes on.
+
+    \b
+    Beside a server that runs:
+      rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine vllm --url http://127.0.0.1:8000
+    With one that it launches:
+      rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine sglang --url http://127.0.0.1:30000 \\
+        --launch -- python -m sglang.launch_server --model-path /models/m --port 30000
     """
     try:
         place = Identity(
@@ -67,9 +98,9 @@ def agent(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    engine = _engine(kind, place, checkpoints, traces, serve, seed)
+    driven = _launched(place, state_dir, engine) if engine["launch"] else _engine(place, engine)
     uvloop = find_spec("uvloop") is not None
-    interrupted = anyio.run(_serve, bus, place, engine, state_dir, backend_options={"use_uvloop": uvloop})
+    interrupted = anyio.run(_serve, bus, place, driven, state_dir, backend_options={"use_uvloop": uvloop})
     if interrupted:
         raise click.Abort
 
@@ -103,8 +134,35 @@ async def _end_on_signal(
             scope.cancel()
 
 
-def _engine(kind: str, place: Identity, checkpoints: Path, traces: Path, serve: str | None, seed: int) -> Engine:
-    assert kind == "tiny"
-    from workers.engines.tiny import TinyEngine
+def _engine(place: Identity, options: EngineOptions) -> Engine:
+    """The engine that the options name; one that is launched is built on top of it."""
+    if options["command"] and not options["launch"]:
+        raise ConfigError(f"what is {' '.join(options['command'])!r} for? A server's command follows `--launch --`.")
+    checkpoints, traces = options["checkpoints"], options["traces"]
+    if options["kind"] == "tiny":
+        from workers.engines.tiny import TinyEngine
 
-    return TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=serve, seed=seed)
+        serve, seed = options["serve"], options["seed"]
+        return TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=serve, seed=seed)
+    from workers.engines.http import api_key
+    from workers.engines.sglang import SGLangEngine, SGLangServer
+    from workers.engines.vllm import VllmEngine, VllmServer
+
+    url, key = options["url"], api_key(options["api_key_file"])
+    if url is None and place.node_rank == 0:
+        raise ConfigError(f"--engine {options['kind']} on node rank 0 needs --url http://HOST:PORT of its server.")
+    if options["kind"] == "vllm":
+        return VllmEngine(place, VllmServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
+    return SGLangEngine(place, SGLangServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
+
+
+def _launched(place: Identity, state_dir: Path, options: EngineOptions) -> Engine:
+    from workers.launch import LaunchedEngine, ServerProcess, server_command
+
+    kind, command = options["kind"], options["command"]
+    if kind == "tiny" or not command:
+        raise ConfigError("--launch takes a server's command after `--`, and --engine sglang or vllm.")
+    log = options["launch_log"] or state_dir / f"server-{place.agent}.log"
+    full = server_command("vllm" if kind == "vllm" else "sglang", command, place, options["dist_init"])
+    server = ServerProcess(full, log=log, name=f"{kind} server of agent {place.agent}")
+    return LaunchedEngine(_engine(place, options), server, up_within_s=options["up_within"])

@@ -1,6 +1,7 @@
 """What a person sees of a fleet and of a report, as tables. For the command line and the demo."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -8,8 +9,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from controlplane.coordinator import describe
+from schemas.identity import Operation
 from schemas.outcomes import Acted, Failed, Missing, Skipped
 from schemas.wire import AgentLine, AgentOutcome, FleetStatus, Report
+
+if TYPE_CHECKING:
+    from workers.engines.probe import Probed
 
 
 def command_table(reports: Sequence[Report]) -> Table:
@@ -123,3 +128,31 @@ def _words(one: AgentOutcome) -> str:
             return f"[red]failed: {error}[/red] {escape(message)}"
         case Missing(why=why):
             return f"[red]missing: {why}[/red]"
+
+
+def probe_table(found: "Probed") -> Table:
+    """What an engine server is, then each operation with what speaks against it."""
+    title = f"{found.kind} {found.version or ''} at {found.url}".replace("  ", " ")
+    table = Table(title=title, title_justify="left", show_header=False, box=SIMPLE_HEAD, pad_edge=False)
+    facts = {
+        "tokenizer": found.tokenizer,
+        "node rank": f"{found.node_rank} of {found.nnodes}" if found.node_rank is not None else None,
+        "GPUs": found.world,
+        "model": found.model,
+        "weights": found.weights,
+        "instance": found.instance,
+    }
+    for name, value in facts.items():
+        if value is not None:
+            table.add_row(name, escape(str(value)))
+    if found.has or found.lacks:
+        table.add_section()
+    for operation in Operation:
+        if operation in found.has:
+            table.add_row(operation, "[green]yes[/green]")
+        elif operation in found.lacks:
+            table.add_row(operation, f"[yellow]no: {escape(found.lacks[operation])}[/yellow]")
+    if found.note:
+        table.add_section()
+        table.add_row("", escape(found.note))
+    return table

@@ -100,9 +100,11 @@ class Launch(Struct, frozen=True):
     methods: Methods
 
 
-def http_front(url: str, key: str | None = None) -> HttpFront:
+class SGLangServer(HttpFront):
     """The front of an SGLang server. key: its admin key, or its key when it has no other. Raises ConfigError."""
-    return HttpFront(url, ROUTES, info_path="/server_info", key=key)
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        super().__init__(url, ROUTES, info_path="/server_info", key=key)
 
 
 class SGLangEngine:

@@ -91,9 +91,15 @@ class Launch(Struct, frozen=True):
     methods: Methods
 
 
-def http_front(url: str, key: str | None = None) -> HttpFront:
+class VllmServer(HttpFront):
     """The front of a vLLM server. Raises ConfigError."""
-    return HttpFront(url, ROUTES, info_path="/server_info?config_format=json", key=key)
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        super().__init__(url, ROUTES, info_path="/server_info?config_format=json", key=key)
+
+    async def info(self) -> Mapping[str, object]:
+        """How it was launched. Without the control routes it tells its version only."""
+        return {**(await super().info() or {}), **await self.get("/version")}
 
 
 class VllmEngine:
