@@ -41,7 +41,7 @@ HEAVY = {
 }
 HEAVY_ROOMS = (
     *("workers/engines/*.py", "workers/receivers/*.py", "workers/profilers.py"),
-    "controlplane/cli/demo_training.py",
+    *("workers/ray_placement.py", "controlplane/cli/demo_training.py"),
 )
 """Where the optional dependencies are used; nowhere else."""
 

@@ -138,7 +138,7 @@ class Placement:
             del waiting[ref]
 
     def stop(self, timeout: float = 60.0) -> None:
-        """End all agents in good order; after `timeout` seconds also one that still waits for its engine. Idempotent."""
+        """End all agents in good order; after `timeout` seconds also who still waits for an engine. Idempotent."""
         import ray
 
         for actor in self.actors.values():

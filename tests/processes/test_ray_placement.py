@@ -1,0 +1,161 @@
+"""Agents placed by a real Ray on the nodes of a real cluster, two of them on this machine, with a real bus."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from controlplane import ControlPlane
+from controlplane.blocking import BlockingControlPlane
+from schemas.config import AgentConfig, BusConfig
+from schemas.errors import AgentError, AgentsMissing, ConfigError, EngineError
+from schemas.identity import Identity, RolloutMode
+from tests.unit.small_bus import Engine
+from workers.engines.tiny import TinyEngine
+from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
+
+QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=2000, nudge_ms=200)
+HASTY = AgentConfig(hello_ms=20, watch_ms=50)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    node = {"num_cpus": 1, "object_store_memory": 100_000_000}
+    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    made.add_node(**node)
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> list[str]:
+    """Ray's ids of the cluster's nodes."""
+    return [node.node_id for node in cluster.list_all_nodes()]
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
+    with ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as opened:
+        yield opened
+
+
+def small(_: Identity) -> Engine:
+    return Engine()
+
+
+def place(
+    plane: BlockingControlPlane, folder: Path, *replicas: ReplicaNodes, engine: EngineFactory = small
+) -> Placement:
+    return place_agents(bus=plane.address, replicas=replicas, engine=engine, state_dir=folder / "state", config=HASTY)
+
+
+def process(actor: Any) -> tuple[int, str]:
+    """The pid of an actor's process, and the node it runs on."""
+    found: tuple[int, str] = ray.get(
+        actor.__ray_call__.remote(lambda _: (os.getpid(), ray.get_runtime_context().get_node_id()))
+    )
+    return found
+
+
+def incarnations(plane: BlockingControlPlane) -> dict[str, str]:
+    return {one.agent: one.incarnation for one in plane.status().agents}
+
+
+def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
+    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+) -> None:
+    wide = ReplicaNodes(nodes, gpus_per_node=4)
+    judge = ReplicaNodes(nodes[1:], mode=RolloutMode.COLOCATED)
+    with place(plane, tmp_path, wide, judge) as placement:
+        placement.wait_ready()
+        plane.wait_for_agents(3)
+        assert {name: process(actor)[1] for name, actor in placement.actors.items()} == {
+            "0.0": nodes[0],
+            "0.1": nodes[1],
+            "1.0": nodes[1],
+        }
+        paused = plane.pause()
+        assert (paused.acted, paused.skipped) == (("0.0", "1.0"), ("0.1",))
+        placement.stop()
+        assert {one.agent: one.life for one in plane.status().agents} == dict.fromkeys(("0.0", "0.1", "1.0"), "left")
+        with pytest.raises(AgentError, match="was stopped|can't be kept running"):
+            placement.wait_ready()
+
+
+def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_again(
+    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+) -> None:
+    def tiny(identity: Identity) -> TinyEngine:
+        return TinyEngine(identity, checkpoints=tmp_path, traces=tmp_path / "traces")
+
+    with place(plane, tmp_path, ReplicaNodes(nodes), engine=tiny) as placement:
+        placement.wait_ready()
+        plane.wait_for_agents(2)
+        assert plane.pause().acted == ("0.0",)
+        for name in ("0.0", "0.1"):
+            before, (pid, node) = incarnations(plane), process(placement.actors[name])
+            os.kill(pid, signal.SIGKILL)
+            again = process(placement.actors[name])
+            assert (again[0] != pid, again[1]) == (True, node)
+            placement.wait_ready()
+            plane.wait_for_agents(2)
+            after = incarnations(plane)
+            assert {one for one in after if after[one] != before[one]} == {name}
+        # Its engine died with it, and begins as the trainer wanted it: paused. What is asked next reaches it.
+        resumed = plane.resume()
+        assert (resumed.acted, resumed.skipped) == (("0.0",), ("0.1",))
+
+
+def test_what_ends_an_agent_for_good_is_told(plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]) -> None:
+    def none(identity: Identity) -> Engine:
+        raise EngineError(f"no engine for {identity.agent}")
+
+    here = ReplicaNodes(nodes[:1])
+    with (
+        place(plane, tmp_path, here, engine=none) as failing,
+        pytest.raises(AgentError, match=r"agent 0\.0 ended, and is not started again: no engine for 0\.0"),
+    ):
+        failing.wait_ready()
+    with place(plane, tmp_path / "one", here) as first, place(plane, tmp_path / "two", here) as second:
+        first.wait_ready()
+        with pytest.raises(AgentError, match=r"agent 0\.0 ended, .*held by incarnation"):
+            second.wait_ready()
+
+
+def test_an_agent_without_a_bus_is_named_when_time_is_up(tmp_path: Path, nodes: list[str]) -> None:
+    bus, replicas = f"ipc://{tmp_path}/nobody", [ReplicaNodes(nodes[:1])]
+    with (
+        place_agents(bus=bus, replicas=replicas, engine=small, state_dir=tmp_path) as placement,
+        pytest.raises(AgentsMissing, match=r"1 of 1 agents were not ready after 0\.2 s: 0\.0\."),
+    ):
+        placement.wait_ready(0.2)
+
+
+@pytest.mark.parametrize(("replica", "said"), [((), "replica 1 has no nodes"), (("a" * 56,), "none of this cluster's")])
+def test_nothing_is_started_where_it_can_not_be(
+    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str], replica: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        place(plane, tmp_path, ReplicaNodes(nodes), ReplicaNodes(replica))
+    assert plane.status().agents == ()
+
+
+def test_an_agent_whose_node_is_gone_is_gone_too(
+    cluster: Cluster, plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+) -> None:
+    third = cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+    with place(plane, tmp_path, ReplicaNodes([nodes[0], third.node_id])) as placement:
+        placement.wait_ready()
+        plane.wait_for_agents(2)
+        cluster.remove_node(third)
+        with pytest.raises(AgentError, match=r"agent 0\.1 can't be kept running"):
+            while True:
+                placement.wait_ready()
+        assert plane.pause().acted == ("0.0",)
