@@ -31,6 +31,10 @@ class Front(Protocol):
     where: str
     """For messages: the URL, or the class in process."""
 
+    async def open(self) -> None:
+        """Raises EngineError when it can't be called from here at all, ever."""
+        ...
+
     async def methods(self) -> Methods | None:
         """What it answers to; None while nobody is there. Raises Unanswered when it is there and does not answer."""
         ...

@@ -77,6 +77,9 @@ class HttpFront:
             trust_env=False,
         )
 
+    async def open(self) -> None:
+        """Nothing to do: a server can be called from anywhere."""
+
     async def methods(self) -> Methods | None:
         """From the server's openapi.json. Raises Refused when it has none, Unanswered when it does not answer."""
         try:

@@ -122,6 +122,8 @@ class SGLangEngine:
 
     async def open(self) -> None:
         """Attach. Raises EngineError when the traces' root can't be written: a scheduler that can't, dies."""
+        if self._front is not None:
+            await self._front.open()
         await to_thread.run_sync(_require_writable, self._traces)
 
     async def observe(self) -> Observation:

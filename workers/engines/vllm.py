@@ -117,7 +117,9 @@ class VllmEngine:
         self._before: frozenset[str] = frozenset()
 
     async def open(self) -> None:
-        """Attach. An engine that is not up yet is waited for by observing it."""
+        """Attach. An engine that is not up yet is waited for by observing it. Raises EngineError."""
+        if self._front is not None:
+            await self._front.open()
 
     async def observe(self) -> Observation:
         """Read what it is now."""
@@ -311,6 +313,9 @@ def lacks(launch: Launch) -> dict[Operation, str]:
         for method in methods
         if method not in launch.methods
     }
+    if "collective_rpc" in launch.methods and "init_weight_transfer_engine" not in launch.methods:
+        # What a worker's `reload_weights` takes can't be seen from here; both came with the same release.
+        missing[Operation.LOAD] = "its workers load from no other path than at launch: use vLLM 0.16 or newer"
     if launch.profiles_to is None:
         missing[Operation.PROFILE] = (
             'it was launched without a torch profiler: add --profiler-config \'{"profiler":"torch",'
@@ -332,10 +337,10 @@ def version_of(label: object) -> int | None:
 def pause_arguments(call: Pause, launch: Launch) -> dict[str, object]:
     """The cache is the machine's business: it flushes when weights changed. Raises EngineError."""
     if "mode" in launch.methods["pause_generation"]:
-        return {"mode": call.mode, "clear_cache": "false"}
+        return {"mode": call.mode, "clear_cache": False}
     if call.mode == "keep":
         raise EngineError(f"vllm {launch.version} can't freeze requests: pause with `abort` or `wait`.")
-    return {"wait_for_inflight_requests": "true" if call.mode == "wait" else "false", "clear_cache": "false"}
+    return {"wait_for_inflight_requests": call.mode == "wait", "clear_cache": False}
 
 
 def profile_arguments(plan: ProfilePlan, directory: str, launch: Launch) -> dict[str, object]:
