@@ -237,7 +237,13 @@ class AskSnapshot(Struct, frozen=True, tag="ask_snapshot"):
     """Ask the bus for the desired state: what this agent holds can't be mended by replay."""
 
 
-Effect = Perform | Answer | Need | AskSnapshot
+class StartAnew(Struct, frozen=True, tag="start_anew"):
+    """End this incarnation and begin another: the engine of a replica out of service was launched again. A new start
+    leads out of quarantine, since all that was done to the old engine went with it.
+    """
+
+
+Effect = Perform | Answer | Need | AskSnapshot | StartAnew
 
 
 class Decision(Struct, frozen=True):

@@ -43,6 +43,7 @@ from schemas.events import (
     Perform,
     Returned,
     Settings,
+    StartAnew,
     Started,
     Tick,
 )
@@ -103,6 +104,7 @@ class Agent:
         self._journal: Journal
         self._link: Link
         self._next: Perform | None = None
+        self._anew, self._life = False, CancelScope()
         self._called = anyio.Event()
         self._engine_lock = anyio.Lock(fast_acquire=True)
         self._seen: Observation | None = None  # the last one that the machine was given
@@ -155,6 +157,10 @@ class Agent:
                     raise error from None
                 logger.warning("agent %s begins anew: %s", self.identity.agent, error)
                 self._begin_anew()
+            if self._anew:
+                logger.info("agent %s starts anew: its engine was launched again", self.identity.agent)
+                self._link.close()
+                self._start()
 
     async def wait_ready(self) -> None:
         """Return when the engine is as desired, with nothing under way: the replica may serve."""
@@ -176,15 +182,17 @@ class Agent:
         self._link = Link(*place, self._journal, self._config, self._context, self._step)
         settings = Settings(settle_ms=self._config.settle_ms)
         self._next = self._seen = self._planned = None
+        self._anew, self._life = False, CancelScope()
         self._step(Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))
 
     async def _serve(self) -> None:
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._call_engine)
-                tasks.start_soon(self._watch_engine)
-                tasks.start_soon(self._tick)
-                tasks.start_soon(self._link.run)
+            with self._life:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._call_engine)
+                    tasks.start_soon(self._watch_engine)
+                    tasks.start_soon(self._tick)
+                    tasks.start_soon(self._link.run)
         finally:
             try:
                 self._journal.commit()
@@ -235,6 +243,9 @@ class Agent:
                 self._link.need(effect.first)
             case AskSnapshot():
                 self._link.ask_snapshot()
+            case StartAnew():
+                self._anew = True
+                self._life.cancel()
             case _:
                 assert_never(effect)
 

@@ -46,6 +46,7 @@ from schemas.events import (
     Returned,
     Settings,
     SnapshotReceived,
+    StartAnew,
     Started,
     Tick,
 )
@@ -177,7 +178,7 @@ GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when 
 
 def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, ...]]:
     """The next state, and what is to be done about it, in order."""
-    effects: Effects = []
+    before, effects = state.engine, Effects()
     match event:
         case CommandReceived():
             state = _command(state, event, effects)
@@ -197,7 +198,16 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
             state = _start(state, event)
         case _:
             assert_never(event)
+    if before.instance != state.engine.instance and anew(before, state.engine) and _out_of_service(state):
+        effects.append(StartAnew())
     return state, tuple(effects)
+
+
+def _out_of_service(state: AgentState) -> bool:
+    """Does only a sync or a new start lead back?"""
+    left = remaining(state.desired, state.conceded)
+    apart = state.desired.sync is not None and left.sync is None
+    return state.joined and (left.quarantined > 0 or apart)
 
 
 def next_deadline(state: AgentState) -> int | None:

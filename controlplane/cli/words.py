@@ -41,6 +41,7 @@ from schemas.events import (
     Need,
     Perform,
     SnapshotReceived,
+    StartAnew,
     Started,
     Tick,
 )
@@ -190,6 +191,8 @@ def _agent_effect(effect: Effect) -> str:
             return f"{outcome_in_words(effect.outcome)} (seq {effect.seq}{row})"
         case Need():
             return f"asks for the records from {effect.first}"
+        case StartAnew():
+            return "starts anew"
         case AskSnapshot():
             return "asks what is desired"
         case _:

@@ -67,6 +67,7 @@ from schemas.events import (
     Returned,
     Sleep,
     SnapshotReceived,
+    StartAnew,
     Started,
     StartProfile,
     StopProfile,
@@ -231,6 +232,7 @@ SAMPLES: tuple[Struct, ...] = (
     Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), row=10),
     Need(8),
     AskSnapshot(),
+    StartAnew(),
     # what the coordinator sees
     Opened(
         at_us=1,

@@ -25,6 +25,7 @@ from schemas.events import (
     Returned,
     Settings,
     SnapshotReceived,
+    StartAnew,
     Started,
     Tick,
 )
@@ -79,12 +80,12 @@ class Slot:
     def name(self) -> str:
         return self.identity.agent
 
-    def start(self) -> None:
-        """A new incarnation: fold the journal, then go on."""
+    def start(self, launches: bool = True) -> None:
+        """A new incarnation: fold the journal, then go on. launches: an engine in its process is launched with it."""
         if self.process is not None:
             return
         self.incarnations += 1
-        if self.engine is not None and (self.incarnations == 1 or self.embedded):
+        if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):
             self.relaunch()
         if not self.world.laws.journal:
             self.journal.clear()
@@ -223,6 +224,13 @@ class Process:
                 self.up(Answered(outcome=effect.outcome, row=effect.row), seq=effect.seq, origin=effect.epoch)
             case Need():
                 self.up(Needs(first=effect.first, credit=64))
+            case StartAnew():
+                self.commit()
+                self.up(Leaving())
+                self.stop()
+                if self.slot.engine is not None:
+                    self.slot.engine.cut()
+                self.world.at(0, self.slot.start, False)
             case AskSnapshot():
                 self.up(Join())
 

@@ -19,6 +19,7 @@ from schemas.events import (
     Perform,
     Returned,
     SnapshotReceived,
+    StartAnew,
     Started,
     StopProfile,
     Tick,
@@ -446,3 +447,39 @@ def test_an_epoch_s_start_gives_up_a_sync() -> None:
     state, effects = fold(state, command(EpochStart(previous_epoch=1, logic=1), 2, epoch=2))
     _, calls, seen = carry_out(state, effects, PAUSED)
     assert [name(one) for one in calls] == ["resume"] and seen.generating
+
+
+# An engine that is launched again
+
+
+def quarantined() -> AgentState:
+    """Its replica was left out of a commit."""
+    return agent(desired=Desired(committed=Committed(2, Checkpoint("v2"), None), quarantined=2), seq=3)
+
+
+def test_engine_launched_again_out_of_service_starts_its_agent_anew() -> None:
+    again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
+    _, effects = fold(quarantined(), again)
+    assert effects[-1] == StartAnew()
+
+
+def test_engine_launched_again_in_service_is_brought_back_by_the_same_agent() -> None:
+    state = agent(desired=Desired(committed=Committed(2, Checkpoint("v2"), None)), seq=3)
+    again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
+    state, effects = fold(state, again)
+    assert StartAnew() not in effects and not settled(state)
+
+
+def test_engine_that_dies_in_a_load_and_comes_back_starts_its_agent_anew() -> None:
+    state, effects = fold(agent(), command(sync("prepare", 2), 1))
+    state, _, _ = carry_out(state, effects)
+    state, _ = fold(state, command(sync("load", 2), 2))
+    state, effects = fault(state, "the connection was closed", replace(PRESENT, tokenizer="unknown", instance=None))
+    assert any(isinstance(one, Answer) and isinstance(one.outcome, Failed) for one in effects)
+    state, effects = fold(state, EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two")))
+    assert effects[-1] == StartAnew()
+
+
+def test_engine_seen_for_the_first_time_is_no_other_one() -> None:
+    _, effects = fold(quarantined(), EngineObserved(at_ms=0, observation=replace(PRESENT, version=7)))
+    assert StartAnew() not in effects

@@ -474,3 +474,42 @@ def test_a_load_that_was_cut_off_before_it_began_did_no_harm() -> None:
 )
 def test_an_error_says_what_the_engine_holds_now(engine: EngineState, says: str) -> None:
     assert holds(engine) == says
+
+
+# Weights that were discarded
+
+
+def test_discarded_weights_are_vouched_for_by_nobody_until_they_are_loaded_again() -> None:
+    asleep = carried_out(ON_V1, (Pause("abort"), Sleep(BOTH, discard=True)))
+    assert asleep.torn and settle(Desired(committed=V1, asleep=BOTH, discard=True), asleep, PRIMARY) == ()
+    calls = settle(Desired(committed=V1), asleep, PRIMARY)
+    assert [name(one) for one in calls] == ["check_source", "wake", "load", "wake", "flush", "resume"]
+    assert calls[1] == Wake(WEIGHTS) and calls[3] == Wake(CACHE)
+
+
+def test_discarded_weights_with_nothing_committed_stay_out_of_service() -> None:
+    asleep = carried_out(READY, (Pause("abort"), Sleep(BOTH, discard=True)))
+    assert settle(Desired(), asleep, PRIMARY) == (Wake(BOTH),)
+
+
+def test_only_weights_are_discarded_and_never_those_of_a_replica_that_never_syncs() -> None:
+    for wanted, identity, discards in (
+        (BOTH, PRIMARY, True),
+        (WEIGHTS, PRIMARY, True),
+        (CACHE, PRIMARY, False),
+        (BOTH, JUDGE, False),
+    ):
+        assert settle(Desired(asleep=wanted, discard=True), PAUSED, identity) == (Sleep(wanted, discard=discards),)
+
+
+@pytest.mark.parametrize("discard", [True, False])
+def test_sleep_that_failed_or_was_cut_off_may_have_discarded(discard: bool) -> None:
+    call = Sleep(BOTH, discard=discard)
+    failed, _ = learn(ON_V1, call, Fault("engine_error", "no"), None)
+    cut, _ = interrupted(ON_V1, call, replace(PRESENT, version=1, asleep=None))
+    assert failed.torn == cut.torn == discard
+
+
+def test_digest_of_the_engines_own_kind_is_not_compared_with_the_files() -> None:
+    seen = replace(PRESENT, version=2, generating=False)
+    assert contradiction(EXACT, Returned(digest="vllm:of its own tensors"), seen) is None

@@ -45,6 +45,7 @@ class Route(NamedTuple):
 
     query: its arguments go into the URL, else into a JSON body.   answer: key of the JSON answer that holds the result.
     renamed: what the server calls an argument, where that differs.   repeatable: doing it twice is doing it once.
+    undeclared: parameters that it reads without saying so in its openapi.json.
     """
 
     verb: Literal["GET", "POST"]
@@ -53,6 +54,7 @@ class Route(NamedTuple):
     answer: str | None = None
     renamed: Mapping[str, str] = {}
     repeatable: bool = False
+    undeclared: frozenset[str] = frozenset()
 
 
 class HttpFront:
@@ -92,7 +94,7 @@ class HttpFront:
         for name, route in self._routes.items():
             declared = paths.get(route.path, {}).get(route.verb.lower())
             if declared is not None:
-                found[name] = _parameters(declared, document)
+                found[name] = _parameters(declared, document) | route.undeclared
         return found
 
     async def info(self) -> Mapping[str, object] | None:

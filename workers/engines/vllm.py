@@ -54,7 +54,7 @@ ROUTES: Final[Mapping[str, Route]] = {
     "pause_generation": Route("POST", "/pause", query=True, repeatable=True),
     "resume_generation": Route("POST", "/resume", repeatable=True),
     "is_paused": Route("GET", "/is_paused", answer="is_paused"),
-    "sleep": Route("POST", "/sleep", query=True),
+    "sleep": Route("POST", "/sleep", query=True, undeclared=frozenset({"level", "mode"})),
     "wake_up": Route("POST", "/wake_up", query=True),
     "is_sleeping": Route("GET", "/is_sleeping", answer="is_sleeping"),
     "release_kv_cache_memory": Route("POST", "/release_kv_cache_memory"),
@@ -208,6 +208,7 @@ class VllmEngine:
             return
         if call.tags == {"weights"}:
             raise EngineError("vllm releases its weights only together with the KV cache: sleep both.")
+        # Up to 0.16 there is no mode, and it is ignored; from 0.17 on the default would abort what was frozen.
         mode = {"mode": "keep"} if "mode" in launch.methods["sleep"] else {}
         await front.call("sleep", level=2 if call.discard else 1, **mode)
 
@@ -216,7 +217,8 @@ class VllmEngine:
             raise EngineError(f"vllm {launch.version} would generate half awake: wake weights and KV cache together.")
         await front.call("wake_up", tags=sorted(call.tags))
         if await front.read("is_paused") is False:
-            await front.call("pause_generation", **pause_arguments(Pause("keep"), launch))
+            freezes = "mode" in launch.methods["pause_generation"]
+            await front.call("pause_generation", **pause_arguments(Pause("keep" if freezes else "wait"), launch))
 
     async def _load(self, front: Front, launch: Launch, call: Load) -> Returned:
         source = call.source
