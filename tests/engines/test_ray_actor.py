@@ -198,6 +198,7 @@ async def test_what_the_methods_have_no_word_for_is_refused_and_nothing_is_calle
     await sglang.refuses(Sleep(BOTH), "release kv_cache and weights", "mode hybrid", "take back as it was: kv_cache.")
     await sglang.refuses(Sleep(WEIGHTS), "release weights")
     await sglang.refuses(Wake(WEIGHTS), "take back weights")
+    await sglang.refuses(Sleep(CACHE), "generates", "Pause it")
     sglang.within(lambda server: setattr(server.config, "free_cache_engine", False))
     await sglang.refuses(Sleep(CACHE), "free_cache_engine False", "nothing")
     assert (await sglang.engine.observe()).operations == STEERING
@@ -219,7 +220,7 @@ async def test_vllm_releases_only_what_it_can_take_back(
 ) -> None:
     def configure(server: Any) -> None:
         server.rollout_mode = type(server.rollout_mode)(mode)
-        server.level, server.lora_as_adapter = level, adapters
+        server.level, server.lora_as_adapter, server._submission_paused = level, adapters, True
 
     vllm.within(configure)
     assert (await vllm.engine.observe()).operations == (STEERING | MEMORY if releases else STEERING)
@@ -235,11 +236,12 @@ async def test_vllm_releases_only_what_it_can_take_back(
 
 
 async def test_vllm_takes_the_weights_back_alone(vllm: Bench) -> None:
+    await vllm.do(Pause("abort"))
     await vllm.do(Sleep(BOTH))
     await vllm.do(Wake(WEIGHTS))
     assert vllm.within(lambda server: server.engine.released) == {"kv_cache"}
     await vllm.do(Wake(CACHE))
-    assert vllm.called == ["sleep", "wake_up", "resume_kv_cache"]
+    assert vllm.called == ["abort_all_requests", "sleep", "wake_up", "resume_kv_cache"]
 
 
 async def test_an_error_that_the_server_swallowed_is_one(vllm: Bench) -> None:
@@ -273,6 +275,7 @@ async def test_what_a_method_raises_is_told_in_its_own_words(profiled: Bench) ->
 
 
 async def test_a_colocated_server_takes_all_back_at_once(profiled: Bench) -> None:
+    profiled.within(lambda server: setattr(server.tokenizer_manager, "is_pause", True))
     await profiled.do(Sleep(BOTH))
     assert profiled.within(lambda server: server.tokenizer_manager.released) == BOTH
     await profiled.do(Wake(BOTH))
@@ -308,7 +311,7 @@ async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another
     engine = RayActorEngine("sglang_server_0_0", PRIMARY, traces=tmp_path)
     await engine.open()
     assert await engine.observe() == Observation(engine="verl server", tokenizer="unknown")
-    with pytest.raises(EngineError, match="no actor named 'sglang_server_0_0'"):
+    with pytest.raises(EngineError, match="actor was not found: .*'sglang_server_0_0'"):
         await engine.perform(Flush(), 1.0)
     instances = []
     for _ in range(2):
@@ -424,6 +427,15 @@ async def test_on_another_disk_the_traces_are_copied(
     await profiled.do(start())
     (trace,) = (await profiled.do(stop())).traces
     assert (tmp_path / "traces" / trace.path).stat().st_nlink == 1
+
+
+async def test_a_stop_that_is_repeated_writes_over_nothing(profiled: Bench, tmp_path: Path) -> None:
+    await profiled.do(start())
+    first = await profiled.do(stop())
+    ray.get(profiled.server.start_profile.remote())
+    again = await profiled.do(stop())
+    assert again.traces[: len(first.traces)] == first.traces
+    assert len(again.traces) == len(first.traces) + 1
 
 
 async def test_vllm_is_given_no_word_that_it_does_not_know(vllm: Bench) -> None:

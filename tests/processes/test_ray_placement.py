@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
+from schemas.commands import ProfilePlan
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, AgentsMissing, ConfigError, EngineError
 from schemas.identity import Identity, RolloutMode
+from schemas.outcomes import Acted
+from tests.engines.verl_servers import SGLangHttpServer
 from tests.unit.small_bus import Engine
+from workers.engines.ray_actor import RayActorEngine
 from workers.engines.tiny import TinyEngine
 from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
 
@@ -111,6 +116,39 @@ def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_a
         # Its engine died with it, and begins as the trainer wanted it: paused. What is asked next reaches it.
         resumed = plane.resume()
         assert (resumed.acted, resumed.skipped) == (("0.0",), ("0.1",))
+
+
+def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
+    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+) -> None:
+    """Two nodes of one of verl's replicas, found by the names that verl gives them. The profile outlives an agent."""
+
+    def verl(identity: Identity) -> RayActorEngine:
+        name = f"sglang_server_{identity.replica}_{identity.node_rank}"
+        return RayActorEngine(name, identity, traces=tmp_path / "traces")
+
+    servers = []
+    for rank, node in enumerate(nodes):
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": 0, "name": f"sglang_server_0_{rank}", "scheduling_strategy": there}
+        server = ray.remote(SGLangHttpServer).options(**options).remote("colocated", rank, 0, str(tmp_path / "save"))
+        servers.append(server)
+    ray.get([server.launch_server.remote() for server in servers])
+    with place(plane, tmp_path, ReplicaNodes(nodes), engine=verl) as placement:
+        placement.wait_ready()
+        plane.wait_for_agents(2)
+        started = plane.start_profile(3, ProfilePlan())
+        os.kill(process(placement.actors["0.0"])[0], signal.SIGKILL)
+        placement.wait_ready()
+        plane.wait_for_agents(2)
+        stopped = plane.stop_profile(3)
+        for report in (started, stopped):
+            assert (report.acted, report.skipped) == (("0.0",), ("0.1",))
+        (outcome,) = (one.conclusion for one in stopped.outcomes if one.agent == "0.0")
+        assert isinstance(outcome, Acted)
+        assert [one.path for one in outcome.traces] == ["global_step_3/replica_0/1-TP-0.trace.json.gz"]
+    called = [ray.get(server.__ray_call__.remote(lambda own: own.called)) for server in servers]
+    assert called == [["start_profile", "stop_profile"], []]
 
 
 def test_what_ends_an_agent_for_good_is_told(plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]) -> None:

@@ -142,7 +142,7 @@ class RayActorEngine:
         namespace: str | None = None,
     ) -> None:
         self._identity, self._traces = identity, traces.resolve()
-        self._server, self._namespace = server, namespace
+        self._find = _finder(server, namespace)
         self._handle: Any = None
         self._kind = "verl server"
 
@@ -198,8 +198,7 @@ class RayActorEngine:
             case Resume():
                 await self._resume()
             case Sleep():
-                self._require_kept(call.tags, look, "release")
-                await self._call(_RELEASE[call.tags][0])
+                await self._sleep(call, look)
             case Wake():
                 await self._wake(call, look)
             case Flush():
@@ -231,6 +230,15 @@ class RayActorEngine:
         await self._call("resume_generation")
         if (await self._look()).paused:
             raise EngineError(f"{self._kind} answered yes to resume_generation, but is still paused.")
+
+    async def _sleep(self, call: Sleep, look: Look) -> None:
+        self._require_kept(call.tags, look, "release")
+        if look.paused is False or look.running:
+            raise EngineError(
+                f"{self._kind} was asked to release memory, and generates: somebody has resumed it, or {look.running} "
+                "requests run. The engine would die of it; it was not called. Pause it, then put it to sleep."
+            )
+        await self._call(_RELEASE[call.tags][0])
 
     async def _wake(self, call: Wake, look: Look) -> None:
         if call.tags == WEIGHTS and look.front == "engine" and look.mode == "hybrid" and "tags" in look.wake_up:
@@ -355,15 +363,25 @@ class RayActorEngine:
     def _attached(self) -> Any:
         import ray
 
+        if not ray.is_initialized():
+            raise EngineError(f"{self._kind} can't be reached: this process is in no Ray cluster any more.")
         if self._handle is None:
-            if isinstance(self._server, str):
-                try:
-                    self._handle = ray.get_actor(self._server, self._namespace)
-                except ValueError as error:
-                    raise EngineError(f"no actor named {self._server!r} is there: {error}") from error
-            else:
-                self._handle = self._server() if callable(self._server) else self._server
+            try:
+                self._handle = self._find()
+            except Exception as error:  # other people's code, and Ray has no error of its own for it
+                raise EngineError(f"the server's actor was not found: {_line(error)}") from error
         return self._handle
+
+
+def _finder(server: "ActorHandle | str | Callable[[], ActorHandle]", namespace: str | None) -> "Callable[[], Any]":
+    def named() -> Any:
+        import ray
+
+        return ray.get_actor(server, namespace)
+
+    if isinstance(server, str):
+        return named
+    return server if callable(server) else lambda: server
 
 
 def refused(plan: ProfilePlan, recorder: Recorder | None) -> str | None:
@@ -415,14 +433,16 @@ def arguments(plan: ProfilePlan, directory: Path) -> dict[str, object]:
 
 def _bring(recorder: Recorder, directory: Path) -> None:
     """Bring what the server wrote since the session's directory was made. verl's own hooks find it where it was."""
+    if not directory.is_dir():
+        return  # the start was cut off before it came to that
     since = directory.stat().st_mtime_ns
     files = list(Path(recorder.directory).glob("*"))
     if recorder.relocated is not None:
         files += Path(recorder.directory).parent.glob(f"{recorder.relocated}[-_]*")
     for file in sorted(files):
-        if not file.is_file() or file.stat().st_mtime_ns < since:
-            continue
         place = directory / file.name
+        if place.exists() or not file.is_file() or file.stat().st_mtime_ns < since:
+            continue
         try:
             os.link(file, place)
         except OSError:  # another disk, or one without links
@@ -433,6 +453,7 @@ def _bring(recorder: Recorder, directory: Path) -> None:
 
 
 def _line(error: Exception) -> str:
+    """What an error says, in one line."""
     return " ".join(str(error).split())[:500]
 
 
