@@ -197,10 +197,10 @@ class Guard:
         """
         over = time.monotonic() + self._order.grace_s
         asked: set[psutil.Process] = set()
-        while tree := self._tree():
-            now = time.monotonic()
+        while self._reap():
+            now, tree = time.monotonic(), self._me.children(recursive=True)
             if now >= over + KILL_S:
-                return ", ".join(str(process.pid) for process in tree)
+                return ", ".join(str(process.pid) for process in tree) or "something"
             for process in tree:
                 with suppress(psutil.NoSuchProcess):
                     if now >= over:
@@ -210,10 +210,6 @@ class Guard:
                         process.terminate()
             self._wait(min(LOOK_S, over - now) if now < over else LOOK_S)
         return ""
-
-    def _tree(self) -> list[psutil.Process]:
-        self._reap()
-        return self._me.children(recursive=True)
 
     @property
     def _server_pid(self) -> int | None:
@@ -239,14 +235,21 @@ class Guard:
                 self._awake.unregister(sys.stdin.fileno())
         self._reap()
 
-    def _reap(self) -> None:
-        """Take leave of every child that ended, whoever started it. No `Popen.wait`: it would miss its own here."""
-        with suppress(ChildProcessError):
+    def _reap(self) -> bool:
+        """Take leave of every child that ended, whoever started it. Returns whether any is left.
+
+        If none is, nothing is: what has lost its parent is a child here. It is the kernel that says so; a list of
+        processes is read one by one while they come and go. No `Popen.wait`: it would miss its own here.
+        """
+        try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
                 if self._server is not None and pid == self._server.pid:
                     self._server.returncode = self._exit_code = os.waitstatus_to_exitcode(status)
                     self._server = None
+        except ChildProcessError:
+            return False
+        return True
 
     def _report(self, state: str, note: str) -> None:
         """Tell the agent how things stand now; each report is complete. An agent that is gone needs none."""

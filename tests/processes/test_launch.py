@@ -7,14 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import psutil
 import pytest
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from schemas.errors import ConfigError, EngineError
 from schemas.events import Call, Flush, Observation, Returned
@@ -47,11 +49,11 @@ AGENT = """
 import json, os, sys, anyio
 from pathlib import Path
 from workers.launch import ServerProcess
-log, fork, grace_s, *command = sys.argv[1:]
+log, how, *command = sys.argv[1:]
 async def main():
-    server = ServerProcess(command, log=Path(log), grace_s=float(grace_s))
+    server = ServerProcess(command, log=Path(log), grace_s=600)
     server.start()
-    if fork == "fork" and os.fork() == 0:  # a child that holds all that the agent holds
+    if how == "fork" and os.fork() == 0:  # a child that holds all that the agent holds
         print(json.dumps({"child": os.getpid()}), flush=True)
         os.read(0, 1)
         os._exit(0)
@@ -252,29 +254,50 @@ async def test_what_can_not_be_launched_is_said(servers: Servers, tmp_path: Path
 # --- somebody dies ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("fork", ["alone", "fork"])
-async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path, fork: str) -> None:
-    words = [*python(AGENT), str(tmp_path / "log"), fork, "20", *python(TREE)]
-    async with await anyio.open_process(words, stderr=None) as agent:
+@asynccontextmanager
+async def agent_process(
+    folder: Path, code: str, how: str
+) -> AsyncIterator[tuple[Process, Callable[[], Awaitable[Any]]]]:
+    """A process that holds a server, and what reads the next thing it tells. It is killed at the end, or before."""
+    command = [*python(AGENT), str(folder / "server.log"), how, *python(code)]
+    async with await anyio.open_process(command, stderr=None) as agent:
         assert agent.stdout is not None
-        told = b""
-        while told.count(b"\n") < 1 + (fork == "fork"):
-            told += await agent.stdout.receive()
-        facts = {key: value for line in told.splitlines() for key, value in json.loads(line).items()}
-        processes = [psutil.Process(int(pid)) for pid in facts["said"].split()[1:]]
+        lines = BufferedByteReceiveStream(agent.stdout)
+
+        async def told() -> Any:
+            with anyio.fail_after(LONGEST_S):
+                return json.loads(await lines.receive_until(b"\n", 1000))
+
+        try:
+            yield agent, told
+        finally:
+            with suppress(ProcessLookupError):
+                agent.kill()
+
+
+@pytest.mark.anyio
+async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
+    async with agent_process(tmp_path, TREE, "alone") as (agent, told):
+        processes = [psutil.Process(int(pid)) for pid in (await told())["said"].split()[1:]]
         processes.append(guard_of(processes[0]))
         agent.kill()
         await gone(processes)
-        assert fork == "alone" or lives(psutil.Process(facts["child"]))
+
+
+@pytest.mark.anyio
+async def test_a_child_of_the_agent_keeps_no_server_alive(tmp_path: Path) -> None:
+    async with agent_process(tmp_path, QUIET, "fork") as (agent, told):
+        facts = {**await told(), **await told()}
+        server = psutil.Process(facts["pid"])
+        agent.kill()
+        await gone([server])
+        assert lives(psutil.Process(facts["child"]))
 
 
 @pytest.mark.anyio
 async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(servers: Servers) -> None:
-    words = [*python(AGENT), str(servers.folder / "server.log"), "alone", "600", *python(STUBBORN)]
-    async with await anyio.open_process(words, stderr=None) as agent:
-        assert agent.stdout is not None
-        former = psutil.Process(json.loads(await agent.stdout.receive())["pid"])
+    async with agent_process(servers.folder, STUBBORN, "alone") as (agent, told):
+        former = psutil.Process((await told())["pid"])
         agent.kill()
         server = servers(QUIET)
         server.start()
@@ -478,7 +501,7 @@ async def test_a_server_that_does_not_come_up_in_time_is_started_again(
     engine = LaunchedEngine(inner, server, up_within_s=300, clock=lambda: server.status().since_s + passed_s)
     passed_s = 299.0
     await engine.open()
-    await until(server, said("loads"))
+    await when((tmp_path / "first").exists)
     assert (await engine.observe()).tokenizer == "unknown" and not caplog.records
     passed_s = 300.0
     await engine.observe()
