@@ -30,7 +30,7 @@ SAID_MAX: Final = 500
 """Letters of a server's words in an error."""
 
 KEY_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY"
-KEY_FILE_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY_FILE"
+"""Holds the engine's key; with `_FILE` at its end, the path of a file that does."""
 
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -46,15 +46,17 @@ class Route(NamedTuple):
     query: its arguments go into the URL, else into a JSON body.   answer: key of the JSON answer that holds the result.
     renamed: what the server calls an argument, where that differs.   repeatable: doing it twice is doing it once.
     undeclared: parameters that it reads without saying so in its openapi.json.
+    within_s: seconds after which nobody waits for the answer any more; None to wait for ever.
     """
 
-    verb: Literal["GET", "POST"]
+    verb: Literal["GET", "POST", "DELETE"]
     path: str
     query: bool = False
     answer: str | None = None
     renamed: Mapping[str, str] = {}
     repeatable: bool = False
     undeclared: frozenset[str] = frozenset()
+    within_s: float | None = None
 
 
 class HttpFront:
@@ -111,7 +113,7 @@ class HttpFront:
         route = self._routes[method]
         named = {route.renamed.get(name, name): value for name, value in arguments.items()}
         attempts = ATTEMPTS if route.repeatable else 1
-        return _result(route, await self._send(route, named, attempts, None))
+        return _result(route, await self._send(route, named, attempts, route.within_s))
 
     async def read(self, method: str, /) -> object:
         """One call that only reads."""
@@ -122,6 +124,10 @@ class HttpFront:
         """The JSON object at a path."""
         answer = _json(await self._send(Route("GET", path), {}, ATTEMPTS, READ_TIMEOUT_S))
         return answer if isinstance(answer, dict) else {}
+
+    async def delete(self, path: str) -> None:
+        """Ask that what is at a path be gone. Raises Refused, with status 404 when it is gone, and Unanswered."""
+        await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
     async def ok(self, path: str) -> bool:
         """Does a GET of the path answer 2xx? Raises Unanswered."""
@@ -138,7 +144,7 @@ class HttpFront:
     async def _send(
         self, route: Route, arguments: Mapping[str, object], attempts: int, timeout_s: float | None
     ) -> httpx.Response:
-        body = None if route.query or route.verb == "GET" else dict(arguments)
+        body = None if route.query or route.verb != "POST" else dict(arguments)
         query: Any = dict(arguments) if route.query else None
         for attempt in range(1, attempts + 1):
             try:
@@ -163,31 +169,35 @@ class HttpFront:
         raise Refused(f"{self.where}{route.path} answered {response.status_code}: {said}", response.status_code, said)
 
 
-def base_url(url: str) -> str:
-    """The URL without a slash at its end. Raises ConfigError unless it is http(s)://HOST[:PORT] and holds no secret."""
+def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:
+    """The URL without a slash at its end. Raises ConfigError unless it is http(s)://HOST[:PORT] and holds no secret.
+
+    whose, variable: for the error: whose URL it is, and where its key is to be given.
+    """
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError(f"engine URL {url!r}: {error}. Give http://HOST:PORT.") from None
+        raise ConfigError(f"{whose} URL {url!r}: {error}. Give http://HOST:PORT.") from None
     if parsed.userinfo:
-        raise ConfigError(
-            f"engine URL for {parsed.host}: no name or key belongs into it. Give the key by {KEY_VARIABLE}."
-        )
+        raise ConfigError(f"{whose} URL for {parsed.host}: no name or key belongs into it. Give the key by {variable}.")
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
-        raise ConfigError(f"engine URL {url!r}: give http://HOST:PORT, or https.")
+        raise ConfigError(f"{whose} URL {url!r}: give http://HOST:PORT, or https.")
     return str(parsed).rstrip("/")
 
 
-def api_key(file: Path | None = None) -> str | None:
-    """The engine's key: from `file`, else from the variables named above, else None. Raises ConfigError."""
-    named = os.environ.get(KEY_FILE_VARIABLE)
+def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | None:
+    """A key: from `file`, else from the file that `<variable>_FILE` names, else from the variable, else None.
+
+    Raises ConfigError.
+    """
+    named = os.environ.get(f"{variable}_FILE")
     file = file or (Path(named) if named else None)
     if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
+        return os.environ.get(variable) or None
     try:
         key = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the engine's key can't be read from {file}: {error}.") from None
+        raise ConfigError(f"the key can't be read from {file}: {error}.") from None
     if not key or not key.isprintable() or not key.isascii():
         raise ConfigError(f"{file} holds no key: one line of printable ASCII letters is expected.")
     return key
