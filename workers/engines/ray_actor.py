@@ -432,7 +432,10 @@ def arguments(plan: ProfilePlan, directory: Path) -> dict[str, object]:
 
 
 def _bring(recorder: Recorder, directory: Path) -> None:
-    """Bring what the server wrote since the session's directory was made. verl's own hooks find it where it was."""
+    """Bring what the server wrote since the session's directory was made. verl's own hooks find it where it was.
+
+    The directory's own time tells that moment to whoever is asked again, so it is kept. Nothing is written over.
+    """
     if not directory.is_dir():
         return  # the start was cut off before it came to that
     since = directory.stat().st_mtime_ns
@@ -444,12 +447,17 @@ def _bring(recorder: Recorder, directory: Path) -> None:
         if place.exists() or not file.is_file() or file.stat().st_mtime_ns < since:
             continue
         try:
-            os.link(file, place)
-        except OSError:  # another disk, or one without links
-            try:
-                shutil.copy2(file, place)
-            except OSError as error:
-                raise EngineError(f"the trace {file} was not brought to {directory}: {error.strerror}.") from error
+            _link(file, place)
+            os.utime(directory, ns=(since, since))
+        except OSError as error:
+            raise EngineError(f"the trace {file} was not brought to {directory}: {error.strerror}.") from error
+
+
+def _link(file: Path, place: Path) -> None:
+    try:
+        os.link(file, place)
+    except OSError:  # another disk, or one without links
+        shutil.copy2(file, place)
 
 
 def _line(error: Exception) -> str:
