@@ -184,7 +184,7 @@ def place_agents(
 
     if not ray.is_initialized():
         raise ConfigError("agents were to be placed, and this process is in no Ray cluster: call ray.init first.")
-    places = list(_places(replicas, frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])))
+    places = _places(replicas, frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"]))
     actors = {}
     for identity, node in places:
         options = ray.remote(AgentActor).options(
@@ -199,6 +199,8 @@ def place_agents(
 
 def _places(replicas: Sequence[ReplicaNodes], alive: frozenset[str]) -> list[tuple[Identity, str]]:
     """The identity of each agent, and its node. Raises ConfigError."""
+    if not replicas:
+        raise ConfigError("agents were to be placed for no replica at all: name at least one.")
     places = []
     for index, replica in enumerate(replicas):
         if not replica.nodes:

@@ -176,12 +176,19 @@ def test_an_agent_without_a_bus_is_named_when_time_is_up(tmp_path: Path, nodes: 
         placement.wait_ready(0.2)
 
 
-@pytest.mark.parametrize(("replica", "said"), [((), "replica 1 has no nodes"), (("a" * 56,), "none of this cluster's")])
+@pytest.mark.parametrize(
+    ("replicas", "said"),
+    [
+        ([], "no replica at all"),
+        ([ReplicaNodes([])], "replica 0 has no nodes"),
+        ([ReplicaNodes(["a" * 56])], "none of this cluster's"),
+    ],
+)
 def test_nothing_is_started_where_it_can_not_be(
-    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str], replica: tuple[str, ...], said: str
+    cluster: Cluster, plane: BlockingControlPlane, tmp_path: Path, replicas: list[ReplicaNodes], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        place(plane, tmp_path, ReplicaNodes(nodes), ReplicaNodes(replica))
+        place(plane, tmp_path, *replicas)
     assert plane.status().agents == ()
 
 
