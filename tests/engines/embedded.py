@@ -1,0 +1,360 @@
+"""A trainer that embeds its engine, as a program: `python -m tests.engines.embedded vllm|sglang FOLDER`.
+
+It runs in the environment that has the engine. One process and one event loop hold the bus, the agent, the engine's
+front end and the requests; everything is done by commands of the bus, and seen by what the engine generates. What was
+seen goes to FOLDER/report.json, and is judged by the test that started this.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import anyio
+
+from controlplane.bus import Bus
+from controlplane.log import RunLog
+from schemas.checkpoints import build_manifest
+from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.config import AgentConfig, BusConfig
+from schemas.errors import EngineError
+from schemas.identity import Identity
+from schemas.outcomes import Acted
+from tests.engines.models import save_model, save_weights, weights
+from workers.agent import Agent
+from workers.engines.front import Front
+from workers.engines.sglang import SGLangEngine
+from workers.engines.sglang_in_process import TokenizerManagerFront
+from workers.engines.vllm import VllmEngine
+from workers.engines.vllm_in_process import AsyncLLMFront
+
+PLACE: Final = Identity(replica=0, node_rank=0)
+PROMPT: Final = [(7 * i) % 251 for i in range(140)]
+"""Longer than a block of vLLM's cache on a CPU, so that a second request with it finds a prefix."""
+SHORT, LONG = 8, 100
+TURNS: Final = 8
+"""Round trips after which an engine that generates has sent more tokens: it works between two of them."""
+
+
+class Answer(NamedTuple):
+    """What became of a request. cached: tokens of the prompt that were not computed again."""
+
+    tokens: list[int]
+    finish: str
+    cached: int
+
+
+class Request:
+    """One that runs: `tokens` grows while it does."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.answer: Answer | None = None
+        self.first, self.done = anyio.Event(), anyio.Event()
+
+
+class Rollout(ABC):
+    """An engine as a trainer uses it: the side that the agent has nothing to do with."""
+
+    front: Front
+    adapter: VllmEngine | SGLangEngine
+
+    @abstractmethod
+    def stream(self, count: int) -> AsyncIterator[Answer]:
+        """Greedy tokens, as they come: all so far each time."""
+
+    @abstractmethod
+    async def round_trip(self) -> None:
+        """To the scheduler and back, behind everything that was sent before."""
+
+    async def generate(self, count: int = SHORT) -> Answer:
+        request = Request()
+        await self.follow(request, count)
+        assert request.answer is not None
+        return request.answer
+
+    async def follow(self, request: Request, count: int = LONG) -> None:
+        async for answer in self.stream(count):
+            request.tokens, request.answer = answer.tokens, answer
+            request.first.set()
+        request.done.set()
+
+    async def turns(self) -> None:
+        for _ in range(TURNS):
+            await self.round_trip()
+
+
+class Vllm(Rollout):
+    """vLLM's AsyncLLM."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(
+            model=str(folder / "checkpoints" / "launched"),
+            max_model_len=256,
+            max_num_seqs=8,
+            enforce_eager=True,
+            dtype="float32",
+            profiler_config={"profiler": "torch", "torch_profiler_dir": str(folder / "engine-traces")},
+        )
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._requests = 0
+        self.front = AsyncLLMFront(self._engine)
+        self.adapter = VllmEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
+
+    async def stream(self, count: int) -> AsyncIterator[Answer]:
+        from vllm import SamplingParams
+
+        self._requests += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        async for told in self._engine.generate({"prompt_token_ids": PROMPT}, sampling, f"request-{self._requests}"):
+            output = told.outputs[0]
+            yield Answer(list(output.token_ids), output.finish_reason or "", told.num_cached_tokens or 0)
+
+    async def round_trip(self) -> None:
+        await self._engine.is_paused()
+
+    def kill(self) -> None:
+        """End the process of the engine's core as the kernel would when memory is short."""
+        for process in self._engine.engine_core.resources.engine_manager.processes:
+            process.kill()
+
+
+class SGLang(Rollout):
+    """SGLang's Engine and its tokenizer manager."""
+
+    def __init__(self, folder: Path) -> None:
+        from sglang.srt.entrypoints.engine import Engine
+
+        self._engine = Engine(
+            model_path=str(folder / "checkpoints" / "launched"),
+            device="cpu",
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            disable_cuda_graph=True,
+            disable_overlap_schedule=True,
+            context_length=256,
+            max_total_tokens=2048,
+            max_running_requests=8,
+            dtype="float32",
+        )
+        self.front = TokenizerManagerFront(self._engine.tokenizer_manager)
+        self.adapter = SGLangEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
+
+    async def stream(self, count: int) -> AsyncIterator[Answer]:
+        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        chunks = await self._engine.async_generate(input_ids=PROMPT, sampling_params=sampling, stream=True)
+        async for chunk in chunks:
+            told = chunk["meta_info"]
+            finish = (told.get("finish_reason") or {}).get("type", "")
+            yield Answer(list(chunk["output_ids"]), finish, told.get("cached_tokens", 0))
+
+    async def round_trip(self) -> None:
+        await self._engine.tokenizer_manager.get_internal_state()
+
+
+class Trainer:
+    """Commands of one bus to the one agent, each of which must succeed."""
+
+    def __init__(self, folder: Path, bus: Bus, rollout: Rollout) -> None:
+        self.folder, self.bus, self.rollout = folder, bus, rollout
+        self.calls: list[str] = []
+
+    async def command(self, command: Command) -> Acted:
+        """The outcome, when the agent has acted."""
+        report = await self.bus.publish(command, Target(), 60_000)
+        report.raise_for_failures()
+        (outcome,) = (one.conclusion for one in report.outcomes)
+        assert isinstance(outcome, Acted), f"{command}: {outcome}"
+        self.calls += outcome.calls
+        return outcome
+
+    async def sync(self, version: int, seed: int) -> None:
+        path = f"v{version}"
+        directory = save_weights(self.folder / "checkpoints" / path, weights(seed))
+        manifest = build_manifest(directory, content=True)
+        report = await self.bus.sync(
+            version, Checkpoint(path), manifest, in_flight="abort", quorum=None, target=Target(), timeout_ms=60_000
+        )
+        report.raise_for_failures()
+
+    # --- what is tried ------------------------------------------------------------------------------------------------
+
+    async def weights_change(self) -> dict[str, object]:
+        """Greedy tokens and the version read back: as launched, after new weights, and after the old ones again."""
+        seen = []
+        for version, seed in ((0, 1), (1, 2), (2, 1)):
+            if version:
+                await self.sync(version, seed)
+            observed = await self.rollout.adapter.observe()
+            answer = await self.rollout.generate()
+            seen.append({"tokens": answer.tokens, "version": observed.version, "generating": observed.generating})
+        return {"weights": seen}
+
+    async def flush(self) -> dict[str, object]:
+        """Tokens of the prompt that were found in the cache: by a second request, and after a flush."""
+        await self.rollout.generate()
+        before = (await self.rollout.generate()).cached
+        await self.command(EngineCommand(operation="flush"))
+        return {"cached": [before, (await self.rollout.generate()).cached]}
+
+    async def pause(self) -> dict[str, object]:
+        """A request that is frozen, and one that is sent meanwhile: tokens before, after more turns, after a resume."""
+        frozen, late = Request(), Request()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.rollout.follow, frozen)
+            await frozen.first.wait()
+            await self.command(EngineCommand(operation="pause", mode="keep"))
+            tasks.start_soon(self.rollout.follow, late)
+            await self.rollout.turns()
+            counts = [len(frozen.tokens), len(late.tokens)]
+            await self.rollout.turns()
+            counts += [len(frozen.tokens), len(late.tokens)]
+            observed = await self.rollout.adapter.observe()
+            await self.command(EngineCommand(operation="resume"))
+            with anyio.fail_after(30):
+                await frozen.done.wait()
+                await late.done.wait()
+        return {
+            "paused": counts,
+            "paused_generating": observed.generating,
+            "resumed": [len(frozen.tokens), len(late.tokens)],
+            "same_tokens": frozen.tokens == late.tokens,
+        }
+
+    async def turns_count(self) -> dict[str, object]:
+        """The control: turns in which an engine that is not paused sends more tokens."""
+        running = Request()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.rollout.follow, running)
+            await running.first.wait()
+            before = len(running.tokens)
+            await self.rollout.turns()
+            after = len(running.tokens)
+        return {"running": [before, after]}
+
+    async def abort(self) -> dict[str, object]:
+        """How requests end that are aborted."""
+        requests = [Request(), Request()]
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(self.rollout.follow, request)
+                await request.first.wait()
+            await self.command(EngineCommand(operation="abort"))
+            with anyio.fail_after(30):
+                for request in requests:
+                    await request.done.wait()
+        return {"aborted": [[one.answer.finish, len(one.tokens)] for one in requests if one.answer is not None]}
+
+    async def sleep(self) -> dict[str, object]:
+        """A request sent to a sleeping engine: tokens before it is awake, and after."""
+        request = Request()
+        async with anyio.create_task_group() as tasks:
+            await self.command(EngineCommand(operation="sleep"))
+            tasks.start_soon(self.rollout.follow, request, SHORT)
+            await self.rollout.turns()
+            asleep = list(request.tokens)
+            await self.command(EngineCommand(operation="wake"))
+            with anyio.fail_after(30):
+                await request.done.wait()
+        return {"asleep": asleep, "awake": request.tokens}
+
+    async def profile(self) -> dict[str, object]:
+        """The traces of one session around some requests, twice: a second session is another one."""
+        sessions = []
+        for step in (3, 4):
+            plan = ProfilePlan()
+            await self.command(ProfileCommand(action="start", step=step, plan=plan))
+            await self.rollout.generate()
+            outcome = await self.command(ProfileCommand(action="stop", step=step, plan=plan))
+            sessions.append([one.path for one in outcome.traces])
+        return {"traces": sessions}
+
+
+async def seen_from_elsewhere(rollout: Rollout) -> str:
+    """What is said to an agent that runs in another thread, with a loop of its own."""
+    said: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            asyncio.run(rollout.adapter.open())
+        except EngineError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    return said[0] if said else ""
+
+
+async def seen_when_dead(rollout: Vllm) -> dict[str, object]:
+    """What the front says of an engine whose core was killed."""
+    rollout.kill()
+    said = ""
+    try:
+        await rollout.front.call("sleep", level=0)  # vLLM ends it when it finds that nobody will answer
+    except EngineError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"dead": [(await rollout.adapter.observe()).tokenizer, await rollout.front.methods(), said]}
+
+
+@asynccontextmanager
+async def commanded(folder: Path, rollout: Rollout) -> AsyncIterator[Trainer]:
+    """The bus and the agent, on this loop."""
+    quick = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=500)
+    config = AgentConfig(hello_ms=20, watch_ms=50)
+    state = folder / "state"
+    async with (
+        Bus("tcp://127.0.0.1:0", RunLog.open(folder / "run.db"), quick) as bus,
+        Agent(bus=bus.address, identity=PLACE, engine=rollout.adapter, state_dir=state, config=config) as agent,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(agent.run)
+        with anyio.fail_after(30):
+            await agent.wait_ready()
+        yield Trainer(folder, bus, rollout)
+        tasks.cancel_scope.cancel()
+
+
+async def run(kind: str, folder: Path) -> None:
+    """All of it, and the report."""
+    save_model(folder / "checkpoints" / "launched", seed=1)
+    for place in ("traces", "engine-traces", "state"):
+        (folder / place).mkdir()
+    rollout: Rollout = Vllm(folder) if kind == "vllm" else SGLang(folder)
+    report: dict[str, Any] = {}
+    try:
+        async with commanded(folder, rollout) as trainer:
+            tried = (
+                *(trainer.weights_change, trainer.flush, trainer.turns_count, trainer.pause),
+                *(trainer.abort, trainer.sleep, trainer.profile),
+            )
+            for one in tried:
+                report |= await one()
+            observed = await rollout.adapter.observe()
+            report |= {
+                "calls": trainer.calls,
+                "operations": sorted(observed.operations),
+                "tokenizer": observed.tokenizer,
+                "engine": observed.engine,
+                "after": (await rollout.generate()).tokens,
+                "elsewhere": await seen_from_elsewhere(rollout),
+            }
+        if isinstance(rollout, Vllm):
+            report |= await seen_when_dead(rollout)
+    finally:
+        (folder / "report.json").write_text(json.dumps(report, indent=1))
+        os._exit(0 if report.get("after") else 1)  # engines wait long for processes that they lost; the test ends them
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    asyncio.run(run(sys.argv[1], Path(sys.argv[2])))
