@@ -16,7 +16,8 @@ What sglang-router 0.3.2 does, seen on the real one:
 - A worker that is in is asked again every 60 s. After 3 failures it gets no requests (`is_healthy` false) and stays in
   the list; after 2 successes it gets them again. SGLang's `/health` generates a token: a paused engine answers 503
   after 20 s, so a pause of minutes ends in the same way.
-- `DELETE /workers/{id}` of an id that is not there is 404. An id is new after each registration.
+- What a worker that is removed has in flight is answered; with no worker left, new requests are refused with 503.
+  `DELETE /workers/{id}` of an id that is not there is 404. An id is new after each registration.
 - With `--dp-aware` a worker stands in the list as `URL@0`, `URL@1`, … None of their ids can be deleted, only the one
   that `POST` answered, which deletes them all.
 """
@@ -139,8 +140,7 @@ class Router:
                 finally:
                     await self._leave()
         finally:
-            with CancelScope(shield=True):
-                await self._front.close()
+            await self.close()
 
     async def step(self, wanted: Callable[[bool], bool]) -> bool | None:
         """Look whether the worker is in the router, and ask for what is `wanted(there)`, once.
@@ -164,6 +164,11 @@ class Router:
         else:
             await self._add()
         return None
+
+    async def close(self) -> None:
+        """Close the connections; `follow` does so itself."""
+        with CancelScope(shield=True):
+            await self._front.close()
 
     async def _keep(self, agent: Agent) -> None:
         told, failures, pause = False, 0, POLL_FIRST_S

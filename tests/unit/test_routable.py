@@ -1,0 +1,112 @@
+"""Whose engine gets requests: the rule behind an agent's place in a router, state by state."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from schemas.commands import Checkpoint, ProfilePlan
+from schemas.desired import Committed, Desired, Session, Syncing
+from schemas.errors import ConfigError
+from schemas.events import Load, Resume, StopProfile
+from tests.unit import machines
+from workers.engines.http import api_key
+from workers.engines.router import KEY_VARIABLE, Router, belongs, enters, routable
+from workers.machine import Activity, AgentState
+from workers.rules.concede import Conceded
+
+SOURCE = Checkpoint("v1")
+ONE = Committed(1, SOURCE, None)
+LOADING = Desired(sync=Syncing(1, SOURCE, None, in_flight="keep", phase="load"))
+PREPARING = Desired(sync=Syncing(1, SOURCE, None, in_flight="keep", phase="prepare"))
+SESSION = Session(3, ProfilePlan())
+
+
+def engine(**changes: Any) -> Callable[[AgentState], AgentState]:
+    return lambda state: replace(state, engine=replace(state.engine, **changes))
+
+
+def agent_state(**changes: Any) -> Callable[[AgentState], AgentState]:
+    return lambda state: replace(state, **changes)
+
+
+def under_way(call: Load | Resume | StopProfile, overdue: bool = False) -> Callable[[AgentState], AgentState]:
+    activity = Activity(cause=None, calls=(call,), call_id=1, deadline_ms=1, overdue=overdue)
+    return lambda state: replace(state, activity=activity)
+
+
+IN, KEPT, OUT = (True, True), (True, False), (False, False)
+"""May it stay, and may it enter?"""
+
+RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState], ...]]] = {
+    "as launched, nothing committed": (IN, ()),
+    "it holds what is committed": (IN, (agent_state(desired=Desired(committed=ONE)), engine(version=1, loaded=ONE))),
+    "a profiling session is open": (IN, (agent_state(desired=Desired(profile=SESSION)), engine(session=SESSION))),
+    "not told what is desired": (OUT, (agent_state(joined=False),)),
+    "the trainer is gone": (KEPT, (agent_state(astray=True),)),
+    "engine launching": (OUT, (engine(tokenizer="unknown"),)),
+    "no engine": (OUT, (engine(tokenizer="absent"),)),
+    "torn": (OUT, (engine(torn=True),)),
+    "asleep": (OUT, (agent_state(desired=Desired(asleep=frozenset({"kv_cache"}))), engine(asleep={"kv_cache"}))),
+    "to be put to sleep": (OUT, (agent_state(desired=Desired(asleep=frozenset({"kv_cache"}))),)),
+    "waking": (OUT, (engine(asleep=frozenset({"kv_cache"})),)),
+    "quarantined by the trainer": (OUT, (agent_state(desired=Desired(quarantined=1)),)),
+    "quarantined by itself": (OUT, (agent_state(conceded=Conceded(quarantined=1)),)),
+    "behind what is committed": (OUT, (agent_state(desired=Desired(committed=ONE)),)),
+    "other weights of the same number": (
+        OUT,
+        (
+            agent_state(desired=Desired(committed=ONE)),
+            engine(version=1, loaded=Committed(1, Checkpoint("other"), None)),
+        ),
+    ),
+    "weights that nobody committed": (OUT, (engine(version=1),)),
+    "paused by a command": (KEPT, (agent_state(desired=Desired(generation="paused")), engine(generating=False))),
+    "paused, about to resume": (KEPT, (engine(generating=False), under_way(Resume()))),
+    "sync is prepared, not paused yet": (KEPT, (agent_state(desired=PREPARING),)),
+    "sync is prepared": (KEPT, (agent_state(desired=PREPARING), engine(generating=False))),
+    "sync loads": (
+        KEPT,
+        (agent_state(desired=LOADING), engine(generating=False), under_way(Load(1, SOURCE, None))),
+    ),
+    "sync is loaded": (KEPT, (agent_state(desired=LOADING), engine(generating=False, version=1, loaded=ONE))),
+    "sync is loaded, and it generates": (OUT, (agent_state(desired=LOADING), engine(version=1, loaded=ONE))),
+    "sync was given up, and old weights are held": (
+        IN,
+        (agent_state(desired=PREPARING, conceded=Conceded(sync=1)),),
+    ),
+    "sync was aborted, and new weights are held": (OUT, (engine(generating=False, version=1, loaded=ONE),)),
+    "a trace is written": (KEPT, (under_way(StopProfile(SESSION, "traces")),)),
+    "a trace is written, too slowly": (KEPT, (under_way(StopProfile(SESSION, "traces"), overdue=True),)),
+    "it did not resume": (OUT, (engine(generating=False), agent_state(inhibited=True))),
+    "resuming hangs": (OUT, (engine(generating=False), under_way(Resume(), overdue=True))),
+}
+
+
+@pytest.mark.parametrize("case", RULE)
+def test_who_stays_and_who_enters(case: str) -> None:
+    expected, changes = RULE[case]
+    state = machines.agent()
+    for change in changes:
+        state = change(state)
+    assert (routable(state), enters(state)) == expected
+    assert (belongs(state, there=True), belongs(state, there=False)) == expected
+    second = replace(state, identity=machines.SECOND)
+    assert not routable(second) and not enters(second)
+
+
+def test_urls_and_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"router URL 'router:1': give http://HOST:PORT"):
+        Router("router:1", "http://engine:1")
+    with pytest.raises(ConfigError, match=f"router URL for router: no name or key.*{KEY_VARIABLE}"):
+        Router("http://me:secret@router:1", "http://engine:1")
+    with pytest.raises(ConfigError, match="engine URL"):
+        Router("http://router:1", "engine:1")
+    assert api_key(None, KEY_VARIABLE) is None
+    monkeypatch.setenv(KEY_VARIABLE, "one")
+    assert api_key(None, KEY_VARIABLE) == "one" and api_key() is None
+    (tmp_path / "key").write_text("two\n")
+    monkeypatch.setenv(f"{KEY_VARIABLE}_FILE", str(tmp_path / "key"))
+    assert api_key(None, KEY_VARIABLE) == "two"
