@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from controlplane.events import SyncReport
-from controlplane.plane import ControlPlane, Replicas, Step
+from controlplane.plane import ControlPlane, Replicas, Send, Step
 from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source
 from schemas.identity import InFlight, Tag
 from schemas.wire import FleetStatus, Report
@@ -62,6 +62,7 @@ class BlockingControlPlane:
         *,
         manifest: Manifest | None = None,
         content: bool = False,
+        send: Send | None = None,
         in_flight: InFlight = "abort",
         quorum: int | None = None,
         replicas: Replicas = None,
@@ -73,6 +74,7 @@ class BlockingControlPlane:
             source,
             manifest=manifest,
             content=content,
+            send=send,
             in_flight=in_flight,
             quorum=quorum,
             replicas=replicas,

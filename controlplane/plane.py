@@ -43,6 +43,8 @@ REPORTS_KEPT: Final = 256
 """Reports of profile commands that `profile_reports` holds; the log holds all."""
 
 StrPath = str | os.PathLike[str]
+Send = Callable[[tuple[int, ...]], object]
+"""Sends weights to the replicas that are named."""
 Replicas = Iterable[int] | None
 
 
@@ -241,6 +243,7 @@ class ControlPlane:
         *,
         manifest: Manifest | None = None,
         content: bool = False,
+        send: Send | None = None,
         in_flight: InFlight = "abort",
         quorum: int | None = None,
         replicas: Replicas = None,
@@ -252,12 +255,17 @@ class ControlPlane:
         files below `checkpoints`.   manifest: what the source must hold; None reads it from the files' headers here.
         content: hash the tensors' bytes too, here and in each engine that can tell: it reads the whole checkpoint in
         the caller's thread.   quorum: replicas that must load; None for more than half.   timeout: of each phase.
+        send: for a `Broadcast`. Called in a thread of its own with the replicas that prepared, at the moment when they
+        are told to receive; it makes the group if there is none yet, and broadcasts. What it raises is logged; the
+        replicas then fail by the deadline, so give the group a shorter one.
         Raises CheckpointError when the source is missing, cut off or unsafe; SyncInProgress.
         """
         bus = self.bus
+        if manifest is None and not source.path:
+            raise ConfigError("a broadcast needs a manifest, or a path: `manifest_of` makes one from names and shapes")
         if manifest is None:
             manifest = build_manifest(resolve(self._checkpoints, source.path), content)
-        return bus.sync(
+        ticket = bus.sync(
             version,
             source,
             manifest,
@@ -266,6 +274,9 @@ class ControlPlane:
             target=_target(replicas),
             timeout_ms=_milliseconds(timeout),
         )
+        if send is not None:
+            self._portal.start_task_soon(_send_when_loading, bus, ticket, version, send)
+        return ticket
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -349,6 +360,22 @@ class Step:
     def _note(self, tickets: list[Ticket[Report]]) -> None:
         for ticket in tickets:
             tickets += self._plane.note_profile(ticket)
+
+
+async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int, send: Send) -> None:
+    """Nobody sends before everybody who is to receive has prepared: a broadcast waits for all of its group."""
+
+    def begun(state: CoordinatorState) -> bool:
+        sync = state.sync
+        return ticket.done or (sync is not None and sync.version == version and sync.phase != "prepare")
+
+    try:
+        sync = (await bus.wait_until(begun)).sync
+        if sync is not None and sync.version == version and sync.phase == "load":
+            members = tuple(sorted(sync.members - sync.lost))
+            await to_thread.run_sync(send, members, abandon_on_cancel=True)
+    except Exception as error:
+        logger.warning("version %d was not sent: %s: %s", version, type(error).__name__, error)
 
 
 async def _await_agents(bus: Bus, count: int, patience_s: float, ticket: Ticket[FleetStatus]) -> None:

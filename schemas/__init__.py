@@ -1,12 +1,13 @@
 """The contract between trainer and agents: what is said, what is answered, and how it is written down."""
 
-from schemas.commands import Checkpoint, EngineCommand, Manifest, ProfileCommand, ProfilePlan, Window
+from schemas.commands import Broadcast, Checkpoint, EngineCommand, Manifest, ProfileCommand, ProfilePlan, Window
 from schemas.config import AgentConfig, BusConfig, ProfilerConfig
 from schemas.errors import RolloutctlError
 from schemas.identity import Identity
 
 __all__ = [
     "AgentConfig",
+    "Broadcast",
     "BusConfig",
     "Checkpoint",
     "EngineCommand",

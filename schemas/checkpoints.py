@@ -178,6 +178,13 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
     )
 
 
+def manifest_of(layout: Mapping[str, TensorSpec]) -> Manifest:
+    """The manifest of tensors that lie in no file, e.g. a model in the trainer's memory that it will broadcast."""
+    return Manifest(
+        tensors=len(layout), nbytes=sum(one.nbytes for one in layout.values()), layout=layout_digest(layout)
+    )
+
+
 def check(directory: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the directory holds what the manifest says. Returns without a word when it does.
 

@@ -45,17 +45,45 @@ class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
     merge: bool = False
 
 
-class Checkpoint(Struct, frozen=True, tag="checkpoint"):
-    """A directory of safetensors files on a disk that the trainer and the agents share.
+class Checkpoint(Struct, frozen=True, tag="checkpoint", omit_defaults=True):
+    """A directory of safetensors files on a disk that the trainer and the agents share, or in memory (/dev/shm).
 
     path: relative to the checkpoint root of each side (`--checkpoints` of the agent, `checkpoints=` of the plane).
+    as_tensors: the agent reads the files and hands tensors to its engine, which then need not see the files. An engine
+    that takes no tensors is given the path.
     """
 
     path: RelativePath
+    as_tensors: bool = False
 
 
-Source = Checkpoint
-"""Where weights come from. Becomes a union as sources are added."""
+class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_defaults=True):
+    """Weights that the trainer sends over a torch.distributed group, of which it is rank 0; nothing of them on the bus.
+
+    host, port: of the group's store, on the trainer's side.   group: its name; another one whenever it is made anew.
+    replicas: who is in it, in order: the first has ranks 1 to w, w being the GPUs of a replica, the next w more.
+    Tensors are sent one by one, in ascending order of their names, as the engine's own checkpoint names them.
+    path: the same weights as a checkpoint, for replicas that come late or have to go back; without it those wait for
+    the next sync, because a broadcast is over when it is over.
+    """
+
+    host: Name
+    port: Positive
+    group: Name
+    replicas: tuple[Count, ...]
+    backend: Literal["nccl", "gloo"] = "nccl"
+    path: RelativePath = ""
+
+
+Source = Checkpoint | Broadcast
+"""Where weights come from."""
+
+
+def lasting(source: Source) -> Checkpoint | None:
+    """Where they can be had again at any time, or None."""
+    if isinstance(source, Checkpoint):
+        return source
+    return Checkpoint(source.path) if source.path else None
 
 
 class Manifest(Struct, frozen=True, kw_only=True):

@@ -226,6 +226,8 @@ def settled(state: AgentState) -> bool:
     left, engine = remaining(state.desired, state.conceded), state.engine
     if not engine.operations >= STEERED and not (may_serve(left, engine) and holds_committed(left, engine)):
         return False  # it goes on with what nobody wants, and can't be stopped
+    if left.serving and not engine.generating:
+        return False  # it waits for a sync: what is committed was to be had only once
     return engine.tokenizer == "present" and not settle(left, engine, state.identity)
 
 

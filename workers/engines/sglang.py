@@ -15,16 +15,18 @@ What it does in its own way
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, assert_never
 
 import anyio
-from anyio import to_thread
+from anyio import CancelScope, to_thread
 from msgspec import Struct
 
-from schemas.commands import Checkpoint, ProfilePlan
-from schemas.errors import EngineError
+from schemas.checkpoints import read_layout, safetensors_files
+from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan
+from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
     Abort,
     Call,
@@ -43,8 +45,8 @@ from schemas.events import (
 )
 from schemas.identity import Identity, InFlight, Operation
 from schemas.outcomes import Trace
-from workers.engines.checkpoint import Checkpoints
-from workers.engines.front import Front, Methods, Refused, text
+from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
+from workers.engines.front import Front, Methods, Refused, number, text
 from workers.engines.http import HttpFront, Route
 from workers.engines.vllm import version_of
 from workers.traces import make_fresh, of_node
@@ -97,6 +99,7 @@ class Launch(Struct, frozen=True):
     device: str | None
     saves: bool
     keeps_weights: bool
+    tensor_parallel: int
     methods: Methods
 
 
@@ -117,8 +120,9 @@ class SGLangEngine:
     def __init__(self, identity: Identity, front: Front | None, *, checkpoints: Path, traces: Path) -> None:
         self._identity, self._front = identity, front
         self._traces = traces.resolve()
-        self._checkpoints = Checkpoints(checkpoints)
+        self._weights = Weights(checkpoints)
         self._launch: Launch | None = None
+        self._group: str | None = None
 
     async def open(self) -> None:
         """Attach. Raises EngineError when the traces' root can't be written: a scheduler that can't, dies."""
@@ -138,7 +142,7 @@ class SGLangEngine:
             label = await self._read(launch, "get_weight_version")
             generating = await self._generating(launch)
         except EngineError:
-            self._launch = None  # whoever answers next may be another
+            self._launch = self._group = None  # whoever answers next may be another
             return _unknown()
         return Observation(
             engine=f"sglang {launch.version}",
@@ -159,7 +163,10 @@ class SGLangEngine:
             raise EngineError("sglang was not called: there is no tokenizer manager on this node, or it is not up.")
         match call:
             case CheckSource():
-                await to_thread.run_sync(self._checkpoints.check, call.source, call.manifest, launch.model)
+                if isinstance(call.source, Checkpoint) and call.source.as_tensors and self._identity.nnodes > 1:
+                    raise CheckpointError("tensors are handed over on one node only: broadcast them to several.")
+                where = (call.source, call.manifest, launch.model, self._identity)
+                await to_thread.run_sync(self._weights.check, *where)
             case Pause():
                 if call.mode == "wait":
                     await self._flush(front, launch, within_s)  # it succeeds in a moment without requests
@@ -228,14 +235,53 @@ class SGLangEngine:
 
     async def _load(self, front: Front, launch: Launch, call: Load) -> Returned:
         source = call.source
-        assert isinstance(source, Checkpoint)
-        directory = await to_thread.run_sync(self._checkpoints.check, source, call.manifest, launch.model)
-        # By name, so that it never falls back to unpickling; without a flush, which kills versions up to 0.5.21.
-        await front.call(
-            "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=False
-        )
+        if isinstance(source, Broadcast):
+            await self._receive(front, launch, source, call.manifest)
+        else:
+            directory = await to_thread.run_sync(self._weights.directory, source, call.manifest, launch.model)
+            if source.as_tensors:
+                await self._hand_over(front, launch, directory)
+            else:  # by format, so that it never falls back to unpickling; its own flush kills versions up to 0.5.21
+                await front.call(
+                    "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=False
+                )
         await front.call("update_weight_version", new_version=str(call.version), abort_all_requests=False)
         return Returned()
+
+    async def _receive(self, front: Front, launch: Launch, source: Broadcast, manifest: Manifest | None) -> None:
+        layout = self._weights.announced(source, manifest, launch.model, self._identity)
+        if self._group != source.group:
+            offset, world = ranks(source, self._identity)
+            await front.call(
+                "init_weights_update_group",
+                master_address=source.host,
+                master_port=source.port,
+                rank_offset=offset,
+                world_size=world,
+                group_name=source.group,
+                backend=source.backend,
+            )
+            self._group = source.group
+        async with _session(front, launch):
+            for names in buckets(layout):
+                dtypes, shapes = in_torchs_words(layout, names)
+                await front.call(
+                    "update_weights_from_distributed",
+                    names=names,
+                    dtypes=dtypes,
+                    shapes=shapes,
+                    group_name=source.group,
+                    flush_cache=False,
+                )
+
+    async def _hand_over(self, front: Front, launch: Launch, directory: Path) -> None:
+        """Through SGLang's own serializer, which names shared memory instead of copying; it must be installed here."""
+        layout = await to_thread.run_sync(read_layout, directory)
+        async with _session(front, launch):
+            for names in buckets(layout):
+                packed = await to_thread.run_sync(_packed, directory, names)
+                each_rank = [packed] * launch.tensor_parallel
+                await front.call("update_weights_from_tensor", serialized_named_tensors=each_rank, flush_cache=False)
 
     async def _flush(self, front: Front, launch: Launch, within_s: float) -> None:
         """Refused while requests run: asked again until it succeeds, or the time is over."""
@@ -290,6 +336,7 @@ def launched(info: Mapping[str, object], methods: Methods) -> Launch:
         device=text(info, "device"),
         saves=info.get("enable_memory_saver") is True or cpu,
         keeps_weights=info.get("enable_weights_cpu_backup") is True or cpu,
+        tensor_parallel=number(info, "tp_size") or 1,
         methods=methods,
     )
 
@@ -363,6 +410,40 @@ def one_short(version: str) -> bool:
     """Is it of the versions that record one forward fewer than `num_steps` says?"""
     digits = [int(part) for part in version.split(".")[:3] if part.isdigit()]
     return len(digits) == 3 and tuple(digits) < ONE_FORWARD_SHORT
+
+
+@asynccontextmanager
+async def _session(front: Front, launch: Launch) -> AsyncIterator[None]:
+    """A weight update has a begin and an end from 0.5.21 on. One that is left open blocks every later one."""
+    if "begin_weight_update" not in launch.methods:
+        yield
+        return
+    await front.call("begin_weight_update")
+    try:
+        yield
+    finally:
+        with CancelScope(shield=True):
+            await front.call("end_weight_update")
+
+
+def _packed(directory: Path, names: list[str]) -> str:
+    """Named tensors as SGLang takes them. Raises EngineError where SGLang is not installed."""
+    try:
+        import safetensors
+        import torch
+        from sglang.srt.utils import MultiprocessingSerializer
+    except ImportError as error:
+        raise EngineError(
+            f"tensors can't be handed over: {error.name} is not installed beside this agent. Run the agent from the "
+            "environment of its engine, or sync without `as_tensors`."
+        ) from error
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]  # SGLang's server dies of the default one
+    wanted, tensors = set(names), []
+    for file in safetensors_files(directory):
+        with safetensors.safe_open(file, framework="pt") as opened:
+            tensors += [(name, opened.get_tensor(name)) for name in opened.keys() if name in wanted]  # noqa: SIM118
+    packed: str = MultiprocessingSerializer.serialize(tensors, output_str=True)
+    return packed
 
 
 def _unknown() -> Observation:

@@ -25,8 +25,8 @@ from schemas.checkpoints import (
     require_same_model,
     resolve,
 )
-from schemas.commands import Manifest, Source
-from schemas.errors import EngineError, RolloutctlError
+from schemas.commands import Checkpoint, Manifest, Source
+from schemas.errors import CheckpointError, EngineError, RolloutctlError
 from schemas.events import (
     Abort,
     Call,
@@ -207,6 +207,8 @@ class TinyEngine:
 
     def _check(self, source: Source, manifest: Manifest | None) -> None:
         """Raise CheckpointError unless the model could take what lies there now, every byte of it."""
+        if not isinstance(source, Checkpoint):
+            raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
         directory = resolve(self._checkpoints, source.path)
         require_same_model(directory, self._layout, read_layout(directory))
         if manifest is not None:

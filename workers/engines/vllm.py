@@ -22,8 +22,8 @@ import anyio
 from anyio import to_thread
 from msgspec import Struct
 
-from schemas.commands import Checkpoint, ProfilePlan
-from schemas.errors import EngineError
+from schemas.commands import Broadcast, ProfilePlan
+from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
     Abort,
     Call,
@@ -41,7 +41,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation
-from workers.engines.checkpoint import Checkpoints
+from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
 from workers.engines.front import Front, Methods, part, text
 from workers.engines.http import HttpFront, Route
 from workers.traces import described, make_fresh, moved, of_node
@@ -112,7 +112,8 @@ class VllmEngine:
     def __init__(self, identity: Identity, front: Front | None, *, checkpoints: Path, traces: Path) -> None:
         self._identity, self._front = identity, front
         self._traces = traces.resolve()
-        self._checkpoints = Checkpoints(checkpoints)
+        self._weights = Weights(checkpoints)
+        self._group: str | None = None
         self._launch: Launch | None = None
         self._before: frozenset[str] = frozenset()
 
@@ -133,7 +134,7 @@ class VllmEngine:
             sleeping = await self._read(launch, "is_sleeping")
             label = await self._read(launch, "get_weight_version")
         except EngineError:
-            self._launch = None  # whoever answers next may be another
+            self._launch = self._group = None  # whoever answers next may be another
             return Observation(engine="vllm", tokenizer="unknown")
         return Observation(
             engine=f"vllm {launch.version}",
@@ -155,7 +156,10 @@ class VllmEngine:
             raise EngineError("vllm was not called: there is no front end on this node, or it is not up.")
         match call:
             case CheckSource():
-                await to_thread.run_sync(self._checkpoints.check, call.source, call.manifest, launch.model)
+                if isinstance(call.source, Broadcast) and "update_weights" not in launch.methods:
+                    raise CheckpointError(f"vllm {launch.version} receives no broadcast: sync from a checkpoint.")
+                where = (call.source, call.manifest, launch.model, self._identity)
+                await to_thread.run_sync(self._weights.check, *where)
             case Pause():
                 await front.call("pause_generation", **pause_arguments(call, launch))
             case Resume():
@@ -222,15 +226,34 @@ class VllmEngine:
 
     async def _load(self, front: Front, launch: Launch, call: Load) -> Returned:
         source = call.source
-        assert isinstance(source, Checkpoint)
-        directory = await to_thread.run_sync(self._checkpoints.check, source, call.manifest, launch.model)
-        await front.call("collective_rpc", method="reload_weights", kwargs={"weights_path": str(directory)})
+        if isinstance(source, Broadcast):
+            await self._receive(front, launch, source, call)
+        else:
+            directory = await to_thread.run_sync(self._weights.directory, source, call.manifest, launch.model)
+            await front.call("collective_rpc", method="reload_weights", kwargs={"weights_path": str(directory)})
         if "update_weight_version" in launch.methods:
             await front.call("update_weight_version", new_version=str(call.version))
         proof = call.manifest is not None and call.manifest.content is not None
         if not proof or "compute_weight_checksums" not in launch.methods:
             return Returned()
         return Returned(digest=fingerprint(await front.call("compute_weight_checksums", action="checksum")))
+
+    async def _receive(self, front: Front, launch: Launch, source: Broadcast, call: Load) -> None:
+        """vLLM's weight transfer over NCCL (vllm/distributed/weight_transfer/nccl_engine.py). Needs GPUs."""
+        layout = self._weights.announced(source, call.manifest, launch.model, self._identity)
+        if self._group != source.group:
+            offset, world = ranks(source, self._identity)
+            init = {"master_address": source.host, "master_port": source.port}
+            init_info = {**init, "rank_offset": offset, "world_size": world}
+            await front.call("init_weight_transfer_engine", init_info=init_info)
+            self._group = source.group
+        if "start_weight_update" in launch.methods:
+            await front.call("start_weight_update")
+        for names in buckets(layout):
+            dtypes, shapes = in_torchs_words(layout, names)
+            await front.call("update_weights", update_info={"names": names, "dtype_names": dtypes, "shapes": shapes})
+        if "finish_weight_update" in launch.methods:
+            await front.call("finish_weight_update")
 
     async def _flush(self, front: Front, launch: Launch, within_s: float) -> None:
         """A prefix that a request still uses can't be dropped: asked again until it can, or the time is over."""
@@ -252,8 +275,10 @@ class VllmEngine:
         await front.call("start_profile", **arguments)
 
     async def _stop_profile(self, front: Front, launch: Launch, call: StopProfile) -> Returned:
+        ended = bool(await to_thread.run_sync(_names, launch.profiles_to) - self._before)
         await front.call("stop_profile")
-        return Returned(traces=await to_thread.run_sync(self._gather, launch.profiles_to, call.directory))
+        traces = await to_thread.run_sync(self._gather, launch.profiles_to, call.directory)
+        return Returned(auto_stopped=ended and call.session.plan.window is not None, traces=traces)
 
     def _gather(self, profiles_to: Path | None, directory: str) -> Any:
         """What the session left where the engine writes, brought to where it belongs."""

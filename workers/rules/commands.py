@@ -113,7 +113,7 @@ def _weights(command: WeightSync, before: Desired, after: Desired, engine: Engin
             f"replica {identity.replica} was asked to load version {command.version}, which it did not prepare. "
             f"Its engine was not touched and holds version {engine.version}.",
         )
-    calls = settle(after, engine, identity)
+    calls = settle(after, engine, identity, live=command.phase == "load")
     if calls or (before != after and not left_out):
         return calls
     return Skipped(Reason.QUARANTINED if left_out else Reason.ALREADY)

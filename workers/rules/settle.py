@@ -14,6 +14,7 @@ from typing import Literal, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
+from schemas.commands import lasting
 from schemas.desired import Committed, Desired, Session, Syncing
 from schemas.events import (
     Abort,
@@ -88,12 +89,18 @@ def named(weights: Committed | Syncing | CheckSource | Load) -> Committed:
     return Committed(weights.version, weights.source, weights.manifest)
 
 
+def named_again(weights: Committed) -> Committed | None:
+    """The same weights from where they can be had at any time; None when they were to be had only once."""
+    source = lasting(weights.source)
+    return Committed(weights.version, source, weights.manifest) if source is not None else None
+
+
 def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
     """Does the engine hold these weights, as far as anybody knows?"""
     if engine.torn or engine.version != weights.version:
         return False
-    loaded = engine.loaded
-    return loaded is None or loaded.version != engine.version or loaded == named(weights)
+    loaded, wanted = engine.loaded, named(weights)
+    return loaded is None or loaded.version != engine.version or loaded in (wanted, named_again(wanted))
 
 
 def holds_committed(desired: Desired, engine: EngineState) -> bool:
@@ -123,8 +130,12 @@ def attainable(desired: Desired, engine: EngineState) -> Desired:
     return desired if Operation.PROFILE in engine.operations else replace(desired, profile=None)
 
 
-def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[Call, ...]:
-    """The calls that bring the engine to `desired`, in the order in which they must be made."""
+def settle(desired: Desired, engine: EngineState, identity: Identity, live: bool = False) -> tuple[Call, ...]:
+    """The calls that bring the engine to `desired`, in the order in which they must be made.
+
+    live: in answer to a load that was just commanded. Only then is somebody there who broadcasts; whoever comes later
+    takes the same weights from where they can be had again, or can't follow.
+    """
     if (
         engine.generating
         and desired.generation == "running"
@@ -149,13 +160,16 @@ def settle(desired: Desired, engine: EngineState, identity: Identity) -> tuple[C
         weights = None
     if weights is not None and "weights" in desired.asleep:
         weights = None  # loaded when the trainer wakes them; the engine can't serve before that either
+    missed = weights is not None and not live and lasting(weights.source) is None
+    if weights is not None and not live:
+        weights = named_again(named(weights))
     unchecked = sync if sync is not None and sync.phase == "prepare" else weights
     if unchecked is not None and Operation.LOAD in engine.operations and engine.checked != named(unchecked):
         calls.append(CheckSource(unchecked.source, unchecked.manifest, unchecked.version))
 
     releasing = desired.asleep - engine.asleep if desired.asleep else desired.asleep
     serving = may_serve(desired, engine)
-    if weights is not None and Operation.LOAD not in engine.operations:
+    if missed or (weights is not None and Operation.LOAD not in engine.operations):
         weights, serving = None, False  # it can't follow, and must not serve what nobody wants
     steered = engine.operations >= STEERED
     pausing = steered and engine.generating and (not serving or weights is not None or bool(releasing))

@@ -1,0 +1,244 @@
+"""Real engine servers and real agents as processes, and a door between the two that a test can watch and slam.
+
+Everything here waits for a condition, with a limit after which the test fails and shows what was said.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import httpx
+import psutil
+
+from tests.engines.environments import STANDINS, python
+
+UP_S: Final = 300.0
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(what: str, holds: Callable[[], T | None], limit_s: float = 60.0) -> T:
+    """What `holds` gives as soon as it is true."""
+    until = time.monotonic() + limit_s
+    while not (found := holds()):
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {limit_s:.0f} s: {what}")
+        time.sleep(0.05)
+    return found
+
+
+class Process:
+    """A process with all that it starts; what it says is kept in a file."""
+
+    def __init__(self, command: Sequence[str], said: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.command, self.said_in, self.environment = list(command), said, dict(environment or {})
+        self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        with self.said_in.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | self.environment,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.said_in.read_text(errors="replace")
+
+    def family(self) -> list[psutil.Process]:
+        """The process and everything below it that lives."""
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        return []
+
+    def kill(self) -> None:
+        """SIGKILL for all of them."""
+        family = self.family()
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
+        self.process.wait(30)
+        psutil.wait_procs(family, timeout=30)
+
+    def freeze(self) -> None:
+        for one in self.family():
+            one.suspend()
+
+    def thaw(self) -> None:
+        for one in self.family():
+            one.resume()
+
+
+class EngineServer(Process):
+    """vLLM or SGLang on a tiny model, on this machine's loopback."""
+
+    def __init__(self, kind: str, model: Path, folder: Path, *options: str, port: int | None = None) -> None:
+        self.kind, self.port = kind, port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.model = str(model)
+        super().__init__(
+            command(kind, model, self.port, *options), folder / f"server-{self.port}.log", environment(kind)
+        )
+
+    def wait_up(self, path: str = "/health") -> None:
+        def up() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.said[-3000:]}")
+            return answers(self.url + path)
+
+        wait_for(f"{self.kind} answers {path}", up, UP_S)
+
+    def complete(self, prompt: str = "hello", tokens: int = 8) -> list[int]:
+        """Greedy tokens."""
+        return complete(self.kind, self.url, prompt, tokens, self.model)
+
+
+def answers(url: str) -> bool:
+    """Does a GET of it answer 200 now?"""
+    with suppress(httpx.TransportError):
+        return httpx.get(url, timeout=10).status_code == 200
+    return False
+
+
+def complete(kind: str, url: str, prompt: str, tokens: int, model: str, limit_s: float = 60.0) -> list[int]:
+    """Greedy tokens of one request, as many as asked for unless it is aborted."""
+    if kind == "vllm":
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=limit_s)
+        answer.raise_for_status()
+        return list(answer.json()["choices"][0]["token_ids"] or [])
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=limit_s)
+    answer.raise_for_status()
+    return list(answer.json()["output_ids"])
+
+
+class Request(threading.Thread):
+    """One request in flight. `result` is its tokens, or the error."""
+
+    def __init__(self, server: EngineServer, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._server, self._tokens = server, tokens
+        self.result: list[int] | Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._server.complete("a long one", self._tokens)
+        except Exception as error:
+            self.result = error
+
+    def tokens(self) -> list[int]:
+        """What came of it, when it has ended."""
+        self.join(60)
+        assert isinstance(self.result, list), self.result
+        return self.result
+
+
+def command(kind: str, model: Path, port: int, *options: str) -> list[str]:
+    """How the server is started, on a machine without a GPU."""
+    place = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    if kind == "vllm":
+        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "256"]
+        return [str(python(kind)), *start, *place, "--enforce-eager", "--max-num-seqs", "8", *options]
+    start = ["-m", "sglang.launch_server", "--model-path", str(model), "--context-length", "256"]
+    cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    small = ["--max-total-tokens", "2048", "--max-running-requests", "8", "--skip-server-warmup"]
+    plain = ["--disable-cuda-graph", "--disable-overlap-schedule"]
+    return [str(python(kind)), *start, *place, *cpu, *small, *plain, *options]
+
+
+def environment(kind: str) -> dict[str, str]:
+    """What the server needs in its environment on such a machine."""
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    if kind == "vllm":
+        return offline | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return offline | {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(STANDINS)}
+
+
+class AgentProcess(Process):
+    """`rolloutctl agent` beside one node."""
+
+    def __init__(self, bus: str, folder: Path, place: str, nnodes: int, *options: str) -> None:
+        replica, node_rank = place.split(".")
+        self.place = place
+        where = ["--replica", replica, "--node-rank", node_rank, "--nnodes", str(nnodes)]
+        folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
+        roots = [str(word) for option in folders.items() for word in option]
+        call = [sys.executable, "-m", "controlplane.cli", "agent", "--bus", bus, *where, *roots, *options]
+        super().__init__(call, folder / f"agent-{place}.log")
+
+    def end(self) -> int:
+        """SIGTERM, and wait."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(90)
+
+
+class Door:
+    """A TCP relay before a server. `on[path]` is called once, when a request for that path has just been passed on."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self.on: dict[str, Callable[[], None]] = {}
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._server_port), timeout=10)
+                except OSError:
+                    client.close()
+                    continue
+                server.settimeout(None)
+                threading.Thread(target=self._pass_on, args=(client, server, True), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(server, client, False), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, watched: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+                asked = re.match(rb"[A-Z]+ (/[^ ?]*)", data) if watched else None
+                if asked and (act := self.on.pop(asked[1].decode(), None)) is not None:
+                    act()
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+                end.close()

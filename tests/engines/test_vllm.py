@@ -1,0 +1,364 @@
+"""A real vLLM on the CPU under real agents: each operation by its effect, and what becomes of a server that dies.
+
+Replica 0 has two nodes: a server that this test started with an agent beside it, and an agent on a node without a front
+end. Replica 1 has one node, whose agent launched its server. A trainer's bus commands both.
+"""
+
+import gzip
+import json
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from controlplane import ControlPlane
+from controlplane.blocking import BlockingControlPlane
+from controlplane.cli.laws import replay_log
+from controlplane.events import SyncReport
+from controlplane.invariants import verify
+from controlplane.log import RunLog
+from schemas.checkpoints import build_manifest
+from schemas.commands import Checkpoint, ProfilePlan, Window
+from schemas.config import BusConfig
+from schemas.errors import CheckpointError
+from schemas.identity import InFlight
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped, Trace
+from schemas.wire import Report
+from tests.engines.models import save_model, save_weights, weights
+from tests.engines.servers import (
+    AgentProcess,
+    Door,
+    EngineServer,
+    Request,
+    answers,
+    command,
+    complete,
+    environment,
+    free_port,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
+
+BUS = BusConfig(head_ms=200, heartbeat_ms=300, gone_ms=3_000, nudge_ms=500)
+
+
+class Fleet:
+    """Two replicas of vLLM, four processes that serve them, and the trainer's end."""
+
+    def __init__(self, folder: Path, open_: ExitStack) -> None:
+        self.folder = folder
+        save_model(folder / "a", 1)
+        save_weights(folder / "b", weights(2))
+        save_weights(folder / "c", weights(3))
+        self.version = 0
+        self.first = open_.enter_context(EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0")))
+        self.door = open_.enter_context(Door(self.first.port))
+        self.plane: BlockingControlPlane = open_.enter_context(
+            ControlPlane.blocking("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
+        )
+        bus, port = self.plane.address, free_port()
+        self.second_url = f"http://127.0.0.1:{port}"
+        launched = command("vllm", folder / "a", port, *_profiler(folder / "raw-1"))
+        launch = ["env", *(f"{name}={value}" for name, value in environment("vllm").items()), *launched]
+        kind = ("--engine", "vllm")
+        self.agents = [
+            open_.enter_context(AgentProcess(bus, folder, "0.0", 2, *kind, "--url", self.door.url)),
+            open_.enter_context(AgentProcess(bus, folder, "0.1", 2, *kind)),
+            open_.enter_context(
+                AgentProcess(bus, folder, "1.0", 1, *kind, "--url", self.second_url, "--launch", "--", *launch)
+            ),
+        ]
+        self.plane.wait_for_agents(3, timeout=300)
+
+    def sync(self, path: str, *, content: bool = False, quorum: int | None = None, timeout: float = 30) -> SyncReport:
+        self.version += 1
+        return self.plane.sync_weights(self.version, Checkpoint(path), content=content, quorum=quorum, timeout=timeout)
+
+    def tokens(self) -> tuple[list[int], list[int]]:
+        """Greedy tokens of both replicas."""
+        return self.first.complete(), complete("vllm", self.second_url, "hello", 8, str(self.folder / "a"))
+
+    def line(self, agent: str) -> object:
+        (line,) = (one for one in self.plane.status().agents if one.agent == agent)
+        return line.status
+
+    def wait_ready(self) -> None:
+        self.plane.wait_for_agents(3, timeout=120)
+
+
+def _profiler(folder: Path) -> list[str]:
+    folder.mkdir()
+    return ["--profiler-config", json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder)})]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as open_:
+        yield Fleet(tmp_path_factory.mktemp("vllm"), open_)
+
+
+def conclusions(report: Report) -> dict[str, object]:
+    return {one.agent: one.conclusion for one in report.outcomes}
+
+
+def acted(report: Report, agent: str = "0.0") -> Acted:
+    said = conclusions(report)[agent]
+    assert isinstance(said, Acted), report
+    return said
+
+
+def failed(report: Report, agent: str = "0.0") -> Failed:
+    said = conclusions(report)[agent]
+    assert isinstance(said, Failed), report
+    return said
+
+
+def events(folder: Path, trace: Trace) -> list[dict[str, object]]:
+    with gzip.open(folder / "traces" / trace.path) as file:
+        found: list[dict[str, object]] = json.load(file)["traceEvents"]
+        return found
+
+
+def passes(folder: Path, traces: tuple[Trace, ...]) -> Counter[str]:
+    """Forward passes in the worker's trace: prompts that were read, and tokens that were made."""
+    (worker,) = (one for one in traces if "rank0" in one.path and one.path.endswith(".json.gz"))
+    names = [str(one["name"]) for one in events(folder, worker)]
+    found = [re.fullmatch(r"execute_context_(\d+)\(\d+\)_generation_(\d+)\(\d+\)", name) for name in names]
+    return Counter("prompt" if one[1] != "0" else "token" for one in found if one)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet: Fleet) -> None:
+    launched = fleet.tokens()
+    assert launched[0] == launched[1]
+    report = fleet.sync("b", content=True)
+    assert report.status == "committed" and report.loaded == (0, 1)
+    changed = fleet.tokens()
+    assert changed[0] == changed[1] != launched[0]
+    for url in (fleet.first.url, fleet.second_url):
+        assert httpx.get(f"{url}/weight_info").json() == {"weight_version": str(fleet.version)}
+    loads = conclusions(report.phases[1])
+    assert loads["0.1"] == Skipped(Reason.NOT_PRIMARY)
+    digests = {one.digest for one in loads.values() if isinstance(one, Acted)}
+    assert len(digests) == 1 and str(*digests).startswith("vllm:")  # both engines hold the same tensors
+    assert fleet.sync("a").status == "committed"
+    assert fleet.tokens() == launched
+
+
+def test_replica_that_loaded_goes_back_when_too_few_did(fleet: Fleet) -> None:
+    before = fleet.tokens()
+    fleet.door.on["/collective_rpc"] = fleet.first.freeze
+    report = fleet.sync("b", quorum=2, timeout=6)
+    assert report.status == "aborted"
+    assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
+    assert isinstance(conclusions(report.phases[1])["1.0"], Acted)  # it had loaded, and went back
+    fleet.first.thaw()
+    fleet.wait_ready()
+    assert fleet.tokens() == before
+
+
+def _broken(folder: Path, how: str) -> None:
+    tensors = weights(2)
+    match how:
+        case "wrong dtype":
+            tensors = {name: one.to(torch.bfloat16) for name, one in tensors.items()}
+        case "wrong shape":
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :128].contiguous()
+        case "missing tensor":
+            del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_weights(folder, tensors)
+    if how == "cut off":
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize("how", ["cut off", "wrong dtype", "wrong shape", "missing tensor", "no directory", "outside"])
+def test_bad_checkpoint_never_reaches_the_engine(fleet: Fleet, how: str) -> None:
+    before, name = fleet.tokens(), how.replace(" ", "-")
+    manifest = build_manifest(fleet.folder / "b", content=False)
+    if how == "outside":
+        name = "link"
+        (fleet.folder / name).symlink_to(fleet.folder.parent)
+    elif how != "no directory":
+        _broken(fleet.folder / name, how)
+    if how.startswith("wrong") or how == "missing tensor":
+        manifest = build_manifest(fleet.folder / name, content=False)  # the trainer wrote just this
+    fleet.version += 1
+    report = fleet.plane.sync_weights(fleet.version, Checkpoint(name), manifest=manifest, timeout=30)
+    assert report.status == "aborted"
+    for agent in ("0.0", "1.0"):
+        assert failed(report.phases[0], agent).error is ErrorKind.SOURCE_REFUSED
+    assert fleet.tokens() == before
+    if how in ("cut off", "no directory", "outside"):  # the trainer's own look finds these before anything is sent
+        with pytest.raises(CheckpointError):
+            fleet.sync(name)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def test_paused_engine_starts_no_request(fleet: Fleet) -> None:
+    assert fleet.plane.pause().acted == ("0.0", "1.0")
+    assert httpx.get(f"{fleet.first.url}/is_paused").json() == {"is_paused": True}
+    request = Request(fleet.first, 4)
+    assert fleet.plane.pause().skipped == ("0.0", "0.1", "1.0")  # time enough for it, had it begun
+    assert fleet.plane.flush().acted == ("0.0", "1.0")
+    assert request.result is None
+    assert fleet.plane.resume().acted == ("0.0", "1.0")
+    assert len(request.tokens()) == 4
+
+
+@pytest.mark.parametrize(("mode", "survives"), [("abort", False), ("wait", True), ("keep", True)])
+def test_pause_does_with_requests_in_flight_what_its_mode_says(fleet: Fleet, mode: InFlight, survives: bool) -> None:
+    request = Request(fleet.first, 200)
+    wait_for("the request runs", lambda: running(fleet.first.url))
+    acted(fleet.plane.pause(mode, replicas=[0]))
+    if mode != "abort":  # whose answer may still be on its way
+        assert (request.result is None) == (mode == "keep")
+    acted(fleet.plane.resume(replicas=[0]))
+    assert (len(request.tokens()) == 200) == survives
+
+
+def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
+    request = Request(fleet.first, 200)
+    wait_for("the request runs", lambda: running(fleet.first.url))
+    acted(fleet.plane.abort_requests(replicas=[0]))
+    assert len(request.tokens()) < 200
+    assert len(fleet.first.complete(tokens=4)) == 4
+
+
+def running(url: str) -> bool:
+    metrics = httpx.get(f"{url}/metrics").text
+    found = re.search(r"^vllm:num_requests_running\{[^}]*\} (\S+)", metrics, re.MULTILINE)
+    return found is not None and float(found[1]) > 0
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: Fleet) -> None:
+    before = fleet.tokens()
+    assert acted(fleet.plane.sleep()).calls == ("pause", "sleep")
+    assert httpx.get(f"{fleet.first.url}/is_sleeping").json() == {"is_sleeping": True}
+    request = Request(fleet.first, 4)
+    assert acted(fleet.plane.wake(["weights"])).calls == ("wake",)
+    assert fleet.plane.resume().outcomes[0].conclusion == Skipped(Reason.ALREADY)
+    assert request.result is None
+    assert acted(fleet.plane.wake()).calls == ("wake", "resume")
+    assert len(request.tokens()) == 4
+    assert fleet.tokens() == before
+
+
+def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: Fleet) -> None:
+    fleet.sync("c")
+    before = fleet.tokens()
+    acted(fleet.plane.sleep(discard=True))
+    assert acted(fleet.plane.wake()).calls == ("check_source", "wake", "load", "wake", "flush", "resume")
+    assert fleet.tokens() == before
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_session_records_front_end_and_workers_and_its_traces_are_brought_home(fleet: Fleet) -> None:
+    report = fleet.plane.start_profile(1, replicas=[0])
+    assert acted(report).calls == ("start_profile",)
+    assert conclusions(report)["0.1"] == Skipped(Reason.NOT_PRIMARY)
+    again = fleet.plane.start_profile(1, replicas=[0])
+    assert conclusions(again)["0.0"] == Skipped(Reason.ALREADY_PROFILING)
+    fleet.first.complete(tokens=6)
+    stopped = acted(fleet.plane.stop_profile(1, replicas=[0], timeout=120))
+    assert all(one.path.startswith("global_step_1/replica_0/") for one in stopped.traces)
+    assert passes(fleet.folder, stopped.traces) >= Counter(prompt=1, token=5)
+    (front,) = (one for one in stopped.traces if "async_llm" in one.path and one.path.endswith(".json.gz"))
+    assert events(fleet.folder, front)
+    assert list((fleet.folder / "raw-0").iterdir()) == []  # nothing is left where the engine writes
+    assert conclusions(fleet.plane.stop_profile(1, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+
+
+@pytest.mark.parametrize(
+    ("step", "window", "found"),
+    [(2, Window(0, 3), Counter(prompt=1, token=2)), (3, Window(2, 5), Counter(token=3))],
+)
+def test_window_holds_the_forward_passes_that_were_asked_for(
+    fleet: Fleet, step: int, window: Window, found: Counter[str]
+) -> None:
+    acted(fleet.plane.start_profile(step, ProfilePlan(window=window), replicas=[0]))
+    fleet.first.complete(tokens=10)
+    stopped = acted(fleet.plane.stop_profile(step, replicas=[0], timeout=120))
+    assert passes(fleet.folder, stopped.traces) == found
+    assert stopped.auto_stopped
+
+
+def test_session_of_somebody_else_is_reported_and_left_alone(fleet: Fleet) -> None:
+    assert httpx.post(f"{fleet.first.url}/start_profile").status_code == 200
+    refused = failed(fleet.plane.start_profile(4, replicas=[0]))
+    assert refused.error is ErrorKind.ENGINE_ERROR and "409" in refused.message
+    assert httpx.post(f"{fleet.first.url}/stop_profile", timeout=120).status_code == 200
+
+
+def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: Fleet) -> None:
+    shapes = failed(fleet.plane.start_profile(5, ProfilePlan(record_shapes=True), replicas=[0]))
+    assert "torch_profiler_record_shapes" in shapes.message
+    stages = failed(fleet.plane.start_profile(6, ProfilePlan(by_stage=True), replicas=[0]))
+    assert "by stage" in stages.message
+
+
+# --- servers that hang and die ----------------------------------------------------------------------------------------
+
+
+def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: Fleet) -> None:
+    fleet.door.on["/collective_rpc"] = fleet.first.freeze
+    report = fleet.sync("b", quorum=1, timeout=6)
+    assert report.status == "committed" and report.quarantined == (0,)
+    assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
+    assert failed(fleet.plane.flush(replicas=[0], timeout=5)).error is ErrorKind.ENGINE_BUSY
+    served = httpx.get(f"{fleet.second_url}/weight_info").json()
+    assert served == {"weight_version": str(fleet.version)}
+    fleet.first.thaw()
+    assert fleet.sync("c", timeout=60).loaded == (0, 1)
+    assert len(set(map(tuple, fleet.tokens()))) == 1
+
+
+def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committed_version_when_it_is_back(
+    fleet: Fleet,
+) -> None:
+    fleet.door.on["/collective_rpc"] = fleet.first.kill
+    report = fleet.sync("b", quorum=1, timeout=20)
+    assert report.status == "committed" and report.quarantined == (0,)
+    assert failed(report.phases[1]).error is ErrorKind.ENGINE_ERROR
+    fleet.first.start()
+    fleet.first.wait_up()
+    fleet.wait_ready()
+    assert httpx.get(f"{fleet.first.url}/weight_info").json() == {"weight_version": str(fleet.version)}
+    assert len(set(map(tuple, fleet.tokens()))) == 1
+
+
+def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: Fleet) -> None:
+    agent = fleet.agents[2]
+    server = next(one for one in agent.family() if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
+    before = fleet.tokens()
+    server.send_signal(signal.SIGKILL)
+    wait_for("it is gone", lambda: not answers(f"{fleet.second_url}/health"))
+    fleet.wait_ready()
+    assert httpx.get(f"{fleet.second_url}/weight_info").json() == {"weight_version": str(fleet.version)}
+    assert fleet.tokens() == before
+    family = agent.family()
+    agent.process.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
+
+
+def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: Fleet) -> None:
+    assert list(verify(RunLog.read(fleet.folder / "run.db"))) == []
+    assert replay_log(RunLog.read(fleet.folder / "run.db")).compared > 100
