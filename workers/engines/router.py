@@ -6,11 +6,11 @@ router, or which life of the agent did. Nothing that a router does ends an agent
 
 What sglang-router 0.3.2 does, seen on the real one:
 - `POST /workers` is answered 202 before the worker was asked anything. A job then asks `GET /health` of the worker
-  (`--health-check-endpoint`), for 5 s each time, again and again with up to 5 s between, for
-  `--worker-startup-timeout-secs` (1800 s). Only when that was 200 is the worker in `GET /workers`. Until then
-  `GET /workers/{id}` tells of the job; afterwards why it failed, for 5 minutes.
-- Such a job can't be taken back: `DELETE` is answered 202 and fails, and the worker comes in when it is healthy. So
-  whoever wants it out waits until the job is over.
+  (`--health-check-endpoint`, without the key), for 5 s each time, again and again with up to 5 s between, for
+  `--worker-startup-timeout-secs` (1800 s). Only when that was 200 is the worker in `GET /workers`, and gets requests,
+  while the job goes on to load its tokenizer. `GET /workers/{id}` tells of the job; and why it failed, for 5 minutes.
+- Until the worker is in the list the job can't be taken back: `DELETE` is answered 202 and fails, and the worker comes
+  in when it is healthy. So whoever wants it out waits for that.
 - A URL that is there already is answered 202 too; that job fails, and changes nothing, nor its key. The URL is
   compared as text: with a slash at its end it is another worker.
 - A worker that is in is asked again every 60 s. After 3 failures it gets no requests (`is_healthy` false) and stays in
@@ -150,14 +150,16 @@ class Router:
         """
         ids = await self._listed()
         job = await self._job(ids)
-        if text(job, "status") in ("pending", "processing"):
-            return None
         there = bool(ids)
+        busy = text(job, "status") in ("pending", "processing")
+        adding = text(job, "job_type") == "AddWorker"
+        if busy and not (there and adding):
+            return None
         if wanted(there) == there:
             return there
         if there:
-            await self._remove(ids)
-        elif text(job, "status") == "failed" and text(job, "job_type") == "AddWorker":
+            await self._remove(ids, busy)
+        elif adding:  # it is over, and did not put it in
             self._id = None  # said once, and then asked anew
             said = text(job, "message") or "it gives no reason."
             raise Refused(f"{self.where} did not take {self.worker}: {said}", None, said)
@@ -193,8 +195,8 @@ class Router:
                 await anyio.sleep(pause)
                 pause = min(2 * pause, POLL_LAST_S)
                 continue
-            if told or began is not None:
-                logger.info("agent %s: %s is %s router %s", name, self.worker, "in" if there else "not in", self.where)
+            if told:
+                logger.info("agent %s: router %s does as it is asked again", name, self.where)
             told, failures, pause, began = False, 0, POLL_FIRST_S, None
             await self._wait(agent, there)
 
@@ -252,15 +254,20 @@ class Router:
         return next((its_id for url, its_id in ids.items() if "@" not in url), self._id)
 
     async def _add(self) -> None:
+        logger.info("router %s: add %s", self.where, self.worker)
         key = {"api_key": self._worker_key} if self._worker_key else {}
         answer = await self._front.call("add", url=self.worker, **key)
         self._id = text(answer, "worker_id") if isinstance(answer, dict) else None
 
-    async def _remove(self, ids: dict[str, str]) -> None:
+    async def _remove(self, ids: dict[str, str], adding: bool) -> None:
+        """adding: a job to add it is under way still."""
         its_id = self._to_delete(ids)
         if its_id is None:  # of a dp-aware router, added by an earlier life: asking it to add it again tells the id
             await self._add()
             return
+        if adding and its_id not in ids.values():
+            return  # that job is perhaps the one just asked for, and would put it in again
+        logger.info("router %s: remove %s", self.where, self.worker)
         try:
             await self._front.delete(f"{_WORKERS}/{its_id}")
         except Refused as error:
