@@ -39,7 +39,7 @@ def wait_for(what: str, holds: Callable[[], T | None], limit_s: float = 60.0) ->
     while not (found := holds()):
         if time.monotonic() > until:
             raise AssertionError(f"not within {limit_s:.0f} s: {what}")
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
     return found
 
 
@@ -144,15 +144,15 @@ def complete(kind: str, url: str, prompt: str, tokens: int, model: str, limit_s:
 class Request(threading.Thread):
     """One request in flight. `result` is its tokens, or the error."""
 
-    def __init__(self, server: EngineServer, tokens: int) -> None:
+    def __init__(self, ask: Callable[[], list[int]]) -> None:
         super().__init__(daemon=True)
-        self._server, self._tokens = server, tokens
+        self._ask = ask
         self.result: list[int] | Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.result = self._server.complete("a long one", self._tokens)
+            self.result = self._ask()
         except Exception as error:
             self.result = error
 
