@@ -119,6 +119,7 @@ class Guard:
                 self._wait()
             if self._told:
                 break
+            self._report("waiting to start again", "once all that it started is gone")
             if left := self._end_tree():
                 return self._report("given up", f"{left} of it can't be ended, so it can't be started again")
             ended.append(time.monotonic())

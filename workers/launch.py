@@ -412,7 +412,7 @@ class LaunchedEngine:
     def _tell(self, status: ServerStatus, up: bool) -> None:
         """One line for each thing that happens to the server, and one now and then while it starts."""
         name, now, told = self._server.name, self._clock(), self._told
-        news = told is None or (told.state, told.launches, told.note) != (status.state, status.launches, status.note)
+        news = told is None or (told.state, told.launches) != (status.state, status.launches)
         self._told = status
         waited_s = now - status.since_s
         if news:

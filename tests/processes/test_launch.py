@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,10 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from schemas.errors import ConfigError, EngineError
 from schemas.events import Call, Flush, Observation, Returned
-from schemas.identity import Identity
 from workers import guard
 from workers.engine import Engine
 from workers.guard import Restarts
-from workers.launch import Kind, LaunchedEngine, ServerProcess, ServerStatus, server_command
+from workers.launch import LaunchedEngine, ServerProcess, ServerStatus
 
 AT_ONCE = Restarts(first_wait_s=0.01)
 LONGEST_S = 60.0
@@ -42,7 +41,7 @@ if between == 0:
     os.write(into, b"%d" % subprocess.Popen(quiet).pid)
     os._exit(0)
 os.waitpid(between, 0)
-print("tree", os.getpid(), other_session.pid, int(os.read(out, 20)), flush=True)
+os.write(1, b"tree %d %d %d\\n" % (os.getpid(), other_session.pid, int(os.read(out, 20))))
 signal.pause()
 """
 AGENT = """
@@ -53,13 +52,12 @@ log, how, *command = sys.argv[1:]
 async def main():
     server = ServerProcess(command, log=Path(log), grace_s=600)
     server.start()
-    if how == "fork" and os.fork() == 0:  # a child that holds all that the agent holds
-        print(json.dumps({"child": os.getpid()}), flush=True)
+    if (child := os.fork() if how == "fork" else None) == 0:  # it holds all that the agent holds
         os.read(0, 1)
         os._exit(0)
     while not (status := server.status()).said[-1:] or status.said[-1].startswith("---"):
         await anyio.sleep(0.01)
-    print(json.dumps({"pid": status.pid, "said": status.said[-1]}), flush=True)
+    print(json.dumps({"pid": status.pid, "said": status.said[-1], "child": child}), flush=True)
     await anyio.sleep_forever()
 anyio.run(main)
 """
@@ -255,21 +253,15 @@ async def test_what_can_not_be_launched_is_said(servers: Servers, tmp_path: Path
 
 
 @asynccontextmanager
-async def agent_process(
-    folder: Path, code: str, how: str
-) -> AsyncIterator[tuple[Process, Callable[[], Awaitable[Any]]]]:
-    """A process that holds a server, and what reads the next thing it tells. It is killed at the end, or before."""
+async def agent_process(folder: Path, code: str, how: str) -> AsyncIterator[tuple[Process, dict[str, Any]]]:
+    """A process that holds a server, and what it tells once that runs. It is killed at the end, if not before."""
     command = [*python(AGENT), str(folder / "server.log"), how, *python(code)]
     async with await anyio.open_process(command, stderr=None) as agent:
         assert agent.stdout is not None
-        lines = BufferedByteReceiveStream(agent.stdout)
-
-        async def told() -> Any:
-            with anyio.fail_after(LONGEST_S):
-                return json.loads(await lines.receive_until(b"\n", 1000))
-
         try:
-            yield agent, told
+            with anyio.fail_after(LONGEST_S):
+                told = await BufferedByteReceiveStream(agent.stdout).receive_until(b"\n", 1000)
+            yield agent, json.loads(told)
         finally:
             with suppress(ProcessLookupError):
                 agent.kill()
@@ -278,7 +270,7 @@ async def agent_process(
 @pytest.mark.anyio
 async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
     async with agent_process(tmp_path, TREE, "alone") as (agent, told):
-        processes = [psutil.Process(int(pid)) for pid in (await told())["said"].split()[1:]]
+        processes = [psutil.Process(int(pid)) for pid in told["said"].split()[1:]]
         processes.append(guard_of(processes[0]))
         agent.kill()
         await gone(processes)
@@ -287,17 +279,16 @@ async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_a_child_of_the_agent_keeps_no_server_alive(tmp_path: Path) -> None:
     async with agent_process(tmp_path, QUIET, "fork") as (agent, told):
-        facts = {**await told(), **await told()}
-        server = psutil.Process(facts["pid"])
+        server = psutil.Process(told["pid"])
         agent.kill()
         await gone([server])
-        assert lives(psutil.Process(facts["child"]))
+        assert lives(psutil.Process(told["child"]))
 
 
 @pytest.mark.anyio
 async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(servers: Servers) -> None:
     async with agent_process(servers.folder, STUBBORN, "alone") as (agent, told):
-        former = psutil.Process((await told())["pid"])
+        former = psutil.Process(told["pid"])
         agent.kill()
         server = servers(QUIET)
         server.start()
@@ -370,6 +361,28 @@ async def test_a_server_that_ends_is_started_again_when_its_tree_is_gone(servers
     status = await until(server, lambda status: status.launches == 2 and said("tree")(status))
     assert status.exit_code == -signal.SIGKILL and status.pid != processes[0].pid
     assert not any(lives(process) for process in processes)
+
+
+@pytest.mark.anyio
+async def test_nothing_is_started_beside_what_a_server_left_behind(servers: Servers) -> None:
+    leaving = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+os.write(1, b"left %d\\n" % child.pid)
+sys.exit(5)
+"""
+    server = servers(leaving, restarts=Restarts(most=1, first_wait_s=0.01), grace_s=600)
+    server.start()
+    for launch in (1, 2):
+        status = await until(server, lambda status: status.exit_code == 5 and status.pid is None)
+        assert (status.state, status.launches) == ("waiting to start again", launch)
+        assert status.note == "once all that it started is gone"
+        left = psutil.Process(int(status.said[-1].split()[1]))
+        assert lives(left)
+        left.kill()
+        await until(server, lambda status: status.launches > launch or status.state == "given up")  # noqa: B023
+    await until(server, lambda status: status.state == "given up")
 
 
 @pytest.mark.anyio
@@ -549,60 +562,3 @@ async def test_that_a_server_stays_down_is_told_once(
     assert error.startswith("tiny server ended with exit code 1 and stays down: it was started again 0 times within")
     assert str(server.log) in error and error.endswith("\n  no such model")
     await engine.close()
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-MEET = "10.0.0.1:29500"
-BUILT: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
-    ("sglang", "--port 1", (0, 1), None, ""),
-    ("sglang", "--port 1 --nnodes 1", (0, 1), MEET, ""),
-    ("sglang", "--port 1", (1, 2), MEET, f"--node-rank 1 --nnodes 2 --dist-init-addr {MEET}"),
-    ("sglang", "--node-rank 1", (1, 2), MEET, f"--nnodes 2 --dist-init-addr {MEET}"),
-    ("sglang", "--nnodes=2 --node-rank=1", (1, 2), MEET, f"--dist-init-addr {MEET}"),
-    ("sglang", f"--dist-init-addr={MEET}", (0, 2), None, "--node-rank 0 --nnodes 2"),
-    ("sglang", f"--nccl-init-addr {MEET}", (0, 2), MEET, "--node-rank 0 --nnodes 2"),
-    ("sglang", "-n 5", (0, 2), MEET, f"--node-rank 0 --nnodes 2 --dist-init-addr {MEET}"),
-    ("vllm", "--port 1", (0, 1), None, ""),
-    ("vllm", "--port 1", (0, 2), MEET, "--node-rank 0 --nnodes 2 --master-addr 10.0.0.1 --master-port 29500"),
-    ("vllm", "-n 2 -r=1", (1, 2), MEET, "--master-addr 10.0.0.1 --master-port 29500 --headless"),
-    ("vllm", "-n2 --node_rank 1 --headless", (1, 2), MEET, "--master-addr 10.0.0.1 --master-port 29500"),
-    ("vllm", "--master-addr h", (1, 2), None, "--node-rank 1 --nnodes 2 --headless"),
-    ("vllm", "--master-addr h --master-port=7 -dph", (1, 2), "h:7", "--node-rank 1 --nnodes 2"),
-    ("vllm", "", (0, 2), "[fe80::1]:7", "--node-rank 0 --nnodes 2 --master-addr fe80::1 --master-port 7"),
-]
-REFUSED: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
-    ("sglang", "--node-rank 0", (1, 2), MEET, "says --node-rank 0, .* node rank 1 of 2: --node-rank 1"),
-    ("sglang", "--nnodes=4", (1, 2), MEET, "says --nnodes 4, .* node rank 1 of 2: --nnodes 2"),
-    ("sglang", "--nnodes 2", (0, 1), None, "says --nnodes 2, .* node rank 0 of 1"),
-    ("sglang", "--nnodes two", (0, 2), MEET, "says --nnodes two"),
-    ("sglang", "--nnodes", (0, 2), MEET, "ends with --nnodes, without a value"),
-    ("sglang", "--dist-init-addr h:7", (0, 2), MEET, "says --dist-init-addr h:7, .* given 10.0.0.1:29500"),
-    ("sglang", "", (0, 2), None, "more than one node, .* put --dist-init-addr HOST:PORT into"),
-    ("sglang", "", (0, 2), "10.0.0.1", "HOST:PORT, e.g. .* not '10.0.0.1'"),
-    ("sglang", "", (0, 2), "h:99999", "not 'h:99999'"),
-    ("vllm", "-r 0", (1, 2), MEET, "says --node-rank 0"),
-    ("vllm", "-n3", (1, 2), MEET, "says --nnodes 3"),
-    ("vllm", "--master-addr other", (1, 2), MEET, "says --master-addr other, .* given 10.0.0.1"),
-    ("vllm", "--master-port 1", (1, 2), MEET, "says --master-port 1, .* given 29500"),
-    ("vllm", "--master-port 1", (1, 2), None, "put --master-addr HOST --master-port PORT into"),
-    ("vllm", "--headless", (0, 2), MEET, "says --headless, and this agent is node rank 0"),
-]
-
-
-@pytest.mark.parametrize(("kind", "words", "place", "dist_init", "added"), BUILT)
-def test_a_command_gets_what_it_lacks_of_its_place(
-    kind: Kind, words: str, place: tuple[int, int], dist_init: str | None, added: str
-) -> None:
-    command = ("serve", *words.split())
-    identity = Identity(replica=3, node_rank=place[0], nnodes=place[1])
-    assert server_command(kind, command, identity, dist_init) == (*command, *added.split())
-
-
-@pytest.mark.parametrize(("kind", "words", "place", "dist_init", "says"), REFUSED)
-def test_a_command_that_contradicts_its_place_is_refused(
-    kind: Kind, words: str, place: tuple[int, int], dist_init: str | None, says: str
-) -> None:
-    identity = Identity(replica=3, node_rank=place[0], nnodes=place[1])
-    with pytest.raises(ConfigError, match=says):
-        server_command(kind, ("serve", *words.split()), identity, dist_init)

@@ -1,0 +1,61 @@
+"""The command line of a launched server: what it lacks of the node's place is added, what contradicts it is refused."""
+
+import pytest
+
+from schemas.errors import ConfigError
+from schemas.identity import Identity
+from workers.launch import Kind, server_command
+
+MEET = "10.0.0.1:29500"
+BUILT: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
+    ("sglang", "--port 1", (0, 1), None, ""),
+    ("sglang", "--port 1 --nnodes 1", (0, 1), MEET, ""),
+    ("sglang", "--port 1", (1, 2), MEET, f"--node-rank 1 --nnodes 2 --dist-init-addr {MEET}"),
+    ("sglang", "--node-rank 1", (1, 2), MEET, f"--nnodes 2 --dist-init-addr {MEET}"),
+    ("sglang", "--nnodes=2 --node-rank=1", (1, 2), MEET, f"--dist-init-addr {MEET}"),
+    ("sglang", f"--dist-init-addr={MEET}", (0, 2), None, "--node-rank 0 --nnodes 2"),
+    ("sglang", f"--nccl-init-addr {MEET}", (0, 2), MEET, "--node-rank 0 --nnodes 2"),
+    ("sglang", "-n 5", (0, 2), MEET, f"--node-rank 0 --nnodes 2 --dist-init-addr {MEET}"),
+    ("vllm", "--port 1", (0, 1), None, ""),
+    ("vllm", "--port 1", (0, 2), MEET, "--node-rank 0 --nnodes 2 --master-addr 10.0.0.1 --master-port 29500"),
+    ("vllm", "-n 2 -r=1", (1, 2), MEET, "--master-addr 10.0.0.1 --master-port 29500 --headless"),
+    ("vllm", "-n2 --node_rank 1 --headless", (1, 2), MEET, "--master-addr 10.0.0.1 --master-port 29500"),
+    ("vllm", "--master-addr h", (1, 2), None, "--node-rank 1 --nnodes 2 --headless"),
+    ("vllm", "--master-addr h --master-port=7 -dph", (1, 2), "h:7", "--node-rank 1 --nnodes 2"),
+    ("vllm", "", (0, 2), "[fe80::1]:7", "--node-rank 0 --nnodes 2 --master-addr fe80::1 --master-port 7"),
+]
+REFUSED: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
+    ("sglang", "--node-rank 0", (1, 2), MEET, "says --node-rank 0, .* node rank 1 of 2: --node-rank 1"),
+    ("sglang", "--nnodes=4", (1, 2), MEET, "says --nnodes 4, .* node rank 1 of 2: --nnodes 2"),
+    ("sglang", "--nnodes 2", (0, 1), None, "says --nnodes 2, .* node rank 0 of 1"),
+    ("sglang", "--nnodes two", (0, 2), MEET, "says --nnodes two"),
+    ("sglang", "--nnodes", (0, 2), MEET, "ends with --nnodes, without a value"),
+    ("sglang", "--dist-init-addr h:7", (0, 2), MEET, "says --dist-init-addr h:7, .* given 10.0.0.1:29500"),
+    ("sglang", "", (0, 2), None, "more than one node, .* put --dist-init-addr HOST:PORT into"),
+    ("sglang", "", (0, 2), "10.0.0.1", "HOST:PORT, e.g. .* not '10.0.0.1'"),
+    ("sglang", "", (0, 2), "h:99999", "not 'h:99999'"),
+    ("vllm", "-r 0", (1, 2), MEET, "says --node-rank 0"),
+    ("vllm", "-n3", (1, 2), MEET, "says --nnodes 3"),
+    ("vllm", "--master-addr other", (1, 2), MEET, "says --master-addr other, .* given 10.0.0.1"),
+    ("vllm", "--master-port 1", (1, 2), MEET, "says --master-port 1, .* given 29500"),
+    ("vllm", "--master-port 1", (1, 2), None, "put --master-addr HOST --master-port PORT into"),
+    ("vllm", "--headless", (0, 2), MEET, "says --headless, and this agent is node rank 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words", "place", "dist_init", "added"), BUILT)
+def test_a_command_gets_what_it_lacks_of_its_place(
+    kind: Kind, words: str, place: tuple[int, int], dist_init: str | None, added: str
+) -> None:
+    command = ("serve", *words.split())
+    identity = Identity(replica=3, node_rank=place[0], nnodes=place[1])
+    assert server_command(kind, command, identity, dist_init) == (*command, *added.split())
+
+
+@pytest.mark.parametrize(("kind", "words", "place", "dist_init", "says"), REFUSED)
+def test_a_command_that_contradicts_its_place_is_refused(
+    kind: Kind, words: str, place: tuple[int, int], dist_init: str | None, says: str
+) -> None:
+    identity = Identity(replica=3, node_rank=place[0], nnodes=place[1])
+    with pytest.raises(ConfigError, match=says):
+        server_command(kind, ("serve", *words.split()), identity, dist_init)
