@@ -18,9 +18,10 @@ To be profiled, the engine needs a `profiler_config`; to sleep, `enable_sleep_mo
 key and no dev mode are asked for: who can run code in the process owns the engine.
 """
 
+import asyncio
 import sys
 from asyncio import Task
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from types import ModuleType
@@ -39,6 +40,9 @@ REQUEST_OF: Final[Mapping[str, str]] = {
     "update_weights": "WeightTransferUpdateRequest",
 }
 """Methods that take one request object, with its class."""
+
+LOOK_S: Final = 1.0
+"""How often it is looked whether the engine that owes an answer still lives."""
 
 
 class AsyncLLMFront:
@@ -113,7 +117,7 @@ class AsyncLLMFront:
         """The one place where something of the engine is awaited."""
         if (died := await self._dead()) is None:
             try:
-                return await self._translated(method, arguments)
+                return await self._while_alive(self._translated(method, arguments))
             except Refused:
                 raise
             except Exception as error:
@@ -122,6 +126,17 @@ class AsyncLLMFront:
                     said = f"{type(error).__name__}: {error}"
                     raise Refused(f"{self.where}.{method} failed: {said}", None, said) from error
         raise Unanswered(f"{self.where}.{method}: the engine is dead: {type(died).__name__} {died}".rstrip()) from died
+
+    async def _while_alive(self, call: Coroutine[Any, Any, object]) -> object:
+        """The call's result. Raises the engine's own error when it dies first: vLLM would leave the call waiting."""
+        task = asyncio.get_running_loop().create_task(call)
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+                if (died := await self._dead()) is not None:
+                    raise died
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _translated(self, method: str, arguments: dict[str, object]) -> object:
         """What the server's route of this method does."""
