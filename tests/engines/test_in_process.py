@@ -22,7 +22,7 @@ from tests.engines.embedded import LONG, SHORT
 pytestmark = pytest.mark.timeout(900)  # the environment of an engine may have to be built
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300
+LIMIT_S = 240
 KINDS = [
     pytest.param("vllm", marks=pytest.mark.engine_vllm),
     pytest.param("sglang", marks=pytest.mark.engine_sglang),
