@@ -4,7 +4,7 @@ import logging
 import signal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import anyio
 import click
@@ -14,6 +14,9 @@ from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
 from workers.engine import Engine
+
+if TYPE_CHECKING:
+    from workers.engines.router import Router
 
 logger = logging.getLogger("rolloutctl.agent")
 
@@ -28,6 +31,8 @@ class EngineOptions(TypedDict):
     dist_init: str | None
     launch_log: Path | None
     up_within: float
+    router: str | None
+    worker_url: str | None
     serve: str | None
     seed: int
     checkpoints: Path
@@ -59,6 +64,8 @@ def _state_home() -> str:
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a replica of several nodes meet.")
 @click.option("--launch-log", type=click.Path(path_type=Path), help="Output of the server.  [default: in --state-dir]")
 @click.option("--up-within", type=click.FloatRange(1), default=1800.0, show_default=True, help="Seconds for a launch.")
+@click.option("--router", help="SGLang router that the server is put into while the replica may serve.")
+@click.option("--worker-url", help="With --router: the server as the router reaches it.  [default: --url]")
 @click.option("--serve", help="tiny: where clients find its front end, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, show_default=True, help="tiny: of the weights that it starts with.")
 @click.option("--checkpoints", type=click.Path(path_type=Path), default=".", help="Root of paths in weight syncs.")
@@ -100,12 +107,13 @@ def agent(
         raise ConfigError(str(error)) from None
     driven = _launched(place, state_dir, engine) if engine["launch"] else _engine(place, engine)
     uvloop = find_spec("uvloop") is not None
-    interrupted = anyio.run(_serve, bus, place, driven, state_dir, backend_options={"use_uvloop": uvloop})
+    beside = _router(engine)
+    interrupted = anyio.run(_serve, bus, place, driven, state_dir, beside, backend_options={"use_uvloop": uvloop})
     if interrupted:
         raise click.Abort
 
 
-async def _serve(bus: str, place: Identity, engine: Engine, state_dir: Path) -> bool:
+async def _serve(bus: str, place: Identity, engine: Engine, state_dir: Path, router: "Router | None") -> bool:
     """Returns whether it was Ctrl-C that ended it."""
     signals: list[signal.Signals] = []
     failure: RolloutctlError | None = None
@@ -114,6 +122,8 @@ async def _serve(bus: str, place: Identity, engine: Engine, state_dir: Path) -> 
         try:
             async with Agent(bus=bus, identity=place, engine=engine, state_dir=state_dir) as running:
                 logger.info("agent %s is up and dials %s", place.agent, bus)
+                if router is not None:
+                    tasks.start_soon(router.follow, running)
                 await running.run()
         except RolloutctlError as error:  # kept out of the group, which would wrap it
             failure = error
@@ -166,3 +176,15 @@ def _launched(place: Identity, state_dir: Path, options: EngineOptions) -> Engin
     full = server_command("vllm" if kind == "vllm" else "sglang", command, place, options["dist_init"])
     server = ServerProcess(full, log=log, name=f"{kind} server of agent {place.agent}")
     return LaunchedEngine(_engine(place, options), server, up_within_s=options["up_within"])
+
+
+def _router(options: EngineOptions) -> "Router | None":
+    url, worker = options["router"], options["worker_url"] or options["url"]
+    if url is None:
+        return None
+    if worker is None:
+        raise ConfigError("--router needs --url, the server that it is to send requests to.")
+    from workers.engines.http import api_key
+    from workers.engines.router import KEY_VARIABLE, Router
+
+    return Router(url, worker, key=api_key(variable=KEY_VARIABLE), worker_key=api_key(options["api_key_file"]))

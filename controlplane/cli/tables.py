@@ -132,9 +132,11 @@ def _words(one: AgentOutcome) -> str:
 
 def probe_table(found: "Probed") -> Table:
     """What an engine server is, then each operation with what speaks against it."""
-    title = f"{found.kind} {found.version or ''} at {found.url}".replace("  ", " ")
-    table = Table(title=title, title_justify="left", show_header=False, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(show_header=False, box=SIMPLE_HEAD, pad_edge=False)
     facts = {
+        "url": found.url,
+        "kind": found.kind,
+        "version": found.version,
         "tokenizer": found.tokenizer,
         "node rank": f"{found.node_rank} of {found.nnodes}" if found.node_rank is not None else None,
         "GPUs": found.world,
