@@ -157,9 +157,18 @@ class Guard:
         return False
 
     def _sweep(self) -> None:
-        """Kill what a guard that was itself killed could not end. Whoever bears the mark here is nobody's any more."""
+        """Kill what a guard that was itself killed could not end: under this lock, it is nobody's any more.
+
+        It is known by the mark, or by the log that it writes to: who sets a process title, as vLLM's engine cores do,
+        overwrites its environment. Sessions of the agent and above may write to that file for reasons of their own.
+        """
         over = time.monotonic() + KILL_S
-        left = [process for process in psutil.process_iter() if _mark(process) == self._order.log]
+        log, ours = os.fstat(self._log), {os.getsid(one.pid) for one in (self._me, *self._me.parents())}
+        left = [
+            process
+            for process in psutil.process_iter()
+            if _mark(process) == self._order.log or _writes_to(process, log, ours)
+        ]
         while left and time.monotonic() < over:
             for process in left:
                 with suppress(psutil.NoSuchProcess):
@@ -296,6 +305,15 @@ def _mark(process: psutil.Process) -> str | None:
     with suppress(psutil.Error, OSError):
         return process.environ().get(MARK)
     return None
+
+
+def _writes_to(process: psutil.Process, file: os.stat_result, but: set[int]) -> bool:
+    """Whether its stdout or stderr is this file, and its session none of those."""
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.stat(f"/proc/{process.pid}/fd/{number}"), file):
+                return os.getsid(process.pid) not in but
+    return False
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -38,7 +38,7 @@ out, into = os.pipe()
 between = os.fork()
 if between == 0:
     os.setsid()
-    os.write(into, b"%d" % subprocess.Popen(quiet).pid)
+    os.write(into, b"%d" % subprocess.Popen(quiet, env={}).pid)
     os._exit(0)
 os.waitpid(between, 0)
 os.write(1, b"tree %d %d %d\\n" % (os.getpid(), other_session.pid, int(os.read(out, 20))))
@@ -89,7 +89,7 @@ def said(word: str) -> Callable[[ServerStatus], bool]:
 
 
 def tree(status: ServerStatus) -> list[psutil.Process]:
-    """The processes of TREE: the server, its child in another session, and the orphan."""
+    """The processes of TREE: the server, its child in another session, and the orphan, which has no environment."""
     pids = next(line for line in status.said if line.startswith("tree")).split()[1:]
     found = [psutil.Process(int(pid)) for pid in pids]
     assert len(found) == 3 and len({os.getsid(one.pid) for one in found}) == 3
