@@ -1,4 +1,5 @@
 # Two targets are for everybody: `make demo` and `make test`. Both set up .venv first, from a Python 3.11 and nothing else.
+# `make test-engines` is for those who change what speaks to an engine.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
@@ -7,13 +8,20 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-engines lint bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest
+
+# The real vLLM and SGLang, each in an environment of its own (7 GB in all, built once, about two minutes each), and the
+# source of other releases of both.
+test-engines: $(VENV)/.ready
+	$(BIN)/python -m pytest -m engine_wheels
+	$(BIN)/python -m pytest -m engine_vllm
+	$(BIN)/python -m pytest -m engine_sglang
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
