@@ -103,7 +103,11 @@ class Vllm(Rollout):
             max_num_seqs=8,
             enforce_eager=True,
             dtype="float32",
-            profiler_config={"profiler": "torch", "torch_profiler_dir": str(folder / "engine-traces")},
+            profiler_config={
+                "profiler": "torch",
+                "torch_profiler_dir": str(folder / "engine-traces"),
+                "torch_profiler_with_stack": False,  # small traces
+            },
         )
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._requests = 0
