@@ -145,10 +145,17 @@ class RouterProcess(Process):
         return next(iter(ids.values()), "")
 
     def add(self, url: str) -> str:
-        """As somebody else would do it. Returns the id."""
+        """As somebody else would do it, to the end of the job. Returns the id."""
         answer = self.client.post("/workers", json={"url": url})
         assert answer.status_code == 202
-        return str(answer.json()["worker_id"])
+        its_id = str(answer.json()["worker_id"])
+
+        def over() -> bool:
+            job = self.client.get(f"/workers/{its_id}").json().get("job_status") or {}
+            return job.get("status") not in ("pending", "processing")
+
+        wait_for("the worker was added", over)
+        return its_id
 
     def remove(self, its_id: str) -> None:
         assert self.client.delete(f"/workers/{its_id}").status_code == 202
@@ -197,8 +204,10 @@ async def following(
 @asynccontextmanager
 async def placed(router: RouterProcess, worker: Worker, **keys: str) -> AsyncIterator[Router]:
     place = Router(router.url, worker.url, **keys)  # type: ignore[arg-type]
-    yield place
-    await place.close()
+    try:
+        yield place
+    finally:
+        await place.close()
 
 
 async def bring(place: Router, there: bool) -> None:

@@ -11,8 +11,10 @@ What sglang-router 0.3.2 does, seen on the real one:
   while the job goes on to load its tokenizer. `GET /workers/{id}` tells of the job; and why it failed, for 5 minutes.
 - Until the worker is in the list the job can't be taken back: `DELETE` is answered 202 and fails, and the worker comes
   in when it is healthy. So whoever wants it out waits for that.
-- A URL that is there already is answered 202 too; that job fails, and changes nothing, nor its key. The URL is
-  compared as text: with a slash at its end it is another worker.
+- A URL that is there already is answered 202 too; that job fails, and changes nothing, nor its key. But if the worker
+  is removed while that job is under way (half a second), the job puts it in again. So nothing here adds what is there,
+  or asks twice; where somebody else did, the next look repairs it.
+- URLs are compared as text: with a slash at its end it is another worker.
 - A worker that is in is asked again every 60 s. After 3 failures it gets no requests (`is_healthy` false) and stays in
   the list; after 2 successes it gets them again. SGLang's `/health` generates a token: a paused engine answers 503
   after 20 s, so a pause of minutes ends in the same way.
@@ -122,7 +124,7 @@ class Router:
         self.where = base_url(url, "router", KEY_VARIABLE)
         self.worker = base_url(worker_url)
         self._worker_key, self._look_s = worker_key, look_s
-        adding = Route("POST", _WORKERS, repeatable=True, within_s=ANSWER_S)
+        adding = Route("POST", _WORKERS, within_s=ANSWER_S)
         self._front = HttpFront(self.where, {"add": adding}, info_path=_WORKERS, key=key)
         self._id: str | None = None  # as the router named it when it was last asked to add it
 
