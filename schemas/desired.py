@@ -90,7 +90,7 @@ def orphaned(desired: Desired) -> Desired:
     """
     if desired.generation == "running" and desired.profile is None and desired.sync is None:
         return desired
-    return replace(desired, generation="running", profile=None, sync=None)
+    return replace(desired, generation="running", pause_mode="abort", profile=None, sync=None)
 
 
 def refuse_profile(plan: ProfilePlan, step: int, identity: Identity) -> Reason | None:
@@ -147,7 +147,7 @@ def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
         case "pause":
             return replace(desired, generation="paused", pause_mode=command.mode)
         case "resume":
-            return replace(desired, generation="running")
+            return replace(desired, generation="running", pause_mode="abort")
         case "sleep":
             asleep = desired.asleep | (command.tags or ALL_TAGS)
             return replace(desired, asleep=asleep, discard=desired.discard or (command.discard and "weights" in asleep))

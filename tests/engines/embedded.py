@@ -21,11 +21,11 @@ import anyio
 from controlplane.bus import Bus
 from controlplane.log import RunLog
 from schemas.checkpoints import build_manifest
-from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import EngineError
 from schemas.identity import Identity
-from schemas.outcomes import Acted
+from schemas.outcomes import Acted, Conclusion
 from tests.engines.models import save_model, save_weights, weights
 from workers.agent import Agent
 from workers.engines.front import Front
@@ -38,6 +38,8 @@ PLACE: Final = Identity(replica=0, node_rank=0)
 PROMPT: Final = [(7 * i) % 251 for i in range(140)]
 """Longer than a block of vLLM's cache on a CPU, so that a second request with it finds a prefix."""
 SHORT, LONG = 8, 100
+STEPS: Final = 3
+"""Forward steps of a profile's window."""
 TURNS: Final = 8
 """Round trips after which an engine that generates has sent more tokens: it works between two of them."""
 
@@ -133,11 +135,12 @@ class Vllm(Rollout):
 
 
 class SGLang(Rollout):
-    """SGLang's Engine and its tokenizer manager."""
+    """SGLang's Engine and its tokenizer manager. meet: HOST:PORT where the nodes of one engine find each other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: Identity = PLACE, meet: str | None = None) -> None:
         from sglang.srt.entrypoints.engine import Engine
 
+        nodes = {"tp_size": place.nnodes, "nnodes": place.nnodes, "node_rank": place.node_rank, "dist_init_addr": meet}
         self._engine = Engine(
             model_path=str(folder / "checkpoints" / "launched"),
             device="cpu",
@@ -149,9 +152,10 @@ class SGLang(Rollout):
             max_total_tokens=2048,
             max_running_requests=8,
             dtype="float32",
+            **(nodes if place.nnodes > 1 else {}),
         )
         self.front = TokenizerManagerFront(self._engine.tokenizer_manager)
-        self.adapter = SGLangEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
+        self.adapter = SGLangEngine(place, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
 
     async def stream(self, count: int) -> AsyncIterator[Answer]:
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
@@ -173,13 +177,17 @@ class Trainer:
         self.calls: list[str] = []
 
     async def command(self, command: Command) -> Acted:
-        """The outcome, when the agent has acted."""
-        report = await self.bus.publish(command, Target(), 60_000)
-        report.raise_for_failures()
-        (outcome,) = (one.conclusion for one in report.outcomes)
+        """The outcome, when the agent of node rank 0 has acted and nobody failed."""
+        outcome = (await self.conclusions(command))["0.0"]
         assert isinstance(outcome, Acted), f"{command}: {outcome}"
         self.calls += outcome.calls
         return outcome
+
+    async def conclusions(self, command: Command) -> dict[str, Conclusion]:
+        """What became of it, by agent, when nobody failed."""
+        report = await self.bus.publish(command, Target(), 60_000)
+        report.raise_for_failures()
+        return {one.agent: one.conclusion for one in report.outcomes}
 
     async def sync(self, version: int, seed: int) -> None:
         path = f"v{version}"
@@ -272,15 +280,14 @@ class Trainer:
         return {"asleep": asleep, "awake": request.tokens}
 
     async def profile(self) -> dict[str, object]:
-        """The traces of one session around some requests, twice: a second session is another one."""
+        """The traces of a session around a request, and of one that ends by itself while a request runs."""
         sessions = []
-        for step in (3, 4):
-            plan = ProfilePlan()
+        for step, plan in ((3, ProfilePlan()), (4, ProfilePlan(window=Window(0, STEPS)))):
             await self.command(ProfileCommand(action="start", step=step, plan=plan))
             await self.rollout.generate()
             outcome = await self.command(ProfileCommand(action="stop", step=step, plan=plan))
-            sessions.append([one.path for one in outcome.traces])
-        return {"traces": sessions}
+            sessions.append({"files": [one.path for one in outcome.traces], "ended": outcome.auto_stopped})
+        return {"sessions": sessions}
 
 
 async def seen_from_elsewhere(rollout: Rollout) -> str:

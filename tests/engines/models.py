@@ -69,7 +69,7 @@ def _config() -> dict[str, object]:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,

@@ -3,6 +3,7 @@
 Everything here waits for a condition, with a limit after which the test fails and shows what was said.
 """
 
+import json
 import os
 import re
 import signal
@@ -129,49 +130,75 @@ def answers(url: str) -> bool:
 
 def complete(kind: str, url: str, prompt: str, tokens: int, model: str, limit_s: float = 60.0) -> list[int]:
     """Greedy tokens of one request, as many as asked for unless it is aborted."""
-    if kind == "vllm":
-        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=limit_s)
-        answer.raise_for_status()
-        return list(answer.json()["choices"][0]["token_ids"] or [])
-    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=limit_s)
+    path, body = _asked(kind, prompt, tokens, model)
+    answer = httpx.post(url + path, json=body, timeout=limit_s)
     answer.raise_for_status()
-    return list(answer.json()["output_ids"])
+    said = answer.json()
+    return list(said["choices"][0]["token_ids"] or [] if kind == "vllm" else said["output_ids"])
 
 
 class Request(threading.Thread):
-    """One request in flight. `result` is its tokens, or the error."""
+    """One request in flight, streamed: `begun` when its first token is there, `made` tokens so far."""
 
-    def __init__(self, ask: Callable[[], list[int]]) -> None:
+    def __init__(self, kind: str, url: str, model: str, tokens: int) -> None:
         super().__init__(daemon=True)
-        self._ask = ask
-        self.result: list[int] | Exception | None = None
+        self._kind, self._url, self._model, self._wanted = kind, url, model, tokens
+        self.begun, self.made = threading.Event(), 0
+        self._error: Exception | None = None
         self.start()
+
+    @property
+    def ended(self) -> bool:
+        return not self.is_alive()
 
     def run(self) -> None:
         try:
-            self.result = self._ask()
+            self._stream()
         except Exception as error:
-            self.result = error
+            self._error = error
 
-    def tokens(self) -> list[int]:
-        """What came of it, when it has ended."""
+    def running(self) -> Self:
+        """This, when it has begun."""
+        assert self.begun.wait(60), self._error
+        return self
+
+    def tokens(self) -> int:
+        """How many there were, when it has ended."""
         self.join(60)
-        assert isinstance(self.result, list), self.result
-        return self.result
+        assert self.ended and self._error is None, self._error
+        return self.made
+
+    def _stream(self) -> None:
+        path, body = _asked(self._kind, "a long one", self._wanted, self._model)
+        with httpx.stream("POST", self._url + path, json=body | {"stream": True}, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    said = json.loads(line[6:])
+                    if self._kind == "vllm":
+                        self.made += len((said["choices"] or [{}])[0].get("token_ids") or [])
+                    else:
+                        self.made = said["meta_info"]["completion_tokens"]
+                    if self.made:
+                        self.begun.set()
+
+
+def _asked(kind: str, prompt: str, tokens: int, model: str) -> tuple[str, dict[str, Any]]:
+    if kind == "vllm":
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True}
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return "/generate", {"text": prompt, "sampling_params": sampling}
 
 
 def command(kind: str, model: Path, port: int, *options: str) -> list[str]:
     """How the server is started, on a machine without a GPU."""
     place = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     if kind == "vllm":
-        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "256"]
+        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "4096"]
         return [str(python(kind)), *start, *place, "--enforce-eager", "--max-num-seqs", "8", *options]
-    start = ["-m", "sglang.launch_server", "--model-path", str(model), "--context-length", "256"]
+    start = ["-m", "sglang.launch_server", "--model-path", str(model), "--context-length", "4096"]
     cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    small = ["--max-total-tokens", "2048", "--max-running-requests", "8", "--skip-server-warmup"]
+    small = ["--max-total-tokens", "8192", "--max-running-requests", "8", "--skip-server-warmup"]
     plain = ["--disable-cuda-graph", "--disable-overlap-schedule"]
     return [str(python(kind)), *start, *place, *cpu, *small, *plain, *options]
 
@@ -200,6 +227,13 @@ class AgentProcess(Process):
         """SIGTERM, and wait."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(90)
+
+
+def probed(url: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of `rolloutctl engine probe URL --json`."""
+    call = [sys.executable, "-m", "controlplane.cli", "engine", "probe", url, "--json"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, json.loads(done.stdout)
 
 
 class Door:

@@ -7,21 +7,26 @@ two seeds differ from the first one on, so that they tell which weights an engin
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.engines import environments
-from tests.engines.embedded import LONG, SHORT
+from tests.engines.embedded import LONG, SHORT, STEPS
+from tests.engines.models import save_model
+from tests.engines.servers import free_port
 
 pytestmark = pytest.mark.timeout(900)  # the environment of an engine may have to be built
 
 ROOT = Path(__file__).parents[2]
+STEP = {"vllm": re.compile(r"execute_context_(?!0\(0\)_generation_0\()"), "sglang": re.compile(r"step\[")}
+"""How the events of one forward step begin; vLLM also has steps in which there is nothing to do."""
 LIMIT_S = 240
 KINDS = [
     pytest.param("vllm", marks=pytest.mark.engine_vllm),
@@ -29,7 +34,11 @@ KINDS = [
 ]
 SETTINGS = {
     "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},
+    "sglang": {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # so that an Engine on node rank 1 comes back from its making
+        "GLOO_SOCKET_IFNAME": "lo",
+    },
 }
 
 
@@ -41,37 +50,54 @@ class Seen(NamedTuple):
     report: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    """The program, run to its end."""
-    kind: str = request.param
-    folder = tmp_path_factory.mktemp(kind)
+@contextmanager
+def program(kind: str, module: str, folder: Path, name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A program in the environment of an engine; it is ended with all that it started. What it says is in NAME.log."""
     paths = [ROOT, environments.STANDINS] if kind == "sglang" else [ROOT]
     settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1", **SETTINGS[kind]}
-    command = [str(environments.python(kind)), "-m", "tests.engines.embedded", kind, str(folder)]
-    log = folder / "engine.log"
-    with open(log, "wb") as written:
+    command = [str(environments.python(kind)), "-m", f"tests.engines.{module}", *arguments]
+    with open(folder / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             command,
             cwd=folder,
             env={**os.environ, **settings},
-            stdout=written,
+            stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            code = process.wait(LIMIT_S)
-        finally:
-            _end(process.pid)
-            process.wait()
-    assert code == 0, f"embedded.py ended with {code}:\n{log.read_text(errors='replace')[-4000:]}"
-    yield Seen(kind, folder, json.loads((folder / "report.json").read_text()))
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def _end(group: int) -> None:
-    """Every process of the group: the program leaves those of its engine to us."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def reported(process: subprocess.Popen[bytes], folder: Path, name: str) -> dict[str, Any]:
+    """The report of a program, when it has ended well."""
+    code = process.wait(LIMIT_S)
+    assert code == 0, f"{name} ended with {code}:\n{(folder / f'{name}.log').read_text(errors='replace')[-4000:]}"
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """The program of one node, run to its end."""
+    kind: str = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    with program(kind, "embedded", folder, "engine", kind, str(folder)) as process:
+        return Seen(kind, folder, reported(process, folder, "engine"))
+
+
+def events(seen: Seen, session: dict[str, Any]) -> list[dict[str, Any]]:
+    """Everything with a duration in the traces of one session."""
+    found = []
+    for name in session["files"]:
+        if name.endswith(".trace.json.gz"):
+            with gzip.open(seen.folder / "traces" / name) as stream:
+                found += [one for one in json.load(stream)["traceEvents"] if one.get("ph") == "X"]
+    return found
 
 
 def test_tokens_change_with_the_weights_and_come_back_with_them(seen: Seen) -> None:
@@ -115,15 +141,20 @@ def test_a_sleeping_engine_generates_when_it_is_awake(seen: Seen) -> None:
 
 
 def test_each_session_leaves_traces_of_its_own_that_parse(seen: Seen) -> None:
-    sessions = seen.report["traces"]
+    sessions = seen.report["sessions"]
     assert len(sessions) == 2
-    for step, files in zip((3, 4), sessions, strict=True):
-        assert all(one.startswith(f"global_step_{step}/replica_0/") for one in files)
-        traces = [one for one in files if one.endswith(".trace.json.gz")]
-        assert traces
-        for one in traces:
-            with gzip.open(seen.folder / "traces" / one) as stream:
-                assert json.load(stream)["traceEvents"], one
+    for step, session in zip((3, 4), sessions, strict=True):
+        assert all(one.startswith(f"global_step_{step}/replica_0/") for one in session["files"])
+        assert events(seen, session)
+
+
+def test_a_window_holds_its_forward_steps(seen: Seen) -> None:
+    whole, window = seen.report["sessions"]
+    step = STEP[seen.kind]
+    counted = [sum(bool(step.match(one["name"])) for one in events(seen, each)) for each in (whole, window)]
+    assert counted == [SHORT, STEPS]
+    # SGLang raises when it is told to stop what had ended; vLLM says nothing
+    assert [whole["ended"], window["ended"]] == [False, seen.kind == "sglang"]
 
 
 def test_every_operation_is_had_and_was_called(seen: Seen) -> None:
@@ -145,3 +176,34 @@ def test_an_engine_that_died_is_seen_to_be_gone(seen: Seen) -> None:
     tokenizer, methods, said = seen.report["dead"]
     assert (tokenizer, methods) == ("unknown", None)
     assert said.startswith("Unanswered: ") and "EngineDeadError" in said
+
+
+# --- one replica over two nodes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine_sglang
+def test_of_two_nodes_the_one_with_the_tokenizer_acts_and_each_collects_its_own_traces(tmp_path: Path) -> None:
+    save_model(tmp_path / "checkpoints" / "launched", seed=1)
+    for place in ("traces", "state"):
+        (tmp_path / place).mkdir()
+    bus, meet = f"tcp://127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        first, _ = (
+            stack.enter_context(
+                program("sglang", "embedded_nodes", tmp_path, f"node{rank}", str(tmp_path), str(rank), bus, meet)
+            )
+            for rank in (0, 1)
+        )
+        report = reported(first, tmp_path, "node0")
+
+    launched, new, back = report["tokens"]
+    assert new[0] != launched[0] and back == launched  # both halves of every tensor were loaded, on both nodes
+    outcomes = report["outcomes"]
+    for name, call in (("pause", "pause"), ("resume", "resume"), ("flush", "flush"), ("start", "start_profile")):
+        assert outcomes[name] == {"0.0": ["acted", [call], []], "0.1": ["skipped", "not_primary"]}
+    trace = "global_step_3/replica_0/global_step_3.replica_0-TP-{}.trace.json.gz"
+    assert outcomes["stop"] == {
+        "0.0": ["acted", ["stop_profile"], [trace.format(0)]],
+        "0.1": ["skipped", "not_primary"],
+    }
+    assert outcomes["collect"]["0.1"][2] == [trace.format(1)]

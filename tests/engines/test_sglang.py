@@ -22,12 +22,12 @@ from schemas.checkpoints import build_manifest
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
 from schemas.config import ProfilerConfig
 from schemas.errors import CommandError
-from schemas.identity import InFlight
+from schemas.identity import InFlight, Operation
 from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped, Trace
 from tests.engines.groups import sender
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS, acted, conclusions, events, failed
-from tests.engines.servers import AgentProcess, Request, answers, command, complete, environment, free_port, wait_for
+from tests.engines.servers import AgentProcess, Request, answers, command, complete, environment, free_port, probed
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
 
@@ -70,14 +70,8 @@ class Fleet:
         return str(httpx.get(f"{self.urls[0]}/model_info").json()["weight_version"])
 
     def request(self, tokens: int) -> Request:
-        """A request that is seen to run."""
-        request = Request(lambda: complete("sglang", self.urls[0], "a long one", tokens, self.model))
-        wait_for("the request runs", self.busy)
-        return request
-
-    def busy(self) -> bool:
-        loads = httpx.get(f"{self.urls[0]}/v1/loads").json()["loads"]
-        return any(one["num_running_reqs"] for one in loads)
+        """One to the replica."""
+        return Request("sglang", self.urls[0], self.model, tokens)
 
     def slow_down(self, seconds: float) -> None:
         """Make each forward last longer."""
@@ -127,6 +121,15 @@ def test_health_says_nothing_and_server_info_tells_which_node_has_the_tokenizer(
     assert [answers(f"{url}/server_info") for url in fleet.urls] == [True, False]
     seen = {one.agent: one.status.tokenizer for one in fleet.plane.status().agents if one.status is not None}
     assert seen == {"0.0": "present", "0.1": "absent", "1.0": "present"}
+
+
+def test_probe_tells_what_each_node_is(fleet: Fleet) -> None:
+    code, found = probed(fleet.urls[0])
+    assert code == 0 and (found["kind"], found["version"]) == ("sglang", "0.5.23")
+    assert (found["node_rank"], found["nnodes"], found["world"], found["tokenizer"]) == (0, 2, 2, "present")
+    assert set(found["has"]) == set(Operation) and found["lacks"] == {}
+    code, found = probed(fleet.urls[1])
+    assert code == 1 and found["tokenizer"] == "absent" and "node rank 0" in found["note"]
 
 
 def test_profile_broadcast_to_both_nodes_is_one_call_and_two_traces(fleet: Fleet) -> None:
@@ -264,34 +267,34 @@ def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: Flee
 @pytest.mark.parametrize(("mode", "survives"), [("abort", False), ("wait", True), ("keep", True)])
 def test_pause_does_with_requests_in_flight_what_its_mode_says(fleet: Fleet, mode: InFlight, survives: bool) -> None:
     fleet.slow_down(0.02)
-    request = fleet.request(100)
+    request = fleet.request(100).running()
     acted(fleet.plane.pause(mode, replicas=[0], timeout=60))
     if mode == "keep":
-        assert request.result is None
-    late = Request(lambda: complete("sglang", fleet.urls[0], "a later one", 4, fleet.model))
+        assert not request.ended
+    late = fleet.request(4)
     assert conclusions(fleet.plane.pause(mode, replicas=[0]))["0.0"] == Skipped(Reason.ALREADY)
-    assert late.result is None  # a paused engine begins nothing
+    assert not late.ended  # a paused engine begins nothing
     acted(fleet.plane.resume(replicas=[0]))
-    assert (len(request.tokens()) == 100) == survives
-    assert len(late.tokens()) == 4
+    assert (request.tokens() == 100) == survives
+    assert late.tokens() == 4
 
 
 def test_flush_is_asked_for_again_until_requests_have_ended(fleet: Fleet) -> None:
     fleet.slow_down(0.05)
-    request = fleet.request(100)
+    request = fleet.request(100).running()
     refused = failed(fleet.plane.flush(replicas=[0], timeout=2))
     assert refused.error in (ErrorKind.ENGINE_ERROR, ErrorKind.ENGINE_TIMEOUT)
-    assert request.result is None
+    assert not request.ended
     fleet.slow_down(0)
     acted(fleet.plane.flush(replicas=[0], timeout=60))
-    assert len(request.tokens()) == 100
+    assert request.tokens() == 100
 
 
 def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
     fleet.slow_down(0.02)
-    request = fleet.request(200)
+    request = fleet.request(200).running()
     acted(fleet.plane.abort_requests(replicas=[0]))
-    assert len(request.tokens()) < 200
+    assert request.tokens() < 200
     assert len(fleet.tokens(4)) == 4
 
 
@@ -299,11 +302,11 @@ def test_memory_is_released_and_taken_back_by_tags(fleet: Fleet) -> None:
     before = fleet.tokens()
     assert acted(fleet.plane.sleep(["kv_cache"], replicas=[0])).calls == ("pause", "sleep")
     assert acted(fleet.plane.sleep(["weights"], replicas=[0])).calls == ("sleep",)
-    late = Request(lambda: complete("sglang", fleet.urls[0], "a later one", 4, fleet.model))
+    late = fleet.request(4)
     assert acted(fleet.plane.wake(["weights"], replicas=[0])).calls == ("wake",)
-    assert late.result is None
+    assert not late.ended
     assert acted(fleet.plane.wake(replicas=[0])).calls == ("wake", "resume")
-    assert len(late.tokens()) == 4
+    assert late.tokens() == 4
     assert fleet.tokens() == before
 
 

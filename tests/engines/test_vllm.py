@@ -28,6 +28,7 @@ from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.errors import CheckpointError
 from schemas.identity import InFlight
 from schemas.outcomes import Acted, ErrorKind, Reason, Skipped, Trace
+from schemas.wire import Status
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS, acted, conclusions, events, failed
 from tests.engines.servers import (
@@ -35,7 +36,6 @@ from tests.engines.servers import (
     Door,
     EngineServer,
     Request,
-    answers,
     command,
     complete,
     environment,
@@ -44,6 +44,10 @@ from tests.engines.servers import (
 )
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
+
+
+LONG = 2000
+"""Tokens of a request that is still running when a command comes."""
 
 
 class Fleet:
@@ -82,8 +86,14 @@ class Fleet:
         """Greedy tokens of both replicas."""
         return self.first.complete(), complete("vllm", self.second_url, "hello", 8, str(self.folder / "a"))
 
-    def line(self, agent: str) -> object:
+    def request(self, tokens: int) -> Request:
+        """One to the first server."""
+        return Request("vllm", self.first.url, self.first.model, tokens)
+
+    def status(self, agent: str) -> Status:
+        """What an agent last said of itself."""
         (line,) = (one for one in self.plane.status().agents if one.agent == agent)
+        assert line.status is not None
         return line.status
 
     def wait_ready(self) -> None:
@@ -92,7 +102,10 @@ class Fleet:
 
 def _profiler(folder: Path) -> list[str]:
     folder.mkdir()
-    return ["--profiler-config", json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder)})]
+    return [
+        "--profiler-config",
+        json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False}),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -193,37 +206,29 @@ def test_bad_checkpoint_never_reaches_the_engine(fleet: Fleet, how: str) -> None
 def test_paused_engine_starts_no_request(fleet: Fleet) -> None:
     assert set(fleet.plane.pause().acted) == {"0.0", "1.0"}
     assert httpx.get(f"{fleet.first.url}/is_paused").json() == {"is_paused": True}
-    request = Request(lambda: fleet.first.complete("a long one", 4))
+    request = fleet.request(4)
     assert set(fleet.plane.pause().skipped) == {"0.0", "0.1", "1.0"}  # time enough for it, had it begun
     assert set(fleet.plane.flush().acted) == {"0.0", "1.0"}
-    assert request.result is None
+    assert not request.ended
     assert set(fleet.plane.resume().acted) == {"0.0", "1.0"}
-    assert len(request.tokens()) == 4
+    assert request.tokens() == 4
 
 
 @pytest.mark.parametrize(("mode", "survives"), [("abort", False), ("wait", True), ("keep", True)])
 def test_pause_does_with_requests_in_flight_what_its_mode_says(fleet: Fleet, mode: InFlight, survives: bool) -> None:
-    request = Request(lambda: fleet.first.complete("a long one", 200))
-    wait_for("the request runs", lambda: running(fleet.first.url))
+    request = fleet.request(LONG).running()
     acted(fleet.plane.pause(mode, replicas=[0]))
-    if mode != "abort":  # whose answer may still be on its way
-        assert (request.result is None) == (mode == "keep")
+    if mode == "keep":
+        assert not request.ended
     acted(fleet.plane.resume(replicas=[0]))
-    assert (len(request.tokens()) == 200) == survives
+    assert (request.tokens() == LONG) == survives
 
 
 def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
-    request = Request(lambda: fleet.first.complete("a long one", 200))
-    wait_for("the request runs", lambda: running(fleet.first.url))
+    request = fleet.request(LONG).running()
     acted(fleet.plane.abort_requests(replicas=[0]))
-    assert len(request.tokens()) < 200
+    assert request.tokens() < LONG
     assert len(fleet.first.complete(tokens=4)) == 4
-
-
-def running(url: str) -> bool:
-    metrics = httpx.get(f"{url}/metrics").text
-    found = re.search(r"^vllm:num_requests_running\{[^}]*\} (\S+)", metrics, re.MULTILINE)
-    return found is not None and float(found[1]) > 0
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -233,12 +238,12 @@ def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: Fleet) ->
     before = fleet.tokens()
     assert acted(fleet.plane.sleep()).calls == ("pause", "sleep")
     assert httpx.get(f"{fleet.first.url}/is_sleeping").json() == {"is_sleeping": True}
-    request = Request(lambda: fleet.first.complete("a long one", 4))
+    request = fleet.request(4)
     assert acted(fleet.plane.wake(["weights"])).calls == ("wake",)
     assert conclusions(fleet.plane.resume())["0.0"] == Skipped(Reason.ALREADY)
-    assert request.result is None
+    assert not request.ended
     assert acted(fleet.plane.wake()).calls == ("wake", "resume")
-    assert len(request.tokens()) == 4
+    assert request.tokens() == 4
     assert fleet.tokens() == before
 
 
@@ -309,6 +314,7 @@ def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: Fl
     served = httpx.get(f"{fleet.second_url}/weight_info").json()
     assert served == {"weight_version": str(fleet.version)}
     fleet.first.thaw()
+    wait_for("the call has ended", lambda: fleet.status("0.0").activity is None)
     assert fleet.sync("c", timeout=60).loaded == (0, 1)
     assert len(set(map(tuple, fleet.tokens()))) == 1
 
@@ -332,7 +338,7 @@ def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet
     server = next(one for one in agent.family() if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
     before = fleet.tokens()
     server.send_signal(signal.SIGKILL)
-    wait_for("it is gone", lambda: not answers(f"{fleet.second_url}/health"))
+    wait_for("its agent sees that it is gone", lambda: not fleet.status("1.0").ready)
     fleet.wait_ready()
     assert httpx.get(f"{fleet.second_url}/weight_info").json() == {"weight_version": str(fleet.version)}
     assert fleet.tokens() == before
