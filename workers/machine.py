@@ -171,7 +171,7 @@ GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when 
     Row(5, _not_targeted, lambda s, e: _NOT_TARGETED),
     Row(6, lambda s, e: s.identity.node_rank > 0 and not collecting(e.command), lambda s, e: _NOT_PRIMARY),
     # row 7 (tokenizer unknown: hold) has no outcome of its own: see `_turn`
-    Row(8, lambda s, e: s.engine.tokenizer == "absent", _tokenizer_missing),
+    Row(8, lambda s, e: s.identity.node_rank == 0 and s.engine.tokenizer == "absent", _tokenizer_missing),
     Row(9, _unsupported, _say_unsupported),
 )
 

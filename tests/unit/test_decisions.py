@@ -405,8 +405,9 @@ def test_every_row_has_a_test_and_is_named_by_it() -> None:
 COLLECT = ProfileCommand(action="collect", step=3)
 
 
-def test_collect_looks_at_the_disk_of_every_node_rank_above_0() -> None:
-    state, effects = fold(agent(SECOND), command(COLLECT))
+@pytest.mark.parametrize("tokenizer", ["present", "absent", "unknown"])
+def test_collect_looks_at_the_disk_of_every_node_rank_above_0(tokenizer: str) -> None:
+    state, effects = fold(agent(SECOND, replace(PRESENT, tokenizer=tokenizer)), command(COLLECT))
     assert effects == [Perform(call_id=1, call=CollectTraces("global_step_3/replica_0"))]
     found = Returned(traces=(Trace("global_step_3/replica_0/x-TP-1.trace.json.gz", 10, "sha"),))
     _, effects = fold(state, EngineReturned(at_ms=0, call_id=1, result=found, observation=None))
