@@ -8,6 +8,7 @@ seen goes to FOLDER/report.json, and is judged by the test that started this.
 import asyncio
 import json
 import os
+import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -17,15 +18,27 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import anyio
+import anyio.to_thread
 
 from controlplane.bus import Bus
 from controlplane.log import RunLog
 from schemas.checkpoints import build_manifest
-from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, ProfilePlan, Target, Window
+from schemas.commands import (
+    Broadcast,
+    Checkpoint,
+    Command,
+    EngineCommand,
+    ProfileCommand,
+    ProfilePlan,
+    Source,
+    Target,
+    Window,
+)
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import EngineError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Conclusion
+from tests.engines.groups import sender
 from tests.engines.models import save_model, save_weights, weights
 from workers.agent import Agent
 from workers.engines.front import Front
@@ -66,6 +79,8 @@ class Rollout(ABC):
 
     front: Front
     adapter: VllmEngine | SGLangEngine
+    ways: tuple[str, ...]
+    """How it takes weights on a CPU: from a `checkpoint`, as `tensors`, by `broadcast`."""
 
     @abstractmethod
     def stream(self, count: int) -> AsyncIterator[Answer]:
@@ -94,6 +109,8 @@ class Rollout(ABC):
 
 class Vllm(Rollout):
     """vLLM's AsyncLLM."""
+
+    ways = ("checkpoint",)
 
     def __init__(self, folder: Path) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -137,6 +154,8 @@ class Vllm(Rollout):
 class SGLang(Rollout):
     """SGLang's Engine and its tokenizer manager. meet: HOST:PORT where the nodes of one engine find each other."""
 
+    ways = ("checkpoint", "tensors", "broadcast")
+
     def __init__(self, folder: Path, place: Identity = PLACE, meet: str | None = None) -> None:
         from sglang.srt.entrypoints.engine import Engine
 
@@ -169,6 +188,13 @@ class SGLang(Rollout):
         await self._engine.tokenizer_manager.get_internal_state()
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class Trainer:
     """Commands of one bus to the one agent, each of which must succeed."""
 
@@ -189,23 +215,28 @@ class Trainer:
         report.raise_for_failures()
         return {one.agent: one.conclusion for one in report.outcomes}
 
-    async def sync(self, version: int, seed: int) -> None:
-        path = f"v{version}"
-        directory = save_weights(self.folder / "checkpoints" / path, weights(seed))
-        manifest = build_manifest(directory, content=True)
-        report = await self.bus.sync(
-            version, Checkpoint(path), manifest, in_flight="abort", quorum=None, target=Target(), timeout_ms=60_000
-        )
-        report.raise_for_failures()
+    async def sync(self, version: int, seed: int, way: str = "checkpoint") -> None:
+        """New weights, all over the fleet."""
+        path, tensors = f"v{version}", weights(seed)
+        manifest = build_manifest(save_weights(self.folder / "checkpoints" / path, tensors), content=True)
+        source: Source = Checkpoint(path, as_tensors=way == "tensors")
+        async with anyio.create_task_group() as tasks:
+            if way == "broadcast":
+                source = Broadcast(host="127.0.0.1", port=free_port(), group=f"g{version}", replicas=(0,), backend="gloo")
+                tasks.start_soon(anyio.to_thread.run_sync, sender(source, 1, tensors), (0,))
+            report = await self.bus.sync(
+                version, source, manifest, in_flight="abort", quorum=None, target=Target(), timeout_ms=60_000
+            )
+            report.raise_for_failures()
 
     # --- what is tried ------------------------------------------------------------------------------------------------
 
     async def weights_change(self) -> dict[str, object]:
-        """Greedy tokens and the version read back: as launched, after new weights, and after the old ones again."""
+        """Greedy tokens and the version read back: as launched, then by each way new weights and the old ones again."""
         seen = []
-        for version, seed in ((0, 1), (1, 2), (2, 1)):
+        for version, way in enumerate(("", *(way for way in self.rollout.ways for _ in range(2)))):
             if version:
-                await self.sync(version, seed)
+                await self.sync(version, 1 + version % 2, way)
             observed = await self.rollout.adapter.observe()
             answer = await self.rollout.generate()
             seen.append({"tokens": answer.tokens, "version": observed.version, "generating": observed.generating})

@@ -50,7 +50,7 @@ REQUEST_OF: Final[Mapping[str, str]] = {
 PLAIN: Final = ("stop_profile", "flush_cache", "abort_request")
 """Methods that take arguments, or none."""
 LAUNCH: Final = (
-    *("random_seed", "node_rank", "device", "model_path"),
+    *("random_seed", "node_rank", "device", "model_path", "tp_size"),
     *("enable_memory_saver", "enable_weights_cpu_backup"),
 )
 """What the adapter reads of the launch."""
