@@ -26,7 +26,7 @@ from controlplane.log import RunLog
 from controlplane.profiling import collecting, entering, leaving, session_after
 from controlplane.tickets import Ticket
 from schemas.checkpoints import build_manifest, resolve
-from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target
+from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target, lasting
 from schemas.config import BusConfig, ProfilerConfig
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
 from schemas.identity import InFlight, Tag
@@ -261,10 +261,13 @@ class ControlPlane:
         Raises CheckpointError when the source is missing, cut off or unsafe; SyncInProgress.
         """
         bus = self.bus
-        if manifest is None and not source.path:
-            raise ConfigError("a broadcast needs a manifest, or a path: `manifest_of` makes one from names and shapes")
         if manifest is None:
-            manifest = build_manifest(resolve(self._checkpoints, source.path), content)
+            kept = lasting(source)
+            if kept is None:
+                raise ConfigError(
+                    "a broadcast needs a manifest, or a path: `manifest_of` makes one of names and shapes"
+                )
+            manifest = build_manifest(resolve(self._checkpoints, kept.path), content)
         ticket = bus.sync(
             version,
             source,
