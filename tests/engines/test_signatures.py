@@ -17,10 +17,22 @@ import pytest
 import trio
 
 from schemas.checkpoints import build_manifest
-from schemas.commands import Checkpoint, ProfilePlan, Window
+from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
 from schemas.desired import Session
-from schemas.errors import EngineError
-from schemas.events import Abort, Call, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
+from schemas.errors import CheckpointError, EngineError
+from schemas.events import (
+    Abort,
+    Call,
+    CheckSource,
+    Flush,
+    Load,
+    Pause,
+    Resume,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
 from schemas.identity import Identity, Operation, Tag
 from tests.engines import wheels
 from tests.engines.release_facts import number
@@ -67,7 +79,7 @@ class Bench(NamedTuple):
         """What the adapter says of a call that it does not make; empty for one that it made."""
         try:
             await self.adapter.perform(call, 1.0)
-        except EngineError as error:
+        except (EngineError, CheckpointError) as error:
             return str(error)
         return ""
 
@@ -116,6 +128,10 @@ def sglang_standin(surface: Surface, folder: Path) -> StandIn:
     """A TokenizerManager that was launched with all that is needed."""
     said: dict[str, Answer] = {
         "update_weights_from_disk": (True, "Succeeded.", 0),
+        "init_weights_update_group": (True, ""),
+        "begin_weight_update": (True, ""),
+        "update_weights_from_distributed": (True, ""),
+        "end_weight_update": (True, ""),
         "flush_cache": SimpleNamespace(success=True),
         "config_value": "default",
     }
@@ -174,6 +190,7 @@ CALLS: list[tuple[Operation, Call, str]] = [
 ]
 """What is called, and the first vLLM that can do it in process. Every SGLang can do all of it."""
 
+LABELS = {"update_weight_version", "compute_weight_checksums"}
 ASIDE = {"check_health", "is_paused", "is_sleeping", "get_weight_version", "config_value", "auto_create_handle_loop"}
 """Calls that change nothing."""
 
@@ -234,6 +251,28 @@ async def test_vllm_is_asked_in_the_words_of_the_release(kind: wheels.Kind, vers
             manifest = build_manifest(tmp_path / "checkpoints" / "step_7", content=True)
             returned = await bench.adapter.perform(Load(7, Checkpoint("step_7"), manifest), 1.0)
             assert returned.digest == fingerprint({"tp0:w": "a", "tp1:w": "b"})  # of all workers, as over HTTP
+
+
+@pytest.mark.parametrize(("kind", "version"), releases("sglang", "vllm"))
+async def test_a_broadcast_is_received_as_the_release_does_it(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
+    manifest = build_manifest(save_tensor(tmp_path / "sent"), content=False)
+    source = Broadcast(host="10.0.0.1", port=29500, group="g", replicas=(0, 1))
+    async with attached(kind, version, tmp_path) as bench:
+        can = kind == "sglang" or number(version) >= (0, 16)
+        assert (await bench.said(CheckSource(source, manifest, 7)) == "") == can
+        if not can:
+            return
+        before = len(bench.standin.calls)
+        assert await bench.said(Load(7, source, manifest)) == ""
+        assert await bench.said(Load(8, source, manifest)) == ""  # the group is made once
+        made = [one.method for one in bench.standin.calls[before:] if one.method not in ASIDE | LABELS]
+        session = {"sglang": (0, 5, 21), "vllm": (0, 21)}[kind] <= number(version)
+        update = {
+            "sglang": ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"],
+            "vllm": ["start_weight_update", "update_weights", "finish_weight_update"],
+        }[kind]
+        group = {"sglang": "init_weights_update_group", "vllm": "init_weight_transfer_engine"}[kind]
+        assert made == [group, *2 * (update if session else update[1:2])]
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("vllm"))
