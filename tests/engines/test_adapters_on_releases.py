@@ -128,7 +128,7 @@ CALLS: list[tuple[Operation, Call, str]] = [
     (Operation.SLEEP, Sleep(CACHE), "0.31.0"),
     (Operation.WAKE, Wake(WEIGHTS), "0.31.0"),
     (Operation.WAKE, Wake(BOTH), "0.0.0"),
-    (Operation.LOAD, Load(7, Checkpoint("step_7"), None), "0.0.0"),
+    (Operation.LOAD, Load(7, Checkpoint("step_7"), None), "0.16.0"),
     (Operation.RESUME, Resume(), "0.0.0"),
     (Operation.PROFILE, StartProfile(Session(3, PLAN), "s3"), "0.0.0"),
     (Operation.PROFILE, StopProfile(Session(3, PLAN), "s3"), "0.0.0"),
@@ -137,17 +137,22 @@ CALLS: list[tuple[Operation, Call, str]] = [
 ]
 """What is called, and the first vLLM that can do it. Every SGLang can do all of it."""
 
+IGNORED = "POST /sleep: has no query parameter mode"
+"""Of vLLM before 0.17: a real server passes over it, as is meant. None may be told anything else that it lacks."""
+
 
 @pytest.mark.parametrize(("kind", "version"), RELEASES)
 async def test_what_an_adapter_sends_is_taken(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
     async with attached(kind, version, tmp_path) as bench:
         seen = await bench.engine.observe()
         assert seen.tokenizer == "present" and seen.instance is not None
+        ignores = kind == "vllm" and number(version) < (0, 17)
         for operation, call, since in CALLS:
             before = len(bench.app.asked)
             said = await bench.said(call) if operation in seen.operations else f"it can't {operation}"
+            said = "" if ignores and IGNORED in said else said
             sent = [one.path for one in bench.app.asked[before:]]
             can = kind == "sglang" or number(since) <= number(version)
             assert (bool(sent), said == "") == (can, can), f"{call}: sent {sent}, said {said!r}"
-        refused = [one for one in bench.app.asked if one.status != 200]
+        refused = [one for one in bench.app.asked if one.status != 200 and not (ignores and one.path == "/sleep")]
         assert refused == []
