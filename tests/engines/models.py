@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 256, 2, 4, 2, 320
+HIDDEN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 256, 12, 4, 2, 320
 """vLLM's attention on CPU refuses heads of 16; 256 / 4 = 64 is one that it takes."""
 EOS = 256
 

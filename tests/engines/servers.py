@@ -170,14 +170,13 @@ class Request(threading.Thread):
 
     def _stream(self) -> None:
         path, body = _asked(self._kind, "a long one", self._wanted, self._model)
-        with httpx.stream("POST", self._url + path, json=body | {"stream": True}, timeout=60) as answer:
+        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        with httpx.stream("POST", self._url + path, json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     said = json.loads(line[6:])
-                    if self._kind == "vllm":
-                        self.made += len((said["choices"] or [{}])[0].get("token_ids") or [])
-                    else:
-                        self.made = said["meta_info"]["completion_tokens"]
+                    counted = said["usage"] if self._kind == "vllm" else said["meta_info"]
+                    self.made = counted["completion_tokens"]
                     if self.made:
                         self.begun.set()
 
@@ -207,6 +206,8 @@ def environment(kind: str) -> dict[str, str]:
     """What the server needs in its environment on such a machine."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     if kind == "vllm":
+        # Its engine core spins while a worker computes, and on two cores starves the thread that hands out tokens.
+        offline |= {"VLLM_USE_SPINLOOP_EXT": "1"}
         return offline | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return offline | {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(STANDINS)}
 
@@ -275,4 +276,4 @@ class Door:
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-                end.close()
+            end.close()

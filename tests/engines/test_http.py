@@ -73,7 +73,11 @@ async def ask(url: str, method: str, key: str | None = None, **arguments: object
 async def test_it_knows_what_a_server_says_that_it_takes() -> None:
     with serving(lambda request, _: answer(request, 200, OPENAPI)) as url:
         front = HttpFront(url, ROUTES, info_path="/info")
-        assert await front.methods() == {"read": set(), "once": {"one", "two"}, "asked": {"there"}}
+        assert await front.methods() == {
+            "read": frozenset(),
+            "once": frozenset({"one", "two"}),
+            "asked": frozenset({"there"}),
+        }
         await front.close()
     assert await HttpFront(url, ROUTES, info_path="/info").methods() is None  # nobody is there any more
 

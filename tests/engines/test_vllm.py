@@ -46,7 +46,7 @@ from tests.engines.servers import (
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
 
 
-LONG = 2000
+LONG = 1000
 """Tokens of a request that is still running when a command comes."""
 
 
