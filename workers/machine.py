@@ -26,7 +26,7 @@ from typing import NamedTuple, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync, lasting
 from schemas.desired import Desired, intend, orphaned
 from schemas.events import (
     Answer,
@@ -226,8 +226,9 @@ def settled(state: AgentState) -> bool:
     left, engine = remaining(state.desired, state.conceded), state.engine
     if not engine.operations >= STEERED and not (may_serve(left, engine) and holds_committed(left, engine)):
         return False  # it goes on with what nobody wants, and can't be stopped
-    if left.serving and not engine.generating:
-        return False  # it waits for a sync: what is committed was to be had only once
+    committed = left.committed
+    if committed is not None and lasting(committed.source) is None and not holds_committed(left, engine):
+        return False  # it waits for the next sync: what is committed was to be had only once
     return engine.tokenizer == "present" and not settle(left, engine, state.identity)
 
 

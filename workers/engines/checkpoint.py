@@ -7,6 +7,7 @@ both sides go through its tensors in ascending order of their names, and the man
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -91,13 +92,12 @@ class Weights:
         return held
 
     def _held(self, model: str | None) -> dict[str, TensorSpec] | None:
-        if model is None or not Path(model).is_dir():
-            return None
-        if self._launched[0] != model:
-            try:
+        """What the engine's model is made of. Some engines name what they loaded last, which may be gone by now: then
+        what was read before still holds, because no load changes the model.
+        """
+        if model is not None and self._launched[0] != model and Path(model).is_dir():
+            with suppress(CheckpointError):
                 self._launched = (model, read_layout(Path(model)))
-            except CheckpointError:
-                self._launched = (model, None)
         return self._launched[1]
 
 

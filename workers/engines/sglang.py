@@ -437,12 +437,16 @@ def _packed(directory: Path, names: list[str]) -> str:
             f"tensors can't be handed over: {error.name} is not installed beside this agent. Run the agent from the "
             "environment of its engine, or sync without `as_tensors`."
         ) from error
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]  # SGLang's server dies of the default one
     wanted, tensors = set(names), []
     for file in safetensors_files(directory):
         with safetensors.safe_open(file, framework="pt") as opened:
             tensors += [(name, opened.get_tensor(name)) for name in opened.keys() if name in wanted]  # noqa: SIM118
-    packed: str = MultiprocessingSerializer.serialize(tensors, output_str=True)
+    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]  # of another it dies
+    try:
+        packed: str = MultiprocessingSerializer.serialize(tensors, output_str=True)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
     return packed
 
 
