@@ -135,9 +135,8 @@ def _intend_profile(desired: Desired, command: ProfileCommand, identity: Identit
         return replace(desired, profile=None) if stopping else desired
     if refuse_profile(command.plan, command.step, identity) is not None:
         return desired
-    if desired.profile is not None and desired.profile.step == command.step:
-        return desired
-    return replace(desired, profile=Session(command.step, command.plan))
+    session = Session(command.step, command.plan)  # another plan for the same step mends one that was refused
+    return desired if desired.profile == session else replace(desired, profile=session)
 
 
 def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:

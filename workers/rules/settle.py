@@ -234,7 +234,7 @@ def learn(
         if seen is not None:
             learned = believe(learned, seen)
             unharmed = seen.digest is not None and seen.digest == known and not engine.torn
-            learned = replace(learned, torn=learned.torn and not unharmed)
+            learned = replace(learned, torn=(learned.torn or _discards(call)) and not unharmed)
         return learned, Failed(ErrorKind(result.kind), f"{result.message} {holds(learned)}")
     learned = _after_success(engine, call, result)
     if seen is None:
@@ -242,6 +242,8 @@ def learn(
     failure = contradiction(call, result, seen)
     session = learned.session if isinstance(call, StartProfile) else None
     learned = believe(learned, seen)
+    if _discards(call):  # whichever engine it was that answered, if it was launched again meanwhile
+        learned = replace(learned, torn=True)
     if failure is None:  # a window may have closed by now: the session still wants its stop
         return (learned if session is None else replace(learned, session=session)), None
     torn = learned.torn or isinstance(call, Load)
@@ -290,12 +292,16 @@ def holds(engine: EngineState) -> str:
     return f"The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
 
 
+def _discards(call: Call) -> bool:
+    return isinstance(call, Sleep) and call.discard
+
+
 def _after_fault(engine: EngineState, call: Call, fault: Fault) -> EngineState:
     match call:
         case Load() if fault.kind != "source_refused":
             return replace(engine, torn=True, stale_cache=True)
         case Sleep():
-            return replace(engine, torn=engine.torn or call.discard)
+            return replace(engine, torn=engine.torn or _discards(call))
         case StopProfile() | StartProfile():
             return replace(engine, session=None)
         case _:
@@ -322,7 +328,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
         case Sleep():
             stale = engine.stale_cache and "kv_cache" not in call.tags
             return replace(
-                engine, asleep=engine.asleep | call.tags, stale_cache=stale, torn=engine.torn or call.discard
+                engine, asleep=engine.asleep | call.tags, stale_cache=stale, torn=engine.torn or _discards(call)
             )
         case Wake():
             return replace(engine, asleep=engine.asleep - call.tags)
