@@ -88,9 +88,9 @@ def test_a_start_of_another_step_takes_the_place_of_the_first() -> None:
     assert wanted.profile is not None and wanted.profile.step == 4
 
 
-def test_a_second_start_of_the_same_step_does_not_change_its_plan() -> None:
+def test_a_second_start_of_the_same_step_may_mend_a_plan_that_was_refused() -> None:
     again = ProfileCommand(action="start", step=3, plan=ProfilePlan(with_stack=True))
-    assert after(START, again) == after(START)
+    assert after(START, again) == after(again) != after(START)
 
 
 def test_a_session_that_does_not_concern_the_replica_is_not_wanted() -> None:

@@ -56,6 +56,11 @@ class Front(Protocol):
         ...
 
 
+def patience_s(within_s: float) -> float:
+    """How long to ask again for what is refused for the moment. The rest of the time is for saying that it was."""
+    return max(0.0, within_s - min(1.0, within_s / 4))
+
+
 def text(mapping: Mapping[str, object], key: str) -> str | None:
     """A value that is text, else None: what an engine says is never trusted to have a type."""
     value = mapping.get(key)

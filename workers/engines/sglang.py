@@ -46,7 +46,7 @@ from schemas.events import (
 from schemas.identity import Identity, InFlight, Operation
 from schemas.outcomes import Trace
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
-from workers.engines.front import Front, Methods, Refused, number, text
+from workers.engines.front import Front, Methods, Refused, number, patience_s, text
 from workers.engines.http import HttpFront, Route
 from workers.engines.vllm import version_of
 from workers.traces import make_fresh, of_node
@@ -285,7 +285,7 @@ class SGLangEngine:
 
     async def _flush(self, front: Front, launch: Launch, within_s: float) -> None:
         """Refused while requests run: asked again until it succeeds, or the time is over."""
-        until = time.monotonic() + within_s
+        until = time.monotonic() + patience_s(within_s)
         waits = "timeout_s" in launch.methods["flush_cache"] or "timeout" in launch.methods["flush_cache"]
         while True:
             left = until - time.monotonic()

@@ -42,7 +42,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
-from workers.engines.front import Front, Methods, part, text
+from workers.engines.front import Front, Methods, part, patience_s, text
 from workers.engines.http import HttpFront, Route
 from workers.traces import described, make_fresh, moved, of_node
 
@@ -257,7 +257,7 @@ class VllmEngine:
 
     async def _flush(self, front: Front, launch: Launch, within_s: float) -> None:
         """A prefix that a request still uses can't be dropped: asked again until it can, or the time is over."""
-        until = time.monotonic() + within_s
+        until = time.monotonic() + patience_s(within_s)
         while await front.call("reset_prefix_cache") is False:
             if time.monotonic() + FLUSH_RETRY_S > until:
                 raise EngineError("vllm did not drop its prefix cache by the deadline: requests still use it.")
