@@ -15,6 +15,9 @@ not to be seen in a log that only holds what arrived: the agent's tests hold it.
 The checks take nothing from the machines but the meaning of commands (`schemas.desired.intend`): they look at what was
 asked, what engines were seen to be, and what was told, and would catch a machine that fools itself. An agent may be
 seen in a state that is wrong; it may not leave it at that. So I1 asks whether a call follows, or a failure was told.
+
+Where the log lacks decisions of an agent, what it wants from there on is not known: I1, I2 and I7 are not asked of the
+rest of that journal. `controlplane.replay` says where such holes are.
 """
 
 from collections.abc import Iterable, Iterator
@@ -218,9 +221,13 @@ class _Agent:
         self._received_commands: dict[tuple[int, int], CommandReceived] = {}  # by epoch and seq of the record
         self._told: dict[tuple[int, int], Outcome] = {}
         self._calling = False
+        self._number = 0  # of the last decision
+        self._known = True  # the log holds every decision until here
 
     def take(self, entry: LogEntry, event: Event, effects: tuple[Effect, ...]) -> Iterator[Violation]:
         at = entry.position
+        self._known = self._known and entry.number == self._number + 1
+        self._number = entry.number
         for effect in effects:
             if isinstance(effect, Answer):
                 yield from self._answered(at, effect)
@@ -233,7 +240,7 @@ class _Agent:
         told = any(isinstance(one, Answer) and isinstance(one.outcome, Failed) for one in effects)
         failed = told or (isinstance(event, EngineReturned) and isinstance(event.result, Fault))
         seen = event.observation if isinstance(event, EngineReturned | EngineObserved) else None
-        if seen is not None and not self._calling and not failed:
+        if seen is not None and self._known and not self._calling and not failed:
             yield from self._left_at(at, seen)
 
     def _answered(self, at: int, answer: Answer) -> Iterator[Violation]:

@@ -96,11 +96,7 @@ class RunLog:
             file = undo.enter_context(RecordFile.open(path, header, durability))
             found = _read_header(file)
             if found.major != MAJOR or found.logic != LOGIC:
-                raise _other_logic(
-                    file.path,
-                    f"it was written with decision logic {found.logic} and protocol {found.major}, this version has "
-                    f"logic {LOGIC} and protocol {MAJOR}",
-                )
+                raise _other_logic(file.path, _written_by(found))
             if run is not None and found.run != run:
                 raise ConfigError(f"{file.path} is the log of run {found.run}, not of {run}: name another file")
             log = cls(file, found.run)
@@ -113,6 +109,16 @@ class RunLog:
         """The head of a log. Raises LogError, LogCorrupt."""
         with RecordReader.open(path) as reader:
             return _read_header(reader)
+
+    @staticmethod
+    def check_logic(path: str | os.PathLike[str]) -> None:
+        """Raise LogError when a log was written by other logic than this version's; also what `header` raises."""
+        found = RunLog.header(path)
+        if found.major != MAJOR or found.logic != LOGIC:
+            raise LogError(
+                f"the log {path} can't be replayed: {_written_by(found)}. Replay it with a version of rolloutctl that "
+                f"has decision logic {found.logic} and protocol {found.major}; `show` and `verify` read it here"
+            )
 
     @staticmethod
     def read(path: str | os.PathLike[str], start: int = 1) -> Iterator[LogEntry]:
@@ -233,6 +239,13 @@ def _read_header(reader: RecordReader) -> RunHeader:
         )
     except (KeyError, ValueError) as error:
         raise LogError(f"{reader.path} is a record file, but no log of a run: its header lacks {error}") from error
+
+
+def _written_by(found: RunHeader) -> str:
+    return (
+        f"it was written with decision logic {found.logic} and protocol {found.major}, this version has "
+        f"logic {LOGIC} and protocol {MAJOR}"
+    )
 
 
 def _other_logic(path: Path, what: str) -> LogError:

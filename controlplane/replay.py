@@ -1,7 +1,7 @@
 """Folds the machines over a recorded run, and compares: the same decisions, byte for byte, or the first that differs.
 
-Pure, and no machine is named here: a composition root hands in both `decide` functions. A log that other logic wrote
-would differ everywhere, so its header is compared before (`schemas.errors.ReplayDiffers` says so as well).
+Pure, and no machine is named here: a composition root hands in both `decide` functions, and compares the log's header
+before, since a log that other logic wrote may differ anywhere.
 
 An agent's decisions are numbered within its journal, and a journal begins with an agent that knows nothing. Where the
 log lacks some (an agent lost its disk before it could send them) there is nothing to fold over: what follows in that
@@ -148,6 +148,7 @@ class Fold(Generic[S]):
         self._compared += 1
         again = encode(effects)
         if again != bytes(entry.effects):
+            entry.typed_effects()  # what nobody can read is damage, and can't be shown beside the others
             raise ReplayDiffers(_difference(entry, Raw(again)))
 
 

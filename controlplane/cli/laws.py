@@ -1,9 +1,11 @@
 """The machines of both sides, for those who fold a log: the one place where they meet."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from controlplane import coordinator
 from controlplane.entries import LogEntry
+from controlplane.log import RunLog
 from controlplane.replay import AgentLaw, Fold, Replayed, replay
 from workers import machine
 from workers.machine import AgentState
@@ -12,6 +14,15 @@ from workers.machine import AgentState
 def replay_log(entries: Iterable[LogEntry]) -> Replayed:
     """Decide everything again. Raises ReplayDiffers, LogCorrupt."""
     return replay(entries, coordinator.decide, _agent_law())
+
+
+def replay_file(path: Path) -> Replayed:
+    """Decide everything in a log's file again.
+
+    Raises LogError for a log of other logic, which would differ for that reason alone; ReplayDiffers, LogCorrupt.
+    """
+    RunLog.check_logic(path)
+    return replay_log(RunLog.read(path))
 
 
 def fold_log() -> Fold[AgentState]:

@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 import msgspec
 
-from controlplane.cli.laws import replay_log
+from controlplane.cli.laws import replay_file
 from controlplane.cli.words import in_words
 from controlplane.entries import LogEntry
 from controlplane.invariants import verify
 from controlplane.log import RunLog
 from schemas.errors import LogCorrupt, ReplayDiffers
+from schemas.wire import HOSTILE
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print for machines, a line each.")
@@ -34,7 +35,7 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
     for entry in RunLog.read(file, start):
         if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
             continue
-        click.echo(msgspec.json.encode(_plain(entry)) if as_json else _line(entry))
+        click.echo(_json_line(entry) if as_json else _line(entry))
 
 
 @log.command("verify", short_help="The file, and the invariants of a healthy run.")
@@ -75,7 +76,7 @@ def verify_command(file: Path, as_json: bool) -> None:
 def replay_command(file: Path, as_json: bool) -> None:
     """Fold the machines over the log. Ends with 1, and a diff, at the first decision that is another one today."""
     try:
-        replayed = replay_log(RunLog.read(file))
+        replayed = replay_file(file)
     except ReplayDiffers as difference:
         told = msgspec.json.encode({"same": False, "difference": str(difference)})
         click.echo(told if as_json else str(difference))
@@ -86,6 +87,16 @@ def replay_command(file: Path, as_json: bool) -> None:
 def _line(entry: LogEntry) -> str:
     moment = datetime.datetime.fromtimestamp(entry.at_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
     return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {in_words(entry)}"
+
+
+def _json_line(entry: LogEntry) -> bytes:
+    """Raises LogCorrupt for what this version can't read and JSON can't hold."""
+    try:
+        return msgspec.json.encode(_plain(entry))
+    except (*HOSTILE, TypeError):  # TypeError: keys or types that JSON lacks
+        entry.typed_event()
+        entry.typed_effects()
+        raise
 
 
 def _plain(entry: LogEntry) -> dict[str, object]:

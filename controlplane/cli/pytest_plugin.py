@@ -94,12 +94,11 @@ class RecordedRunItem(pytest.Item):
         return self._log, None, self.name
 
     def _replay(self) -> Iterator[str]:
-        from controlplane.cli.laws import replay_log
-        from controlplane.log import RunLog
+        from controlplane.cli.laws import replay_file
         from schemas.errors import RolloutctlError
 
         try:
-            replay_log(RunLog.read(self._log))
+            replay_file(self._log)
         except RolloutctlError as error:
             yield str(error)
 

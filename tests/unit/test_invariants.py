@@ -199,5 +199,26 @@ def test_answers_of_strangers_are_looked_at_too() -> None:
     assert broken(TRAINED, edit) == {"I8"}
 
 
+@pytest.mark.parametrize("entries", [TORN, TRAINED, KILLED], ids=["torn-fleet", "trained", "killed"])
+@pytest.mark.parametrize("missing", [1, 5])
+def test_a_hole_in_the_log_is_no_fault_of_the_run(entries: tuple[LogEntry, ...], missing: int) -> None:
+    journals = sorted({(one.agent, one.journal) for one in entries if one.agent})
+    for journal in journals:
+        for first in range(1, 30):
+            hole = range(first, first + missing)
+            left = [one for one in entries if (one.agent, one.journal) != journal or one.number not in hole]
+            assert [str(one) for one in verify(left)] == [], f"without {hole} of {journal}"
+
+
+def test_what_needs_no_past_is_checked_behind_a_hole_too() -> None:
+    def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+        if any(isinstance(one, Answer) and isinstance(one.outcome, Skipped) for one in effects):
+            return event, tuple(replace(one, row=0) for one in effects)
+        return None
+
+    left = tuple(one for one in TRAINED if not (one.agent == "0.1" and one.number == 2))
+    assert broken(left, edit, "0.1") == {"I6"}
+
+
 def test_a_violation_says_where_and_who() -> None:
     assert str(Violation("I1", 7, ("0.0",), "generates")) == "I1 at record 7 (0.0): generates"

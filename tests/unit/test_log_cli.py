@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 
 from controlplane.log import RunLog
+from schemas.events import Decision, Tick
 from schemas.records import RecordFile
+from schemas.wire import Recorded, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 
@@ -108,6 +111,34 @@ def test_what_is_readable_of_a_damaged_log_is_read(cut: Path) -> None:
     assert str(cut) in said and "damage" in said
     shown = log("show", cut)
     assert shown.returncode == 3 and shown.stderr.startswith("rolloutctl: ")
+
+
+@pytest.mark.parametrize("key", ["logic", "major"])
+def test_a_log_of_other_logic_says_what_replays_it(good: Path, key: str) -> None:
+    other = good.with_name("other.db")
+    with RecordFile.open(other, {**_header(good), key: "99"}) as file, RecordFile.open(good) as source:
+        for record in source.records():
+            file.append(record.kind, record.agent, record.at_ns, record.body)
+    replayed = log("replay", other)
+    assert (replayed.returncode, replayed.stdout) == (3, "")
+    assert str(other) in replayed.stderr and "Replay it with a version of rolloutctl that has" in replayed.stderr
+    assert "99" in replayed.stderr
+    assert log("verify", other).returncode == 0
+    done = pytest_in(good.parent, "--replay-log", other)
+    assert "can't be replayed" in done.stdout and "1 failed, 1 passed" in done.stdout
+
+
+@pytest.mark.parametrize("words", [("show",), ("show", "--json"), ("verify",), ("replay",), ("replay", "--json")])
+@pytest.mark.parametrize(
+    "effects", [b"\x91\xa2\xff\xfe", b"\xd4\x05\x01", b"\x81\x91\x01\x01"], ids=["text", "ext", "key"]
+)
+def test_effects_that_nobody_can_read_are_one_clear_line(good: Path, words: tuple[str, ...], effects: bytes) -> None:
+    with RunLog.open(good) as file:
+        decision = Decision(Raw(encode(Tick(at_ms=1))), Raw(effects))
+        file.take("7.0", Recorded(journal="j", first=1, decisions=(decision,)), 1)
+    said = log(*words, good)
+    assert said.returncode == 3 and "Traceback" not in said.stderr
+    assert "the effects of agent 7.0 can't be read" in said.stderr
 
 
 @pytest.mark.parametrize("words", [("show",), ("verify",), ("replay",)])
