@@ -222,7 +222,9 @@ class Trainer:
         source: Source = Checkpoint(path, as_tensors=way == "tensors")
         async with anyio.create_task_group() as tasks:
             if way == "broadcast":
-                source = Broadcast(host="127.0.0.1", port=free_port(), group=f"g{version}", replicas=(0,), backend="gloo")
+                source = Broadcast(
+                    host="127.0.0.1", port=free_port(), group=str(version), replicas=(0,), backend="gloo"
+                )
                 tasks.start_soon(anyio.to_thread.run_sync, sender(source, 1, tensors), (0,))
             report = await self.bus.sync(
                 version, source, manifest, in_flight="abort", quorum=None, target=Target(), timeout_ms=60_000

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
@@ -115,6 +115,26 @@ class EngineServer(Process):
             return answers(self.url + path)
 
         wait_for(f"{self.kind} answers {path}", up, UP_S)
+
+    @contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Forwards take several times as long: the worker of vLLM is stopped for most of the time, in small pieces."""
+        worker = next(one for one in self.family() if "Worker" in one.name())
+        over = threading.Event()
+
+        def pulse() -> None:
+            while not over.wait(0.005):
+                worker.suspend()
+                over.wait(0.03)
+                worker.resume()
+
+        thread = threading.Thread(target=pulse, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def complete(self, prompt: str = "hello", tokens: int = 8) -> list[int]:
         """Greedy tokens."""

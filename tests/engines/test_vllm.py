@@ -46,7 +46,7 @@ from tests.engines.servers import (
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
 
 
-LONG = 1000
+LONG = 600
 """Tokens of a request that is still running when a command comes."""
 
 
@@ -214,19 +214,28 @@ def test_paused_engine_starts_no_request(fleet: Fleet) -> None:
     assert request.tokens() == 4
 
 
-@pytest.mark.parametrize(("mode", "survives"), [("abort", False), ("wait", True), ("keep", True)])
-def test_pause_does_with_requests_in_flight_what_its_mode_says(fleet: Fleet, mode: InFlight, survives: bool) -> None:
-    request = fleet.request(LONG).running()
-    acted(fleet.plane.pause(mode, replicas=[0]))
-    if mode == "keep":
+@pytest.mark.parametrize(("mode", "survives"), [("abort", False), ("keep", True)])
+def test_pause_aborts_or_keeps_requests_in_flight(fleet: Fleet, mode: InFlight, survives: bool) -> None:
+    with fleet.first.slowed():
+        request = fleet.request(LONG).running()
+        acted(fleet.plane.pause(mode, replicas=[0]))
+    if survives:
         assert not request.ended
     acted(fleet.plane.resume(replicas=[0]))
     assert (request.tokens() == LONG) == survives
 
 
-def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
+def test_pause_waits_for_requests_in_flight(fleet: Fleet) -> None:
     request = fleet.request(LONG).running()
-    acted(fleet.plane.abort_requests(replicas=[0]))
+    acted(fleet.plane.pause("wait", replicas=[0], timeout=60))
+    assert request.tokens() == LONG
+    acted(fleet.plane.resume(replicas=[0]))
+
+
+def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
+    with fleet.first.slowed():
+        request = fleet.request(LONG).running()
+        acted(fleet.plane.abort_requests(replicas=[0]))
     assert request.tokens() < LONG
     assert len(fleet.first.complete(tokens=4)) == 4
 
