@@ -100,8 +100,16 @@ def profile_start(
 @click.option("--step", type=click.IntRange(0), required=True, help="The step that it was started for.")
 @_publishes
 def profile_stop(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, step: int) -> None:
-    """Close the session; the answer names the traces."""
+    """Close the session; the answer names the traces of node rank 0."""
     _submit(bus, as_json, replicas, timeout, ProfileCommand(action="stop", step=step))
+
+
+@profile.command("collect")
+@click.option("--step", type=click.IntRange(0), required=True, help="The step whose session was stopped.")
+@_publishes
+def profile_collect(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, step: int) -> None:
+    """After a stop: the answer names the traces that the other nodes wrote to their own disks."""
+    _submit(bus, as_json, replicas, timeout, ProfileCommand(action="collect", step=step))
 
 
 @click.command(short_help="Stop generating.")
@@ -138,10 +146,14 @@ _tags = click.option("--tag", "tags", multiple=True, type=click.Choice(["weights
 
 @click.command(short_help="Free the engines' memory.")
 @_tags
+@click.option("--discard", is_flag=True, help="Drop the weights; what is committed is loaded again after the wake.")
 @_publishes
-def sleep(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, tags: tuple[Tag, ...]) -> None:
+def sleep(
+    bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, tags: tuple[Tag, ...], discard: bool
+) -> None:
     """Free the engines' memory."""
-    _submit(bus, as_json, replicas, timeout, EngineCommand(operation="sleep", tags=frozenset(tags)))
+    command = EngineCommand(operation="sleep", tags=frozenset(tags), discard=discard)
+    _submit(bus, as_json, replicas, timeout, command)
 
 
 @click.command(short_help="Take the engines' memory again.")

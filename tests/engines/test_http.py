@@ -12,6 +12,7 @@ import pytest
 from schemas.errors import ConfigError
 from workers.engines.front import Refused, Unanswered
 from workers.engines.http import ATTEMPTS, HttpFront, Route, api_key, base_url
+from workers.engines.probe import probe
 
 pytestmark = pytest.mark.anyio
 
@@ -180,3 +181,37 @@ def test_key_in_a_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError) as refused:
         base_url("http://me:s3cret@h:8000")
     assert "s3cret" not in str(refused.value)
+
+
+# --- rolloutctl engine probe ------------------------------------------------------------------------------------------
+
+
+def _document(*paths: str) -> Handle:
+    """A server that says it has these paths, and no more."""
+
+    def handle(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        known = request.path == "/openapi.json"
+        answer(request, 200 if known else 404, {"paths": {one: {} for one in paths}} if known else {"detail": "no"})
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("paths", "kind", "tokenizer", "says"),
+    [
+        (("/health", "/health_generate", "/ping"), "sglang", "absent", "node rank 0"),
+        (("/v1/chat/completions",), "unknown", "unknown", "neither"),
+        (("/generate", "/pause_generation"), "sglang", "absent", "no /server_info"),
+    ],
+)
+async def test_probe_tells_what_it_found(paths: tuple[str, ...], kind: str, tokenizer: str, says: str) -> None:
+    with serving(_document(*paths)) as url:
+        found = await probe(url)
+    assert (found.kind, found.tokenizer) == (kind, tokenizer) and says in found.note
+
+
+async def test_probe_of_a_server_that_hides_its_routes_or_is_not_there() -> None:
+    with serving(lambda request, _: answer(request, 404, "Not Found")) as url:
+        assert "openapi.json" in (await probe(url)).note
+    with pytest.raises(Unanswered):
+        await probe(url)

@@ -26,7 +26,7 @@ from controlplane.log import RunLog
 from schemas.checkpoints import build_manifest
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.errors import CheckpointError
-from schemas.identity import InFlight
+from schemas.identity import InFlight, Operation
 from schemas.outcomes import Acted, ErrorKind, Reason, Skipped, Trace
 from schemas.wire import Status
 from tests.engines.models import save_model, save_weights, weights
@@ -40,6 +40,7 @@ from tests.engines.servers import (
     complete,
     environment,
     free_port,
+    probed,
     wait_for,
 )
 
@@ -129,6 +130,12 @@ def passes(folder: Path, traces: tuple[Trace, ...]) -> Counter[str]:
     names = [str(one["name"]) for one in events(folder, worker)]
     found = [re.fullmatch(r"execute_context_(\d+)\(\d+\)_generation_(\d+)\(\d+\)", name) for name in names]
     return Counter("prompt" if one[1] != "0" else "token" for one in found if one)
+
+
+def test_probe_tells_what_the_server_is(fleet: Fleet) -> None:
+    code, found = probed(fleet.first.url)
+    assert code == 0 and (found["kind"], found["version"], found["tokenizer"]) == ("vllm", "0.32.0", "present")
+    assert set(found["has"]) == set(Operation) and found["model"] == fleet.first.model
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

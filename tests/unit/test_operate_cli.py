@@ -118,3 +118,30 @@ def test_a_reader_that_had_enough_is_no_error(plane: BlockingControlPlane) -> No
 
 def test_version_is_the_packages() -> None:
     assert rolloutctl("--version").stdout.strip().endswith(f"version {version('rolloutctl')}")
+
+
+def test_traces_of_the_other_nodes_are_asked_for_by_hand(plane: BlockingControlPlane) -> None:
+    said = rolloutctl("profile", "collect", "--step", "3", "--json", bus=plane.address)
+    outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
+    assert outcomes["0.0"] == {"type": "skipped", "reason": "already"}
+    assert outcomes["0.1"]["calls"] == ["collect_traces"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--engine", "vllm"), "needs --url"),
+        (("--engine", "vllm", "--url", "ftp://h:1"), "give http://HOST:PORT"),
+        (("--engine", "sglang", "--url", "http://h:1", "--", "python"), "follows `--launch --`"),
+        (("--engine", "sglang", "--url", "http://h:1", "--launch"), "takes a server's command"),
+        (("--engine", "tiny", "--launch", "--", "python"), "takes a server's command"),
+        (("--engine", "sglang", "--url", "http://h:1", "--router", "nowhere"), "give http://HOST:PORT"),
+        (("--engine", "tiny", "--router", "http://h:1"), "--router needs --url"),
+        (("--engine", "vllm", "--url", "http://h:1", "--api-key-file", "/nowhere/key"), "can't be read"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_an_agent_says_what_is_wrong_with_its_engine_before_it_begins(words: tuple[str, ...], says: str) -> None:
+    said = rolloutctl("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", *words)
+    assert said.returncode == 2 and says in said.stderr, said.stderr
+    assert "Traceback" not in said.stderr
