@@ -60,7 +60,8 @@ class Checkpoint(Struct, frozen=True, tag="checkpoint", omit_defaults=True):
 class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_defaults=True):
     """Weights that the trainer sends over a torch.distributed group, of which it is rank 0; nothing of them on the bus.
 
-    host, port: of the group's store, on the trainer's side.   group: its name; another one whenever it is made anew.
+    host, port: of the group's store, on the trainer's side.   group: its name; another one whenever it is made anew,
+    and no plain number: torch names groups of its own so.
     replicas: who is in it, in order: the first has ranks 1 to w, w being the GPUs of a replica, the next w more.
     Tensors are sent one by one, in ascending order of their names, as the engine's own checkpoint names them.
     path: the same weights as a checkpoint, for replicas that come late or have to go back; without it those wait for

@@ -223,7 +223,7 @@ class Trainer:
         async with anyio.create_task_group() as tasks:
             if way == "broadcast":
                 source = Broadcast(
-                    host="127.0.0.1", port=free_port(), group=str(version), replicas=(0,), backend="gloo"
+                    host="127.0.0.1", port=free_port(), group=f"g{version}", replicas=(0,), backend="gloo"
                 )
                 tasks.start_soon(anyio.to_thread.run_sync, sender(source, 1, tensors), (0,))
             report = await self.bus.sync(

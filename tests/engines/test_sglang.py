@@ -27,7 +27,17 @@ from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped, Trace
 from tests.engines.groups import sender
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS, acted, conclusions, events, failed
-from tests.engines.servers import AgentProcess, Request, answers, command, complete, environment, free_port, probed
+from tests.engines.servers import (
+    AgentProcess,
+    Request,
+    answers,
+    command,
+    complete,
+    environment,
+    free_port,
+    probed,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
 
@@ -64,6 +74,10 @@ class Fleet:
     def tokens(self, tokens: int = 8) -> list[int]:
         """Greedy tokens of the replica."""
         return complete("sglang", self.urls[0], "hello", tokens, self.model)
+
+    def tokenizers(self) -> dict[str, str]:
+        """What each agent last saw."""
+        return {one.agent: one.status.tokenizer for one in self.plane.status().agents if one.status is not None}
 
     def label(self) -> str:
         """Which weights the engine says that it serves."""
@@ -117,10 +131,10 @@ def steps(folder: Path, trace: Trace) -> Counter[str]:
 
 
 def test_health_says_nothing_and_server_info_tells_which_node_has_the_tokenizer(fleet: Fleet) -> None:
-    assert [answers(f"{url}/health") for url in fleet.urls] == [True, True]
+    wait_for("both are healthy", lambda: all(answers(f"{url}/health") for url in fleet.urls))
     assert [answers(f"{url}/server_info") for url in fleet.urls] == [True, False]
-    seen = {one.agent: one.status.tokenizer for one in fleet.plane.status().agents if one.status is not None}
-    assert seen == {"0.0": "present", "0.1": "absent", "1.0": "present"}
+    wanted = {"0.0": "present", "0.1": "absent", "1.0": "present"}
+    wait_for(f"the agents say {wanted}", lambda: fleet.tokenizers() == wanted)
 
 
 def test_probe_tells_what_each_node_is(fleet: Fleet) -> None:
