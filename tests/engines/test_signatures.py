@@ -179,7 +179,7 @@ CALLS: list[tuple[Operation, Call, str]] = [
     (Operation.SLEEP, Sleep(WEIGHTS | CACHE), "0.0.0"),
     (Operation.SLEEP, Sleep(WEIGHTS | CACHE, discard=True), "0.0.0"),
     (Operation.SLEEP, Sleep(CACHE), "0.31.0"),
-    (Operation.WAKE, Wake(WEIGHTS), "0.31.0"),
+    (Operation.WAKE, Wake(WEIGHTS), "0.0.0"),
     (Operation.WAKE, Wake(WEIGHTS | CACHE), "0.0.0"),
     (Operation.LOAD, Load(7, Checkpoint("step_7"), None), "0.16.0"),
     (Operation.RESUME, Resume(), "0.0.0"),

@@ -217,9 +217,12 @@ class VllmEngine:
         await front.call("sleep", level=2 if call.discard else 1, **mode)
 
     async def _wake(self, front: Front, launch: Launch, call: Wake) -> None:
-        if len(call.tags) == 1 and "release_kv_cache_memory" not in launch.methods:
-            raise EngineError(f"vllm {launch.version} would generate half awake: wake weights and KV cache together.")
-        await front.call("wake_up", tags=sorted(call.tags))
+        # Up to 0.23 a scheduler is resumed by the first region that wakes, and would run without its cache: there
+        # the cache wakes with the weights, and is awake when it is asked for.
+        whole = "release_kv_cache_memory" not in launch.methods
+        if whole and call.tags == {"kv_cache"}:
+            return
+        await front.call("wake_up", tags=["kv_cache", "weights"] if whole else sorted(call.tags))
         if await front.read("is_paused") is False:
             freezes = "mode" in launch.methods["pause_generation"]
             await front.call("pause_generation", **pause_arguments(Pause("keep" if freezes else "wait"), launch))
