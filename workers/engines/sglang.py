@@ -16,7 +16,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, assert_never
 
@@ -326,7 +326,7 @@ class SGLangEngine:
 def launched(info: Mapping[str, object], methods: Methods) -> Launch:
     """From `/server_info`, or the same names read in process."""
     rank, cpu = info.get("node_rank"), info.get("device") == "cpu"
-    # Two launches differ in the seed that they draw, and in how long each took to start (from 0.5.2x on).
+    # Two launches differ in the seed that they draw, and in how long each took to start (from 0.5.17 on).
     marks = json.dumps([info.get("random_seed"), info.get("startup_time"), info.get("launched_at")], sort_keys=True)
     return Launch(
         version=text(info, "version") or "of unknown version",
@@ -421,9 +421,11 @@ async def _session(front: Front, launch: Launch) -> AsyncIterator[None]:
     await front.call("begin_weight_update")
     try:
         yield
-    finally:
-        with CancelScope(shield=True):
+    except BaseException:
+        with CancelScope(shield=True), suppress(EngineError):  # what went wrong first is what is told
             await front.call("end_weight_update")
+        raise
+    await front.call("end_weight_update")
 
 
 def _packed(directory: Path, names: list[str]) -> str:
