@@ -178,14 +178,16 @@ def test_a_sync_that_no_replica_follows_is_aborted(plane: BlockingControlPlane, 
 def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path)
     source = checkpoint(tmp_path / "one")
-    engine = Engine()
+    engine, refused = Engine(), threading.Event()
+    engine.begun = lambda: refused.wait(20)  # the first sync is held in its first call
     plane.open()
     try:
         with agents(plane.address, tmp_path, {PRIMARY: engine}):
             plane.wait_for_agents(1, timeout=20).wait()
-            first, second = plane.sync_weights(1, source, timeout=5), plane.sync_weights(2, source, timeout=5)
+            first, second = plane.sync_weights(1, source, timeout=30), plane.sync_weights(2, source, timeout=30)
             with pytest.raises(SyncInProgress, match="a sync to version 1 is in its prepare phase"):
                 second.wait()
+            refused.set()
             first.wait()
     finally:
         plane.close()
