@@ -178,7 +178,8 @@ GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when 
 
 def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, ...]]:
     """The next state, and what is to be done about it, in order."""
-    before, effects = state.engine, Effects()
+    before = state.engine
+    effects: Effects = []
     match event:
         case CommandReceived():
             state = _command(state, event, effects)
@@ -198,7 +199,7 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
             state = _start(state, event)
         case _:
             assert_never(event)
-    if before.instance != state.engine.instance and anew(before, state.engine) and _out_of_service(state):
+    if before is not state.engine and anew(before, state.engine) and _out_of_service(state):
         effects.append(StartAnew())
     return state, tuple(effects)
 

@@ -31,7 +31,7 @@ _NEEDED_FOR: dict[str, Operation] = {
 
 def collecting(command: Command | UnknownCommand) -> bool:
     """Is it about the traces on a node's disk? Then every node acts, whatever its engine."""
-    return isinstance(command, ProfileCommand) and command.action == "collect"
+    return type(command) is ProfileCommand and command.action == "collect"
 
 
 def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
