@@ -14,6 +14,7 @@ from schemas.errors import EngineError
 from schemas.outcomes import Trace
 
 SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickle", ".profiler_out.txt")
+"""What engines leave. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
 HEAD_BYTES: Final = 64 * 1024
 """Of a trace, decompressed: `distributedInfo` stands before the events."""
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')

@@ -5,6 +5,7 @@ The workers are small servers that answer as an engine's front does; the agents,
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,7 +43,7 @@ PATIENCE_S = 30
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
-class Server:
+class Server(ABC):
     """A small HTTP server on a thread of its own. `answer(verb, path)` gives the status and the JSON body.
 
     asked: every request as (verb, path, bearer token or None).
@@ -80,8 +81,9 @@ class Server:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 
+    @abstractmethod
     def answer(self, verb: str, path: str) -> tuple[int, object]:
-        raise NotImplementedError
+        """Status and JSON body."""
 
     def close(self) -> None:
         self._server.shutdown()

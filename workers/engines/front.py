@@ -5,9 +5,12 @@ engine answers to and the parameters that it takes. Versions are for people; the
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from schemas.errors import EngineError
+
+RETRY_S: Final = 0.25
+"""Until that which an engine refused for the moment is asked again."""
 
 Methods = Mapping[str, frozenset[str]]
 """What an engine answers to: name of each method, with the names of its parameters as far as they are declared."""
@@ -59,6 +62,13 @@ class Front(Protocol):
 def patience_s(within_s: float) -> float:
     """How long to ask again for what is refused for the moment. The rest of the time is for saying that it was."""
     return max(0.0, within_s - min(1.0, within_s / 4))
+
+
+def version_of(label: object) -> int | None:
+    """Number of the weights from the engine's label: 0 as launched, None for a label that is not ours."""
+    if label == "default":
+        return 0
+    return int(label) if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 16 else None
 
 
 def text(mapping: Mapping[str, object], key: str) -> str | None:

@@ -46,12 +46,10 @@ from schemas.events import (
 from schemas.identity import Identity, InFlight, Operation
 from schemas.outcomes import Trace
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
-from workers.engines.front import Front, Methods, Refused, number, patience_s, text
+from workers.engines.front import RETRY_S, Front, Methods, Refused, number, patience_s, text, version_of
 from workers.engines.http import HttpFront, Route
-from workers.engines.vllm import version_of
 from workers.traces import make_fresh, of_node
 
-FLUSH_RETRY_S: Final = 0.25
 FLUSH_WAIT_S: Final = 5.0
 """How long the server itself waits for a moment without requests, where it can."""
 
@@ -293,9 +291,9 @@ class SGLangEngine:
                 await front.call("flush_cache", **({"timeout_s": max(0.0, min(FLUSH_WAIT_S, left))} if waits else {}))
                 return
             except Refused as error:
-                if error.status not in (None, 400) or time.monotonic() + FLUSH_RETRY_S > until:
+                if error.status not in (None, 400) or time.monotonic() + RETRY_S > until:
                     raise
-            await anyio.sleep(FLUSH_RETRY_S)
+            await anyio.sleep(RETRY_S)
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 

@@ -42,11 +42,9 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
-from workers.engines.front import Front, Methods, part, patience_s, text
+from workers.engines.front import RETRY_S, Front, Methods, part, patience_s, text, version_of
 from workers.engines.http import HttpFront, Route
 from workers.traces import described, make_fresh, moved, of_node
-
-FLUSH_RETRY_S: Final = 0.25
 
 ROUTES: Final[Mapping[str, Route]] = {
     "start_profile": Route("POST", "/start_profile"),
@@ -262,9 +260,9 @@ class VllmEngine:
         """A prefix that a request still uses can't be dropped: asked again until it can, or the time is over."""
         until = time.monotonic() + patience_s(within_s)
         while await front.call("reset_prefix_cache") is False:
-            if time.monotonic() + FLUSH_RETRY_S > until:
+            if time.monotonic() + RETRY_S > until:
                 raise EngineError("vllm did not drop its prefix cache by the deadline: requests still use it.")
-            await anyio.sleep(FLUSH_RETRY_S)
+            await anyio.sleep(RETRY_S)
         if "reset_encoder_cache" in launch.methods:
             await front.call("reset_encoder_cache")
 
@@ -355,13 +353,6 @@ def lacks(launch: Launch) -> dict[Operation, str]:
         for operation in (Operation.SLEEP, Operation.WAKE):
             missing[operation] = "it would free nothing: launch it with --enable-sleep-mode"
     return missing
-
-
-def version_of(label: object) -> int | None:
-    """Number of the weights from the engine's label: 0 as launched, None for a label that is not ours."""
-    if label == "default":
-        return 0
-    return int(label) if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 16 else None
 
 
 def pause_arguments(call: Pause, launch: Launch) -> dict[str, object]:
