@@ -14,7 +14,8 @@ from torch import zeros
 
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
-from schemas.commands import Checkpoint
+from schemas.checkpoints import TensorSpec, layout_digest, manifest_of
+from schemas.commands import Broadcast, Checkpoint
 from schemas.config import AgentConfig, BusConfig, ProfilerConfig
 from schemas.errors import (
     AddressInUse,
@@ -173,6 +174,21 @@ def test_a_sync_that_no_replica_follows_is_aborted(plane: BlockingControlPlane, 
     assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())
     with pytest.raises(CommandFailed, match="sync to version 1 aborted"):
         report.raise_for_failures()
+
+
+def test_a_broadcast_needs_a_manifest_and_one_can_be_made_of_names_and_shapes(plane: BlockingControlPlane) -> None:
+    source = Broadcast(host="127.0.0.1", port=1, group="g", replicas=(0,))
+    with pytest.raises(ConfigError, match="needs a manifest"):
+        plane.sync_weights(1, source)
+    layout = {"b": TensorSpec("BF16", (2, 3)), "a": TensorSpec("F32", ())}
+    made = manifest_of(layout)
+    assert (made.tensors, made.nbytes, made.layout) == (2, 16, layout_digest(dict(sorted(layout.items()))))
+
+
+def test_nobody_sends_when_nobody_prepared(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    asked: list[tuple[int, ...]] = []
+    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=asked.append, timeout=1)
+    assert report.status == "aborted" and asked == []
 
 
 def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:

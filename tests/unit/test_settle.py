@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, Manifest, ProfilePlan, Window
+from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan, Window
 from schemas.desired import Committed, Desired, Session, Syncing
 from schemas.events import (
     Call,
@@ -513,3 +513,41 @@ def test_sleep_that_failed_or_was_cut_off_may_have_discarded(discard: bool) -> N
 def test_digest_of_the_engines_own_kind_is_not_compared_with_the_files() -> None:
     seen = replace(PRESENT, version=2, generating=False)
     assert contradiction(EXACT, Returned(digest="vllm:of its own tensors"), seen) is None
+
+
+# Weights that are broadcast
+
+
+def sent(path: str = "") -> Broadcast:
+    return Broadcast(host="trainer", port=29600, group="g", replicas=(0,), path=path)
+
+
+def receiving(source: Broadcast, phase: str = "load") -> Desired:
+    return Desired(sync=Syncing(2, source, None, "abort", "load" if phase == "load" else "prepare"))
+
+
+def test_broadcast_is_received_only_in_answer_to_its_own_load() -> None:
+    ready = replace(PAUSED, checked=Committed(2, sent(), None))
+    assert settle(receiving(sent()), ready, PRIMARY, live=True) == (Load(2, sent(), None),)
+    assert settle(receiving(sent()), ready, PRIMARY) == ()  # a restart in the middle: nobody would send to it
+
+
+def test_broadcast_that_was_received_is_what_is_committed() -> None:
+    loaded = carried_out(PAUSED, (Load(2, sent(), None),))
+    assert [name(one) for one in settle(Desired(committed=Committed(2, sent(), None)), loaded, PRIMARY)] == [
+        "flush",
+        "resume",
+    ]
+
+
+def test_who_missed_a_broadcast_stays_paused_until_the_next_sync() -> None:
+    committed = Desired(committed=Committed(2, sent(), None))
+    assert settle(committed, ON_V1, PRIMARY) == (Pause("abort"),)
+    assert settle(committed, replace(ON_V1, generating=False), PRIMARY) == ()
+
+
+def test_who_missed_a_broadcast_takes_the_checkpoint_that_it_names_and_keeps_it() -> None:
+    committed = Desired(committed=Committed(2, sent("v2"), None))
+    calls = settle(committed, ON_V1, PRIMARY)
+    assert Load(2, Checkpoint("v2"), None) in calls
+    assert settle(committed, carried_out(ON_V1, calls), PRIMARY) == ()

@@ -129,14 +129,6 @@ class HttpFront:
         """Ask that what is at a path be gone. Raises Refused, with status 404 when it is gone, and Unanswered."""
         await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
-    async def ok(self, path: str) -> bool:
-        """Does a GET of the path answer 2xx? Raises Unanswered."""
-        try:
-            await self._send(Route("GET", path), {}, 1, READ_TIMEOUT_S)
-        except Refused:
-            return False
-        return True
-
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
