@@ -1,5 +1,7 @@
 """What the demo shows: progress while it runs, then one table of all commands and the places of what it left behind."""
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,5 +48,7 @@ def places(console: Console, out: Path, traces: Sequence[Path]) -> None:
     for trace in traces:
         console.print(f"  trace  {trace}", soft_wrap=True, highlight=False)
     console.print(f"  log    {out / 'run.db'}", soft_wrap=True, highlight=False)
-    console.print(f"\nLook into it:  rolloutctl log show {out / 'run.db'}", soft_wrap=True, highlight=False)
+    # Whoever came by `make demo` has the program in a virtual environment, and not on the PATH.
+    program = "rolloutctl" if shutil.which("rolloutctl") else Path(sys.executable).with_name("rolloutctl")
+    console.print(f"\nLook into it:  {program} log show {out / 'run.db'}", soft_wrap=True, highlight=False)
     console.print("Open a trace in https://ui.perfetto.dev or chrome://tracing.", highlight=False)
