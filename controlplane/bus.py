@@ -77,6 +77,7 @@ from schemas.wire import (
     Reply,
     Report,
     Submit,
+    TimeTold,
     encode,
     header,
 )
@@ -380,6 +381,7 @@ class Bus:
             if self.fault is not None:
                 self._next_head_us = at_us + self._config.head_ms * 1000
                 return
+            self._tell_time()
             self._keep_alive(at_us, drained)
             events = self._inbox.collect(at_us)
             events += self._take_orders(at_us, at_ns)
@@ -502,6 +504,13 @@ class Bus:
         for peer, kept in self._inbox.kept:
             self._send(peer, self.state.epoch, self.state.seq, kept)
         self._inbox.kept.clear()
+
+    def _tell_time(self) -> None:
+        """At once: what a turn writes and sends would only add to the way back."""
+        for peer, sent_ns, received_ns in self._inbox.times:
+            told = TimeTold(sent_ns=sent_ns, received_ns=received_ns, replied_ns=time.time_ns())
+            self._send(peer, self.state.epoch, self.state.seq, told)
+        self._inbox.times.clear()
 
     def _beacon(self) -> None:
         self._publisher.send_nowait([TOPIC_HEAD, header(self.state.epoch, 0, self.state.seq), _NIL])

@@ -14,6 +14,7 @@ Rule 3  Nothing here grows with what strangers send: there is an entry for each 
 
 import hashlib
 import logging
+import time
 from typing import Final
 
 from controlplane.events import (
@@ -32,6 +33,7 @@ from schemas.errors import WireError
 from schemas.wire import (
     Answered,
     AskStatus,
+    AskTime,
     Hello,
     Join,
     Kept,
@@ -62,7 +64,8 @@ class Inbox:
     """What arrives at one bus.
 
     events: for the coordinator, in order.   kept: what agents are told of their decisions once they are committed.
-    asked: what operators want.   heard: when each agent was last heard, in µs of the bus's clock.
+    asked: what operators want.   times: who asked for the time: the peer, what it sent, when it was read (wall, ns).
+    heard: when each agent was last heard, in µs of the bus's clock.
     deaf: agents are not listened to any more.   malformed: messages that could not be read.
     """
 
@@ -70,6 +73,7 @@ class Inbox:
         self.events: list[CoordinatorEvent] = []
         self.kept: list[tuple[str, Kept]] = []
         self.asked: list[tuple[str, Operator]] = []
+        self.times: list[tuple[str, int, int]] = []
         self.heard: dict[str, int] = {}
         self.deaf = False
         self.malformed = 0
@@ -135,6 +139,10 @@ class Inbox:
             case Status():
                 self._said[peer] = (seq, body)
                 self.events.append(StatusReceived(at_us=at_us, peer=peer, seq=seq, status=message))
+            case AskTime():
+                # Read now, not at the turn's beginning: a question can't be read before it was asked.
+                if member_at(state, peer) is not None:
+                    self.times.append((peer, message.sent_ns, time.time_ns()))
             case Recorded():
                 # A stranger is told so when it shows its next sign of life.
                 if (name := member_at(state, peer)) is not None:

@@ -5,8 +5,10 @@ major version 1; the body is a tagged map, so fields can be added. Integers only
 here is ever decoded into `Any`, and no hook builds objects.
 """
 
+from typing import Annotated
+
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from schemas.commands import Command, Target, UnknownCommand
 from schemas.desired import Desired
@@ -23,6 +25,9 @@ MAX_BYTES = 256 * 1024
 MAX_COMMAND_BYTES = 64 * 1024
 TOPIC_COMMAND = b"c1"
 TOPIC_HEAD = b"h1"
+
+Nanoseconds = Annotated[int, Meta(ge=0, le=1 << 62)]
+"""A reading of a clock; small enough that differences and sums of two can be written down."""
 
 
 class Header(Struct, frozen=True, array_like=True, gc=False):
@@ -72,10 +77,30 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
     """Ask for the desired state. Sent only after the first frame of the subscription, so that nothing falls between."""
 
 
+class AskTime(Struct, frozen=True, kw_only=True, tag="ask_time"):
+    """What does the bus's clock show? Goes with every heartbeat. sent_ns: of a clock that only the agent reads."""
+
+    sent_ns: Nanoseconds
+
+
+class Clock(Struct, frozen=True, kw_only=True):
+    """An agent's clocks, as measured against the bus's. For timelines: no decision rests on it.
+
+    at_ms, wall_ns: one moment, on the agent's monotonic clock (that of its events) and on its node's wall clock.
+    offset_ns: what to add to the node's wall clock for the bus's.   error_ns: by how much that may be wrong then.
+    """
+
+    at_ms: int
+    wall_ns: int
+    offset_ns: int
+    error_ns: Count
+
+
 class Status(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
     """The heartbeat: what an agent is. Its header's seq is the last command applied.
 
     ready: the engine is as desired and may serve.   activity: the engine call under way, and since how long.
+    clock: the last estimate that said something new; None before the first.
     """
 
     ready: bool
@@ -91,6 +116,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True
     activity: Text | None = None
     waiting: Count = 0
     held: Count = 0
+    clock: Clock | None = None
 
 
 class Answered(Struct, frozen=True, kw_only=True, tag="answered"):
@@ -119,7 +145,7 @@ class Leaving(Struct, frozen=True, kw_only=True, tag="leaving"):
     """The agent ends in good order."""
 
 
-Upward = Hello | Join | Status | Answered | Needs | Recorded | Leaving
+Upward = Hello | Join | Status | AskTime | Answered | Needs | Recorded | Leaving
 
 # --- bus to agent -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +198,15 @@ class Rejoin(Struct, frozen=True, kw_only=True, tag="rejoin"):
     final: bool = False
 
 
-Downward = Welcome | Snapshot | Replay | Kept | Rejoin
+class TimeTold(Struct, frozen=True, kw_only=True, tag="time_told"):
+    """Answer to `AskTime`. received_ns, replied_ns: the bus's wall clock, when it read the question and now."""
+
+    sent_ns: Nanoseconds
+    received_ns: Nanoseconds
+    replied_ns: Nanoseconds
+
+
+Downward = Welcome | Snapshot | Replay | Kept | Rejoin | TimeTold
 
 # --- a person at a running bus ----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ Rule 3  Nothing that an engine raises leaves the agent. It becomes a `Fault`, an
 
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -81,6 +82,7 @@ class Agent:
     engine: what the agent commands; opened on entering and closed on leaving.
     state_dir: where the journal lies. It must outlive the process, and be on a disk of this machine.
     context: for `inproc://` addresses, which exist within one context only; else the process's own.
+    wall_ns: the node's wall clock; what it shows is told, and compared with the bus's.
 
     Entering raises BusAddressError, LogLocked (another process runs this agent), LogError, AgentError (a journal of
     another version of the decision logic) and EngineError. Under asyncio or trio; nothing of it is thread-safe.
@@ -95,11 +97,12 @@ class Agent:
         state_dir: Path,
         config: AgentConfig | None = None,
         context: Context | None = None,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.identity = identity
         self._bus, self._engine, self._config = bus, engine, config or AgentConfig()
         self._path = state_dir / f"agent-{identity.agent}.db"
-        self._context = context or zmq.Context.instance()
+        self._context, self._wall_ns = context or zmq.Context.instance(), wall_ns
         self._open = AsyncExitStack()
         self._journal: Journal
         self._link: Link
@@ -179,7 +182,7 @@ class Agent:
         """A new incarnation: dial, and tell the machine."""
         incarnation = secrets.token_hex(16)
         place = (self._bus, self.identity, incarnation)
-        self._link = Link(*place, self._journal, self._config, self._context, self._step)
+        self._link = Link(*place, self._journal, self._config, self._context, self._step, self._wall_ns)
         settings = Settings(settle_ms=self._config.settle_ms)
         self._next = self._seen = self._planned = None
         self._anew, self._life = False, CancelScope()

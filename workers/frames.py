@@ -19,6 +19,7 @@ from schemas.wire import (
     Rejoin,
     Replay,
     Snapshot,
+    TimeTold,
     Welcome,
     decode_command,
     decode_downward,
@@ -52,7 +53,7 @@ def read_control(frames: list[bytes]) -> tuple[Header, Downward]:
     head, body = open_frames(frames)
     _check(head.epoch, head.seq)
     message = decode_downward(body)
-    if not isinstance(message, Welcome | Snapshot | Replay | Kept | Rejoin):
+    if not isinstance(message, Welcome | Snapshot | Replay | Kept | Rejoin | TimeTold):
         raise WireError(f"{type(message).__name__} is not for agents")
     return head, message
 

@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 from typing import Final, assert_never
 
@@ -32,6 +33,7 @@ from schemas.wire import (
     TOPIC_COMMAND,
     TOPIC_HEAD,
     Answered,
+    AskTime,
     Downward,
     Header,
     Hello,
@@ -43,11 +45,13 @@ from schemas.wire import (
     Rejoin,
     Replay,
     Snapshot,
+    TimeTold,
     Upward,
     Welcome,
     encode,
     header,
 )
+from workers.clocks import Clocks
 from workers.frames import (
     events_address,
     nbytes,
@@ -88,6 +92,7 @@ class Link:
     """One connection of one incarnation. Dials when made; `run` serves it until cancelled.
 
     hand: gives an event to the machine; returns when it was decided and its effects are under way.
+    wall_ns: the node's wall clock.
     malformed, dropped: messages that could not be read, and that could not be sent.
     Raises BusAddressError for an address that can't be dialled.
     """
@@ -101,11 +106,13 @@ class Link:
         config: AgentConfig,
         context: Context,
         hand: Callable[[Event], None],
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.malformed = 0
         self.dropped = 0
         self._bus, self._identity, self._config, self._context, self._hand = bus, identity, config, context, hand
         self._journal = journal
+        self._wall_ns, self._clocks = wall_ns, Clocks()
         self._dealer = agent_dealer(context, bus, f"{identity.agent}/{incarnation}".encode())
         self._subscriber: EdgeSocket | None = None
         self._hello = Hello(
@@ -220,6 +227,7 @@ class Link:
             )
         self._kept = self._sent = welcome.recorded
         self._ready = False
+        self._clocks = Clocks()  # it may be another bus, on another machine
         self._noted.set()
         self._welcomed.set()
 
@@ -316,6 +324,8 @@ class Link:
                 self._hand(read_head(head, moment))  # more may be missing than fits into a page
             case Kept():
                 self._keep(message)
+            case TimeTold():
+                self._note_time(message)
             case Snapshot():
                 self._hand(read_snapshot(head, message, moment))
                 self._snapshot.set()
@@ -380,12 +390,21 @@ class Link:
             with anyio.move_on_after(self._heartbeat_ms / 1000):
                 await self._beat_now.wait()
             self._beat_now = anyio.Event()
-            now = status(self._journal.state)
+            now = status(self._journal.state, self._clocks.told)
             if self._send(now):
                 self._ready = now.ready
+            self._send(AskTime(sent_ns=time.monotonic_ns()))
             if self._sent > self._kept and now_ms() - self._sent_ms > KEPT_TIMEOUT_MS:
                 self._sent = self._kept
             self._upload()
+
+    def _note_time(self, told: TimeTold) -> None:
+        """The first estimate is told at once, later ones go with a heartbeat."""
+        unknown = self._clocks.told is None
+        before_ns, loop_s, wall_ns = time.monotonic_ns(), anyio.current_time(), self._wall_ns()
+        self._clocks.take(told, loop_s, wall_ns, (before_ns, time.monotonic_ns()))
+        if unknown and self._clocks.told is not None:
+            self._beat_now.set()
 
     # --- decisions into the run's log ---------------------------------------------------------------------------------
 

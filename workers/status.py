@@ -1,12 +1,12 @@
 """What an agent's heartbeat says: its state in a few fields, for the bus and for people."""
 
-from schemas.wire import Status
+from schemas.wire import Clock, Status
 from workers.machine import AgentState, settled
 from workers.rules.settle import name
 
 
-def status(state: AgentState) -> Status:
-    """The heartbeat of an agent in `state`."""
+def status(state: AgentState, clock: Clock | None = None) -> Status:
+    """The heartbeat of an agent in `state`, with what it knows of its clocks."""
     engine, activity = state.engine, state.activity
     return Status(
         ready=settled(state),
@@ -22,4 +22,5 @@ def status(state: AgentState) -> Status:
         activity=name(activity.calls[0]) if activity is not None else None,
         waiting=len(state.queue),
         held=len(state.held),
+        clock=clock,
     )

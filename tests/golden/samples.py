@@ -84,6 +84,8 @@ from schemas.wire import (
     AgentOutcome,
     Answered,
     AskStatus,
+    AskTime,
+    Clock,
     Envelope,
     FleetStatus,
     Header,
@@ -101,6 +103,7 @@ from schemas.wire import (
     Snapshot,
     Status,
     Submit,
+    TimeTold,
     Welcome,
     encode,
 )
@@ -137,6 +140,7 @@ DESIRED = Desired(
     sync=Syncing(5, SOURCE, MANIFEST, "wait", "load"),
     quarantined=3,
 )
+CLOCK = Clock(at_ms=5_000, wall_ns=1_700_000_000_000_000_000, offset_ns=-250_000, error_ns=40_000)
 STATUS = Status(ready=True, tokenizer="present", engine="tiny 1", generating=True, version=4, digest="dd", waiting=1)
 OBSERVATION = Observation(
     engine="tiny 1",
@@ -171,6 +175,8 @@ SAMPLES: tuple[Struct, ...] = (
     Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
     Join(),
     STATUS,
+    Status(ready=True, clock=CLOCK),
+    AskTime(sent_ns=5_000_000_000),
     Answered(outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), row=10),
     Answered(outcome=Skipped(Reason.NOT_PRIMARY), row=6),
     Answered(outcome=Failed(ErrorKind.ENGINE_ERROR, "what was seen"), row=10),
@@ -183,6 +189,7 @@ SAMPLES: tuple[Struct, ...] = (
     Replay(records=(Record(origin=2, seq=7, envelope=ENVELOPE),)),
     Kept(journal="j", through=12),
     Rejoin(why="say hello", final=True),
+    TimeTold(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
     # operators
     AskStatus(),
     Submit(command=PROFILE, target=Target(), timeout_ms=30_000),
