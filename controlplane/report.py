@@ -10,7 +10,7 @@ is from their own agents' records, as far as the log has them.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from msgspec import Struct
 
@@ -95,6 +95,47 @@ class RunReport(Struct, kw_only=True):
     calls: list[Phase]
     stragglers: list[Straggler]
     time: ReplicaTime
+
+    @property
+    def out_now(self) -> list[Quarantine]:
+        """Replicas that are out of service at the end of the log."""
+        return [one for one in self.quarantines if one.until_ns is None]
+
+    @property
+    def gone_now(self) -> list[AgentFacts]:
+        """Agents that were lost and had not come back at the end of the log."""
+        return [one for one in self.agents if one.life == "gone"]
+
+    @property
+    def lost(self) -> list[AgentFacts]:
+        """Agents that were ever lost."""
+        return [one for one in self.agents if one.losses_count]
+
+    @property
+    def tone(self) -> Literal["bad", "warn", "ok"]:
+        """bad: something is wrong at the end, or can't be trusted.   warn: something was, and is over."""
+        if self.out_now or self.gone_now or self.violations or self.damage:
+            return "bad"
+        wrong = self.troubles or self.quarantines or self.lost or self.unended or self.refused
+        return "warn" if wrong else "ok"
+
+    @property
+    def verdict(self) -> str:
+        """The run in a line."""
+        amounts = {
+            "failed": self.counts["failed"],
+            "missing": self.counts["missing"],
+            "out of service": len(self.out_now),
+            "quarantined for a time": len(self.quarantines) - len(self.out_now),
+            "gone": len(self.gone_now),
+            "lost for a time": len(self.lost) - sum(1 for one in self.lost if one.life == "gone"),
+            "not ended": len(self.unended),
+            "refused": len(self.refused) + self.left_out["refused"],
+            "broken invariants": len(self.violations) + self.left_out["violations"],
+            "damaged": int(bool(self.damage)),
+        }
+        told = [f"{count:,} {word}" for word, count in amounts.items() if count]
+        return ", ".join(told) if told else "nothing failed"
 
 
 def gather(entries: Iterable[LogEntry]) -> RunReport:
