@@ -1,12 +1,13 @@
 """The control plane for a trainer without an event loop: each method waits for what the ticket would hold."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
 from controlplane.events import SyncReport
-from controlplane.plane import ControlPlane, Replicas, Send, Step
+from controlplane.plane import ControlPlane, Replicas, Send
+from controlplane.steps import Step
 from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source
 from schemas.identity import InFlight, Tag
 from schemas.wire import FleetStatus, Report
@@ -108,10 +109,16 @@ class BlockingControlPlane:
         return self._plane.abort_requests(replicas=replicas, timeout=timeout).wait()
 
     def start_profile(
-        self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
+        self,
+        step: int,
+        plan: ProfilePlan | None = None,
+        *,
+        roles: Mapping[str, ProfilePlan] | None = None,
+        replicas: Replicas = None,
+        timeout: float = 30.0,
     ) -> Report:
         """Open a profiling session by hand."""
-        return self._plane.start_profile(step, plan, replicas=replicas, timeout=timeout).wait()
+        return self._plane.start_profile(step, plan, roles=roles, replicas=replicas, timeout=timeout).wait()
 
     def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Report:
         """Close the session of that step; the report names the traces."""

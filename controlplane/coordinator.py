@@ -49,7 +49,7 @@ from controlplane.fleet import PAGE, CoordinatorState, Effects, Member, Open, Wh
 from controlplane.weights import Sync, first_phase, next_phase
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired, intend
-from schemas.identity import Identity
+from schemas.identity import ROLLOUT, Identity, named
 from schemas.outcomes import Failed
 from schemas.wire import (
     MAX_COMMAND_BYTES,
@@ -64,7 +64,7 @@ from schemas.wire import (
     encode,
 )
 
-LOGIC = 1
+LOGIC = 2
 """Version of the decisions below; recorded in every log. A change of behaviour is a new number."""
 
 EPOCH_START_TIMEOUT_MS = 60_000
@@ -158,8 +158,10 @@ def describe(command: Command) -> str:
             assert_never(command)
 
 
-def _place(member: Member) -> tuple[int, int]:
-    return member.hello.identity.replica, member.hello.identity.node_rank
+def _place(member: Member) -> tuple[bool, str, int, int]:
+    """Replicas first, then training ranks by role."""
+    identity = member.hello.identity
+    return identity.role != ROLLOUT, identity.role, identity.replica, identity.node_rank
 
 
 # --- issuing ----------------------------------------------------------------------------------------------------------
@@ -273,20 +275,25 @@ def _publish(
     )
 
 
-def _fold(state: CoordinatorState, command: Command, target: Target) -> dict[int, Desired]:
+def _fold(state: CoordinatorState, command: Command, target: Target) -> dict[int | str, Desired]:
     # The members of one replica agree on what `intend` looks at.
-    seen = {member.hello.identity.replica: member.hello.identity for member in state.members.values()}
+    seen = {member.hello.identity.unit: member.hello.identity for member in state.members.values()}
     folded = state.desired
-    for replica, before in state.desired.items():
-        targeted = target.replicas is None or replica in target.replicas
-        after = intend(before, command, targeted, seen.get(replica) or Identity(replica=replica, node_rank=0))
+    for unit, before in state.desired.items():
+        targeted = target.replicas is None or unit in target.replicas
+        after = intend(before, command, targeted, seen.get(unit) or _left(unit))
         if after is not before:
-            folded = {**folded, replica: after} if folded is state.desired else _set(folded, replica, after)
+            folded = {**folded, unit: after} if folded is state.desired else _set(folded, unit, after)
     return folded
 
 
-def _set(folded: dict[int, Desired], replica: int, desired: Desired) -> dict[int, Desired]:
-    folded[replica] = desired  # a copy that nobody else has seen
+def _left(unit: int | str) -> Identity:
+    """Stands for one that left in an earlier life of the bus, until it comes back."""
+    return named(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0)
+
+
+def _set(folded: dict[int | str, Desired], unit: int | str, desired: Desired) -> dict[int | str, Desired]:
+    folded[unit] = desired  # a copy that nobody else has seen
     return folded
 
 
@@ -323,9 +330,9 @@ def _disappointed(state: CoordinatorState, one: Open, arrived: tuple[AgentOutcom
         return state
     desired = dict(state.desired)
     for line in arrived:
-        replica = state.members[line.agent].hello.identity.replica
-        if isinstance(line.conclusion, Failed) and replica in desired:
-            desired[replica] = replace(desired[replica], profile=None)
+        unit = state.members[line.agent].hello.identity.unit
+        if isinstance(line.conclusion, Failed) and unit in desired:
+            desired[unit] = replace(desired[unit], profile=None)
     return replace(state, desired=desired)
 
 

@@ -23,7 +23,7 @@ from controlplane.events import (
 from controlplane.weights import Sync
 from schemas.commands import Command
 from schemas.desired import Desired
-from schemas.identity import Count, Identity, Positive, RolloutMode
+from schemas.identity import ROLLOUT, Count, Identity, Positive, RolloutMode
 from schemas.outcomes import Missing
 from schemas.wire import (
     AgentOutcome,
@@ -75,9 +75,9 @@ class Open(Struct, frozen=True, kw_only=True):
 class CoordinatorState(Struct, frozen=True, kw_only=True):
     """Everything the bus knows.
 
-    ring: newest commands, with the moment at which their time is over.   desired: per replica that was ever seen;
-    `blank` is what a replica that was never seen is to be.   contested: since when a place is claimed by a second
-    incarnation.
+    ring: newest commands, with the moment at which their time is over.   desired: of each replica and training rank
+    that was ever seen; `blank` is what a replica that was never seen is to be.   contested: since when a place is
+    claimed by a second incarnation.
     """
 
     run: str = ""
@@ -87,7 +87,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     members: dict[str, Member] = {}
     open: tuple[Open, ...] = ()
     ring: tuple[tuple[Record, int], ...] = ()
-    desired: dict[int, Desired] = {}
+    desired: dict[int | str, Desired] = {}
     blank: Desired = Desired()
     sync: Sync | None = None
     contested: dict[str, int] = {}
@@ -164,8 +164,8 @@ def join(state: CoordinatorState, event: JoinReceived, effects: Effects) -> Coor
         return state
     member = state.members[name]
     identity = member.hello.identity
-    desired = state.desired.get(identity.replica, _for_mode(state.blank, identity))
-    if member.fresh and identity.node_rank == 0:
+    desired = state.desired.get(identity.unit) or _unseen(state.blank, identity)
+    if member.fresh and identity.node_rank == 0 and identity.role == ROLLOUT:
         desired = _anew(desired, state.blank, identity)
         if state.sync is not None:
             state = replace(state, sync=replace(state.sync, anew=state.sync.anew | {identity.replica}))
@@ -173,7 +173,7 @@ def join(state: CoordinatorState, event: JoinReceived, effects: Effects) -> Coor
     return replace(
         state,
         members={**state.members, name: replace(member, life="live", fresh=False)},
-        desired={**state.desired, identity.replica: desired},
+        desired={**state.desired, identity.unit: desired},
     )
 
 
@@ -185,7 +185,10 @@ def _anew(desired: Desired, blank: Desired, identity: Identity) -> Desired:
     return replace(desired, quarantined=0, sync=sync)
 
 
-def _for_mode(blank: Desired, identity: Identity) -> Desired:
+def _unseen(blank: Desired, identity: Identity) -> Desired:
+    """Of a place that was never seen. A training rank takes part from the next session on."""
+    if identity.role != ROLLOUT:
+        return Desired()
     if identity.mode is RolloutMode.COLOCATED:
         return replace(blank, committed=None, sync=None)
     return blank

@@ -58,7 +58,7 @@ from schemas.events import (
     SnapshotReceived,
     Started,
 )
-from schemas.identity import Identity
+from schemas.identity import named
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
 from schemas.wire import Rejoin, Report, Snapshot, Welcome, decode_command
 
@@ -211,9 +211,7 @@ class _Agent:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        replica, _, node_rank = name.partition(".")
-        rank = int(node_rank)
-        self._identity = Identity(replica=int(replica), node_rank=rank, nnodes=rank + 1)
+        self._identity = named(name)
         self._desired = Desired()
         self._epoch = self._seq = 0
         self._joined = False  # was told what is desired, in this life
@@ -292,8 +290,7 @@ class _Agent:
             if event is None:
                 return
             self._seq = event.seq
-            targeted = event.target.replicas is None or self._identity.replica in event.target.replicas
-            self._desired = intend(self._desired, event.command, targeted, self._identity)
+            self._desired = intend(self._desired, event.command, event.target.names(self._identity), self._identity)
             self._received_commands = received = {key: one for key, one in received.items() if key[1] > self._seq}
 
     def _left_at(self, at: int, seen: Observation) -> Iterator[Violation]:

@@ -8,29 +8,29 @@ returns a ticket; what came of it is `await ticket` in an async trainer. `Contro
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 from anyio import CancelScope, fail_after, to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from controlplane.bus import Bus
-from controlplane.coordinator import CoordinatorState, describe
+from controlplane.coordinator import CoordinatorState
 from controlplane.events import SyncReport
+from controlplane.fleet import Member
 from controlplane.log import RunLog
-from controlplane.profiling import collecting, entering, leaving, session_after
+from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
 from schemas.checkpoints import build_manifest, resolve
 from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target, lasting
 from schemas.config import BusConfig, ProfilerConfig
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
-from schemas.identity import InFlight, Tag
-from schemas.outcomes import Failed, Missing
+from schemas.identity import Identity, InFlight, Tag
 from schemas.sockets import Context
 from schemas.wire import FleetStatus, Report
 
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from controlplane.blocking import BlockingControlPlane
 
 logger = logging.getLogger("rolloutctl.plane")
-
-REPORTS_KEPT: Final = 256
-"""Reports of profile commands that `profile_reports` holds; the log holds all."""
 
 StrPath = str | os.PathLike[str]
 Send = Callable[[tuple[int, ...]], object]
@@ -78,13 +75,12 @@ class ControlPlane:
         context: Context | None = None,
     ) -> None:
         self._address, self._log, self._run = address, log, run
-        self._config, self._profiler = config or BusConfig(), profiler or ProfilerConfig()
+        self._config = config or BusConfig()
+        self._profiling = Profiling(profiler or ProfilerConfig(), self._publish_profile, self._fleet)
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         self._opened: ExitStack | None = None
         self._bus: Bus
         self._portal: BlockingPortal
-        self._session: int | None = None
-        self.profile_reports: deque[Report] = deque(maxlen=REPORTS_KEPT)
 
     @classmethod
     def blocking(
@@ -134,9 +130,7 @@ class ControlPlane:
         """End an open profiling session, tell the fleet, close the log. Whoever still waits gets BusClosed."""
         if self._opened is None:
             return
-        if self._session is not None:
-            for ticket in self.publish_profile(leaving(ProfilerConfig(), self._session, self._session)):
-                self.note_profile(ticket)
+        self._profiling.close()
         opened, self._opened = self._opened, None
         opened.close()
 
@@ -177,6 +171,18 @@ class ControlPlane:
         bus = self.bus
         self._portal.start_task_soon(partial(_await_agents, bus, count, timeout, ticket))
         return ticket
+
+    @property
+    def profile_reports(self) -> deque[Report]:
+        """Reports of what `step` opened and closed, newest last; some hundred. The log has all."""
+        return self._profiling.reports
+
+    def _fleet(self) -> list[Identity]:
+        members: Iterable[Member] = self._portal.call(lambda: list(self.bus.state.members.values()))
+        return [member.hello.identity for member in members if member.life == "live"]
+
+    def _publish_profile(self, command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
+        return self.bus.publish(command, target, timeout_ms)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -219,10 +225,21 @@ class ControlPlane:
         return self.publish(EngineCommand(operation="abort"), replicas, timeout)
 
     def start_profile(
-        self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
+        self,
+        step: int,
+        plan: ProfilePlan | None = None,
+        *,
+        roles: Mapping[str, ProfilePlan] | None = None,
+        replicas: Replicas = None,
+        timeout: float = 30.0,
     ) -> Ticket[Report]:
-        """Open a profiling session for a global training step, by hand; `step` does it by configuration."""
-        command = ProfileCommand(action="start", step=step, plan=plan or self._profiler.plan)
+        """Open a profiling session for a global training step, by hand; `step` does it by configuration.
+
+        plan: for rollouts.   roles: for training ranks, by role. None for those of the configuration.
+        """
+        config = self._profiling.config
+        asked = dict(roles) if roles is not None else config.roles
+        command = ProfileCommand(action="start", step=step, plan=plan or config.plan, roles=asked)
         return self.publish(command, replicas, timeout)
 
     def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
@@ -233,7 +250,7 @@ class ControlPlane:
         self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
     ) -> Ticket[Report]:
         """After a stop: have node ranks above 0 name the traces that their ranks wrote to their own disks."""
-        command = ProfileCommand(action="collect", step=step, plan=plan or self._profiler.plan)
+        command = ProfileCommand(action="collect", step=step, plan=plan or self._profiling.config.plan)
         return self.publish(command, replicas, timeout)
 
     def sync_weights(
@@ -288,81 +305,7 @@ class ControlPlane:
 
         Never raises for profiling that failed: a warning is logged, and the report is in `profile_reports`.
         """
-        return Step(self, global_step)
-
-    def entering(self, global_step: int) -> list[Ticket[Report]]:
-        """Publish what a step begins with."""
-        return self.publish_profile(entering(self._profiler, self._session, global_step))
-
-    def leaving(self, global_step: int) -> list[Ticket[Report]]:
-        """Publish what a step ends with."""
-        return self.publish_profile(leaving(self._profiler, self._session, global_step))
-
-    def publish_profile(self, commands: Iterable[ProfileCommand]) -> list[Ticket[Report]]:
-        """Publish profile commands; what can't be published is a warning."""
-        tickets: list[Ticket[Report]] = []
-        for command in commands:
-            self._session = session_after(self._session, command)
-            tickets += self._try_publish(command, Target())
-        return tickets
-
-    def note_profile(self, ticket: Ticket[Report]) -> list[Ticket[Report]]:
-        """Keep the report of a profile command, tell what failed, publish what follows. Waits for the ticket."""
-        try:
-            report = ticket.wait()
-        except RolloutctlError as error:
-            logger.warning("a profile command came to nothing, the step goes on: %s", error)
-            return []
-        self.profile_reports.append(report)
-        for one in report.outcomes:
-            if isinstance(one.conclusion, Failed | Missing):
-                logger.warning(
-                    "%s on agent %s: %s; the step goes on", describe(report.command), one.agent, one.conclusion
-                )
-        following = collecting(report)
-        return self._try_publish(*following) if following is not None else []
-
-    def _try_publish(self, command: ProfileCommand, target: Target) -> list[Ticket[Report]]:
-        try:
-            return [self.bus.publish(command, target, self._profiler.timeout_ms)]
-        except RolloutctlError as error:
-            logger.warning("%s was not published, the step goes on: %s", describe(command), error)
-            return []
-
-
-class Step:
-    """One step of the trainer, as a context; made by `step`. `with` blocks until the agents have answered."""
-
-    def __init__(self, plane: ControlPlane, global_step: int) -> None:
-        if global_step < 0:
-            raise ConfigError(f"global_step {global_step}: steps are counted from 0")
-        self._plane, self._step = plane, global_step
-
-    def __enter__(self) -> None:
-        self._note(self._plane.entering(self._step))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._note(self._plane.leaving(self._step))
-
-    async def __aenter__(self) -> None:
-        await self._await(self._plane.entering(self._step))
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._await(self._plane.leaving(self._step))
-
-    async def _await(self, tickets: list[Ticket[Report]]) -> None:
-        for ticket in tickets:  # grows: a stop is followed by the collecting of what it left
-            with suppress(RolloutctlError):  # it is told below
-                await ticket
-            tickets += self._plane.note_profile(ticket)
-
-    def _note(self, tickets: list[Ticket[Report]]) -> None:
-        for ticket in tickets:
-            tickets += self._plane.note_profile(ticket)
+        return Step(self._profiling, global_step)
 
 
 async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int, send: Send) -> None:

@@ -1,19 +1,37 @@
-"""Which profiling sessions a step of the trainer opens and closes. Pure.
+"""Which profiling sessions a step of the trainer opens and closes; what comes before the first and after the last.
 
-A session is named by its first step. Discrete: one session for each selected step, closed when the step ends.
+Pure. A session is named by its first step. Discrete: one session for each selected step, closed when the step ends.
 Continuous: one session over each run of consecutive selected steps, closed when its last step ends. A trainer that
 jumps (it resumed from a checkpoint, or a step raised) finds the session of another step open: it is closed first.
+
+    check ─▶ start ─▶ stop ─▶ collect (what the other nodes of a replica wrote) ─▶ … ─▶ finish, after the last session
 """
 
-from schemas.commands import ProfileCommand, Target
+from collections.abc import Iterable
+from typing import Literal
+
+from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target
 from schemas.config import ProfilerConfig
+from schemas.identity import Identity, replica_and_node
 from schemas.outcomes import Acted
 from schemas.wire import Report
 
 
 def selected(config: ProfilerConfig, step: int) -> bool:
     """Is this global training step to be profiled?"""
-    return config.plan.enabled and step in config.steps
+    return step in config.steps and any(plan.enabled for plan in _plans(config))
+
+
+def sessions(config: ProfilerConfig) -> tuple[int, ...]:
+    """The first steps of all sessions, in order."""
+    steps = sorted({step for step in config.steps if selected(config, step)})
+    return tuple(step for step in steps if not (config.continuous and step - 1 in config.steps))
+
+
+def checking(config: ProfilerConfig) -> ProfileCommand | None:
+    """What is asked before the first step: can this be recorded? None when nothing is to be profiled."""
+    first = min(sessions(config), default=None)
+    return _command("check", first, config) if first is not None else None
 
 
 def entering(config: ProfilerConfig, session: int | None, step: int) -> tuple[ProfileCommand, ...]:
@@ -35,7 +53,13 @@ def leaving(config: ProfilerConfig, session: int | None, step: int) -> tuple[Pro
 
 def session_after(session: int | None, command: ProfileCommand) -> int | None:
     """First step of the session that is open after the command, if any."""
-    return command.step if command.action == "start" else None
+    match command.action:
+        case "start":
+            return command.step
+        case "stop":
+            return None
+        case _:
+            return session
 
 
 def collecting(report: Report) -> tuple[ProfileCommand, Target] | None:
@@ -46,13 +70,37 @@ def collecting(report: Report) -> tuple[ProfileCommand, Target] | None:
     command = report.command
     if not isinstance(command, ProfileCommand) or command.action != "stop":
         return None
-    said = {one.agent: one.conclusion for one in report.outcomes}
-    several = {agent.partition(".")[0] for agent in said if not agent.endswith(".0")}
-    replicas = frozenset(int(one) for one in several if isinstance(said.get(f"{one}.0"), Acted))
+    said = {replica_and_node(one.agent): one.conclusion for one in report.outcomes}
+    several = {place[0] for place in said if place is not None and place[1] > 0}
+    replicas = frozenset(one for one in several if isinstance(said.get((one, 0)), Acted))
     if not replicas:
         return None
     return ProfileCommand(action="collect", step=command.step, plan=command.plan), Target(replicas=replicas)
 
 
-def _command(action: str, step: int, config: ProfilerConfig) -> ProfileCommand:
-    return ProfileCommand(action="start" if action == "start" else "stop", step=step, plan=config.plan)
+def finishing(config: ProfilerConfig, opened: Iterable[int]) -> ProfileCommand | None:
+    """What is asked once, after the last session. opened: sessions that were. None when nobody has anything to do."""
+    done = tuple(sorted(set(opened)))
+    if not done or all(plan.finish == Finish() for plan in _plans(config) if plan.enabled):
+        return None
+    return ProfileCommand(action="finish", step=done[-1], plan=config.plan, roles=config.roles, sessions=done)
+
+
+def unowned(config: ProfilerConfig, fleet: Iterable[Identity]) -> frozenset[int]:
+    """Global ranks and replicas that the configuration asks for and nobody in the fleet has: written out of habit."""
+    identities = tuple(fleet)
+    asked: set[int] = set()
+    for role, plan in (("rollout", config.plan), *config.roles.items()):
+        mine = [one for one in identities if one.role == role]
+        if plan.enabled and mine:
+            asked |= (plan.ranks or frozenset()) - {rank for one in mine for rank in one.global_ranks}
+            asked |= (plan.replicas or frozenset()) - {one.replica for one in mine}
+    return frozenset(asked)
+
+
+def _plans(config: ProfilerConfig) -> tuple[ProfilePlan, ...]:
+    return (config.plan, *config.roles.values())
+
+
+def _command(action: Literal["check", "start", "stop"], step: int, config: ProfilerConfig) -> ProfileCommand:
+    return ProfileCommand(action=action, step=step, plan=config.plan, roles=config.roles)

@@ -108,7 +108,7 @@ class Fold(Generic[S]):
 
     def state_hash(self) -> str:
         """sha256 over the states of all machines: one number for everything that is known at this position."""
-        desired = sorted(self.coordinator.desired.items())  # a map whose keys are numbers has no encoding of its own
+        desired = sorted(self.coordinator.desired.items(), key=str)  # its keys have no encoding of their own
         states = (replace(self.coordinator, desired={}), desired, sorted(self.agents.items()))
         return sha256(encode(states)).hexdigest()
 

@@ -1,6 +1,6 @@
 """What a caller holds while a command is under way: resolved by the bus, waited for in any thread or event loop."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -49,6 +49,10 @@ class Ticket(Generic[R]):
             finally:
                 bell.close()
         return self._future.result()
+
+    def when_done(self, tell: Callable[["Ticket[R]"], object]) -> None:
+        """Have `tell` called with this ticket when it ends, in the bus's thread: it must neither block nor raise."""
+        self._future.add_done_callback(lambda _: tell(self))
 
     def resolve(self, result: R) -> None:
         """By the bus, once."""

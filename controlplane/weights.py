@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from controlplane.events import SyncReport
 from schemas.commands import Manifest, Source, Target, WeightSync
-from schemas.identity import Count, InFlight, Positive
+from schemas.identity import Count, InFlight, Positive, replica_and_node
 from schemas.outcomes import Acted, Conclusion, Reason, Skipped
 from schemas.wire import Report
 
@@ -76,12 +76,12 @@ def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncRepor
 
 
 def primaries(report: Report) -> dict[int, Conclusion]:
-    """What the primary of each replica concluded. Names are `<replica>.<node_rank>`."""
+    """What the primary of each replica concluded."""
     said: dict[int, Conclusion] = {}
     for one in report.outcomes:
-        replica, _, node_rank = one.agent.partition(".")
-        if node_rank == "0":
-            said[int(replica)] = one.conclusion
+        place = replica_and_node(one.agent)
+        if place is not None and place[1] == 0:
+            said[place[0]] = one.conclusion
     return said
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from schemas.identity import Count, InFlight, Name, Positive, Tag
+from schemas.identity import ROLLOUT, Count, Identity, InFlight, Name, Positive, Role, Tag
 
 RelativePath = Annotated[str, Meta(max_length=512)]
 """A path relative to a root that the *agent* configures. Never absolute, no `..`: the agent refuses both."""
@@ -25,24 +25,94 @@ class Window(Struct, frozen=True):
             raise ValueError(f"window [{self.start}, {self.end}) is empty: end must be larger than start")
 
 
+class Schedule(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Mini-batches of a training rank that torch's profiler records, as `torch.profiler.schedule` counts them."""
+
+    active: Positive
+    wait: Count = 0
+    warmup: Count = 0
+    repeat: Count = 0
+    skip_first: Count = 0
+
+
+class TorchMemory(Struct, frozen=True, kw_only=True, tag="torch_memory", omit_defaults=True):
+    """Options of tool `torch_memory`: `torch.cuda.memory._record_memory_history`, dumped as a snapshot at the stop.
+
+    snapshot_steps: profiled steps that one snapshot covers.
+    """
+
+    max_entries: Positive = 100_000
+    context: Literal["state", "alloc", "all"] | None = "all"
+    stacks: Literal["python", "all"] = "all"
+    snapshot_steps: Positive = 1
+
+
+class Npu(Struct, frozen=True, kw_only=True, tag="npu", omit_defaults=True):
+    """Options of tool `npu` (`torch_npu.profiler`). analysis: parse what was recorded at the stop, which takes long."""
+
+    level: Literal["level_none", "level0", "level1", "level2"] = "level0"
+    analysis: bool = False
+
+
+class PrecisionDebugger(Struct, frozen=True, kw_only=True, tag="precision_debugger", omit_defaults=True):
+    """Options of tool `precision_debugger` (`msprobe.pytorch.PrecisionDebugger`).
+
+    config_path: on the rank's machine.   stages: those that are watched; None for all.   strict: an unknown stage is
+    an error.
+    """
+
+    config_path: Annotated[str, Meta(max_length=512)] = ""
+    stages: frozenset[Name] | None = None
+    strict: bool = False
+
+
+ToolOptions = TorchMemory | Npu | PrecisionDebugger
+Activity = Literal["cpu", "cuda", "memory", "npu"]
+
+
+class Finish(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What becomes of the traces after the last profiled step.
+
+    relocate: those of the ranks asked for are moved to the traces' root, under names that tell replica and rank.
+    hook: the command that an agent was started with is run, by agents of profiled ranks; hook_all_ranks: by all;
+    hook_ranks: by those that own one of these global ranks. No command ever comes over the bus.
+    """
+
+    relocate: bool = False
+    hook: bool = False
+    hook_all_ranks: bool = False
+    hook_ranks: frozenset[Count] = frozenset()
+
+
 class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to profile. Who is profiled is decided from `enabled`, `steps` and `ranks`, by each agent for itself.
+    """How to profile. Who is profiled is decided from `enabled`, `steps`, `ranks` and `replicas`, by each agent itself.
 
     steps: global training steps that are profiled; None for every step a command names.
-    ranks: global GPU ranks; a replica takes part when it owns one of them; None for all.
-    window: None records from start to stop.
+    ranks: global GPU ranks; a replica takes part when it owns one of them, and only their traces are told; None for
+    all.   replicas: instead, or as well: indices of replicas.
+    window: forward steps of an engine; None records from start to stop.
+    discrete: a training rank makes one trace of each annotated stage, instead of one of the whole session. An engine
+    has one session either way.   schedule: of a training rank's mini-batches.
+    layout: of the directories, see `schemas.desired.trace_directory`.
     """
 
     enabled: bool = True
     tool: Name = "torch"
     steps: frozenset[Count] | None = None
     ranks: frozenset[Count] | None = None
+    replicas: frozenset[Count] | None = None
     window: Window | None = None
-    activities: frozenset[Literal["cpu", "cuda", "memory"]] = frozenset({"cpu"})
+    activities: frozenset[Activity] = frozenset({"cpu"})
     with_stack: bool = False
+    with_modules: bool = False
     record_shapes: bool = False
     by_stage: bool = False
     merge: bool = False
+    discrete: bool = False
+    schedule: Schedule | None = None
+    options: ToolOptions | None = None
+    layout: Literal["step", "verl_step", "verl"] = "step"
+    finish: Finish = Finish()
 
 
 class Checkpoint(Struct, frozen=True, tag="checkpoint", omit_defaults=True):
@@ -101,22 +171,35 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class Target(Struct, frozen=True, omit_defaults=True):
-    """Which replicas a command is for; None means all."""
+    """Which replicas a command is for; None means all, and the training ranks as well."""
 
     replicas: frozenset[Count] | None = None
 
+    def names(self, identity: Identity) -> bool:
+        """Is the command for the agent at this place?"""
+        return self.replicas is None or identity.unit in self.replicas
+
 
 class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defaults=True):
-    """Open or close one profiling session on every targeted replica, or collect what it left.
+    """Open or close one profiling session on every targeted replica and training rank, or see to what it left.
 
-    step: global training step, >= 0; names the directory `global_step_<step>/replica_<r>` below the traces' root.
+    step: global training step, >= 0; it names the directory of the traces.
+    plan: for rollouts.   roles: for training ranks, by role; a role that is not named does not take part.
+    check: can the plan be honoured? Asked when a run begins, so that what can't be is known before the first step.
     collect: after a stop, each node rank above 0 answers with the traces that its own ranks wrote to its own disk. The
     outcome of the stop has those of node rank 0.
+    finish: after the last profiled step, what `Finish` says.   sessions: for finish, the steps that were profiled.
     """
 
-    action: Literal["start", "stop", "collect"]
+    action: Literal["start", "stop", "collect", "check", "finish"]
     step: Count
     plan: ProfilePlan = ProfilePlan()
+    roles: dict[Role, ProfilePlan] = {}
+    sessions: tuple[Count, ...] = ()
+
+    def plan_of(self, role: str) -> ProfilePlan | None:
+        """The plan that is meant for an agent of this role, if any."""
+        return self.plan if role == ROLLOUT else self.roles.get(role)
 
 
 class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults=True):

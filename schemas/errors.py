@@ -23,6 +23,7 @@
     ├── ReplayDiffers           a replayed decision is not the recorded one
     ├── CommandFailed           `report.raise_for_failures()`: some agents failed or did not answer
     └── EngineError             raised by an engine adapter; becomes `failed(...)` in an outcome
+        └── UnsupportedError    the engine was not called: it can't do what is asked
 
 What happens in the fleet is data (`schemas.outcomes`); exceptions are for the caller's own faults and for files and
 sockets that can't be used. Every text says what was asked, what was seen, what holds now and what to do.
@@ -126,3 +127,7 @@ class CommandFailed(RolloutctlError):
 
 class EngineError(RolloutctlError):
     """An engine refused or failed a call. Raised by adapters; the agent turns it into `failed(engine_error)`."""
+
+
+class UnsupportedError(EngineError):
+    """An engine can't do what is asked, as it was launched or at all. It was not called."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Raw, Struct
 
-from schemas.commands import Command, Manifest, Source, Target, UnknownCommand
+from schemas.commands import Command, Manifest, ProfilePlan, Source, Target, UnknownCommand
 from schemas.desired import Desired, Session
 from schemas.identity import Count, Identity, InFlight, Name, Operation, Positive, Tag, Text
 from schemas.outcomes import Outcome, Trace
@@ -81,10 +81,29 @@ class StopProfile(Struct, frozen=True, tag="stop_profile"):
 class CollectTraces(Struct, frozen=True, tag="collect_traces"):
     """Look for the traces of this node's ranks in the directory of a session that was stopped. Calls no engine."""
 
+    session: Session
     directory: Text
 
 
-Call = CheckSource | Pause | Resume | Sleep | Wake | Load | Flush | Abort | StartProfile | StopProfile | CollectTraces
+class CheckProfile(Struct, frozen=True, tag="check_profile"):
+    """Can this engine, as it was launched, record what the plan asks? Nothing is started."""
+
+    plan: ProfilePlan
+
+
+class FinishProfile(Struct, frozen=True, tag="finish_profile"):
+    """Relocate the traces in these directories, and run the hook, as `plan.finish` says. Calls no engine."""
+
+    plan: ProfilePlan
+    directories: tuple[Text, ...]
+    steps: tuple[Count, ...]
+
+
+EngineCall = (
+    CheckSource | Pause | Resume | Sleep | Wake | Load | Flush | Abort | CheckProfile | StartProfile | StopProfile
+)
+DiskCall = CollectTraces | FinishProfile
+Call = EngineCall | DiskCall
 
 # --- what the engine is seen to be ------------------------------------------------------------------------------------
 
@@ -112,18 +131,20 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
     """What a call gave back. digest: after Load. auto_stopped: after StopProfile.
 
-    traces: after StopProfile and CollectTraces.
+    traces, untraced, hook_running: after StopProfile, CollectTraces and FinishProfile, as in `Acted`.
     """
 
     digest: Name | None = None
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
+    untraced: tuple[Count, ...] = ()
+    hook_running: bool = False
 
 
 class Fault(Struct, frozen=True, tag="fault"):
-    """A call that the engine, or the check before it, refused. kind: `source_refused` or `engine_error`."""
+    """A call that failed. kind: refused before the engine was touched (the source, the operation), or by the engine."""
 
-    kind: Literal["source_refused", "engine_error"]
+    kind: Literal["source_refused", "unsupported", "engine_error"]
     message: Text
 
 

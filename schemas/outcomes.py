@@ -15,6 +15,7 @@ class Reason(StrEnum):
     SUPERSEDED = "superseded"  # applied so long ago that the stored outcome is gone, or jumped over by a snapshot
     EXPIRED = "expired"
     NOT_TARGETED = "not_targeted"
+    NOT_AN_ENGINE = "not_an_engine"  # a training rank, and the command is about engines
     NOT_PRIMARY = "not_primary"
     DISABLED = "disabled"
     STEP_NOT_SELECTED = "step_not_selected"
@@ -48,12 +49,16 @@ class ErrorKind(StrEnum):
     UNKNOWN = "unknown"  # cut off in the middle, and nothing can tell whether it happened
 
 
-class Trace(Struct, frozen=True):
-    """One trace file that a session left on this agent's disk, relative to its traces' root."""
+class Trace(Struct, frozen=True, omit_defaults=True):
+    """One trace file that a session left on this agent's disk, relative to its traces' root.
+
+    rank: the global rank that it is of, where the file tells.
+    """
 
     path: Text
     nbytes: Count
     sha256: Name
+    rank: Count | None = None
 
 
 class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
@@ -61,6 +66,8 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
 
     calls: names of the engine calls made, in order.   version, digest: what the engine holds, after a load or commit.
     auto_stopped: the engine had ended the session by itself when its window closed.
+    traces: of the ranks asked for, after a profile stop, collect or finish.   untraced: ranks asked for that left none.
+    hook_running: the finish hook takes long: it goes on, and the agent's own log tells how it ended.
     """
 
     calls: tuple[Name, ...]
@@ -68,6 +75,8 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
     digest: Name | None = None
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
+    untraced: tuple[Count, ...] = ()
+    hook_running: bool = False
 
 
 class Skipped(Struct, frozen=True, tag="skipped"):

@@ -28,11 +28,13 @@ import zmq
 from anyio import CancelScope
 
 from schemas.config import AgentConfig
-from schemas.errors import CheckpointError, EngineError, RolloutctlError
+from schemas.errors import CheckpointError, EngineError, RolloutctlError, UnsupportedError
 from schemas.events import (
     Answer,
     AskSnapshot,
+    Call,
     CommandReceived,
+    DiskCall,
     Effect,
     EngineObserved,
     EngineReturned,
@@ -56,6 +58,7 @@ from workers.engine import Engine
 from workers.journal import Journal, set_aside
 from workers.link import AnotherRun, Link, now_ms
 from workers.machine import AgentState, decide, next_deadline, settled
+from workers.traces import NodeTraces
 
 logger = logging.getLogger("rolloutctl.agent")
 
@@ -79,7 +82,8 @@ class Agent:
 
     bus: address of the bus, e.g. tcp://10.0.0.1:5555; the only one that an agent must know.
     identity: the place of this node. Two live agents can't hold the same.
-    engine: what the agent commands; opened on entering and closed on leaving.
+    engine: what the agent commands; opened on entering and closed on leaving.   traces: what its sessions leave on
+    this node's disk; None where no session leaves any.
     state_dir: where the journal lies. It must outlive the process, and be on a disk of this machine.
     context: for `inproc://` addresses, which exist within one context only; else the process's own.
     wall_ns: the node's wall clock; what it shows is told, and compared with the bus's.
@@ -95,12 +99,14 @@ class Agent:
         identity: Identity,
         engine: Engine,
         state_dir: Path,
+        traces: NodeTraces | None = None,
         config: AgentConfig | None = None,
         context: Context | None = None,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.identity = identity
         self._bus, self._engine, self._config = bus, engine, config or AgentConfig()
+        self._traces = traces
         self._path = state_dir / f"agent-{identity.agent}.db"
         self._context, self._wall_ns = context or zmq.Context.instance(), wall_ns
         self._open = AsyncExitStack()
@@ -278,11 +284,18 @@ class Agent:
                 while (perform := self._next) is not None:
                     self._next = None
                     async with self._engine_lock:
-                        result = await self._guarded(self._engine.perform(perform.call, self._left_s()))
+                        result = await self._guarded(self._performed(perform.call))
                         self._seen = seen = await self._observe()
                         result = _fitting(result)
                         call_id = perform.call_id
                         self._step(EngineReturned(at_ms=now_ms(), call_id=call_id, result=result, observation=seen))
+
+    async def _performed(self, call: Call) -> Returned:
+        if not isinstance(call, DiskCall):
+            return await self._engine.perform(call, self._left_s())
+        if self._traces is None:
+            raise UnsupportedError("this agent was started without a traces root, so it knows of no traces.")
+        return await self._traces.perform(call)
 
     def _left_s(self) -> float:
         """Seconds until the deadline of what is under way."""
@@ -313,6 +326,8 @@ class Agent:
             return await call
         except CheckpointError as error:
             return Fault("source_refused", str(error)[:MESSAGE_MAX])
+        except UnsupportedError as error:
+            return Fault("unsupported", str(error)[:MESSAGE_MAX])
         except EngineError as error:
             return Fault("engine_error", str(error)[:MESSAGE_MAX])
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from schemas.events import Call, Observation, Returned
+from schemas.events import EngineCall, Observation, Returned
 
 
 class Engine(Protocol):
@@ -19,15 +19,15 @@ class Engine(Protocol):
         """Read what the engine is now. Changes nothing; cheap; never raises: what can't be read is None or unknown."""
         ...
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, within_s: float) -> Returned:
         """Make one call and return when what it is to bring about holds, as far as the engine can tell.
 
         within_s: seconds left to the deadline of the command. What an engine refuses for the moment (a flush while
         requests run) is asked again until then. A call that has begun is not given up at the deadline: the machine
         reports it as late, and waits.
 
-        Raises CheckpointError when a source can't be loaded (the engine was not touched), EngineError when the engine
-        refused or failed.
+        Raises CheckpointError when a source can't be loaded and UnsupportedError when the engine can't do what is asked
+        (it was not touched in either case), EngineError when the engine refused or failed.
         """
         ...
 

@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.errors import ConfigError
-from schemas.events import Call, Observation, Returned
+from schemas.events import EngineCall, Observation, Returned
 from schemas.identity import Identity
 from workers import guard
 from workers.engine import Engine
@@ -389,7 +389,7 @@ class LaunchedEngine:
         inner = f".{self._inner[1][:100]}" if self._inner is not None and self._inner[0] == launch else ""
         return replace(seen, instance=launch + inner)
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, within_s: float) -> Returned:
         """Make one call. Raises CheckpointError, EngineError."""
         return await self._engine.perform(call, within_s)
 

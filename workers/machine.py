@@ -26,7 +26,7 @@ from typing import NamedTuple, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync, lasting
+from schemas.commands import Command, EngineCommand, ProfileCommand, UnknownCommand, WeightSync, lasting
 from schemas.desired import Desired, intend, orphaned
 from schemas.events import (
     Answer,
@@ -50,9 +50,9 @@ from schemas.events import (
     Started,
     Tick,
 )
-from schemas.identity import Count, Identity, Positive
-from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
-from workers.rules.commands import collecting, lacking, rule
+from schemas.identity import ROLLOUT, Count, Identity, Positive
+from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
+from workers.rules.commands import about_disk, lacking, rule
 from workers.rules.concede import NOTHING, Conceded, concede, remaining, renew
 from workers.rules.settle import (
     STEERED,
@@ -68,7 +68,7 @@ from workers.rules.settle import (
     settle,
 )
 
-LOGIC = 1
+LOGIC = 2
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 REMEMBERED = 16
@@ -79,13 +79,18 @@ _STALE_EPOCH = Skipped(Reason.STALE_EPOCH)
 _SUPERSEDED = Skipped(Reason.SUPERSEDED)
 _EXPIRED = Skipped(Reason.EXPIRED)
 _NOT_TARGETED = Skipped(Reason.NOT_TARGETED)
+_NOT_AN_ENGINE = Skipped(Reason.NOT_AN_ENGINE)
 _NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
+
+
+_NOTHING_TOLD = Returned()
 
 
 class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The engine calls under way: for a command, or (cause None) on the machine's own account.
 
-    calls: still to be made; the first is in flight.   made: names of those that returned well.
+    calls: still to be made; the first is in flight.   made: names of those that returned well.   told: by them, of a
+    profiling session.
     overdue: the deadline passed and the command was answered; the call in flight is still awaited.
     """
 
@@ -94,8 +99,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     call_id: Positive
     deadline_ms: int
     made: tuple[str, ...] = ()
-    auto_stopped: bool = False
-    traces: tuple[Trace, ...] = ()
+    told: Returned = _NOTHING_TOLD
     overdue: bool = False
 
 
@@ -142,8 +146,13 @@ class Row(NamedTuple):
 
 
 def _not_targeted(state: AgentState, event: CommandReceived) -> bool:
-    replicas = event.target.replicas
-    return replicas is not None and state.identity.replica not in replicas
+    return event.target.replicas is not None and not event.target.names(state.identity)
+
+
+def _not_meant(state: AgentState, event: CommandReceived) -> bool:
+    if state.identity.role != ROLLOUT and isinstance(event.command, WeightSync | EngineCommand):
+        return True
+    return _not_targeted(state, event)
 
 
 def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
@@ -168,8 +177,8 @@ def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
 
 
 GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when the command's turn comes
-    Row(5, _not_targeted, lambda s, e: _NOT_TARGETED),
-    Row(6, lambda s, e: s.identity.node_rank > 0 and not collecting(e.command), lambda s, e: _NOT_PRIMARY),
+    Row(5, _not_meant, lambda s, e: _NOT_TARGETED if _not_targeted(s, e) else _NOT_AN_ENGINE),
+    Row(6, lambda s, e: s.identity.node_rank > 0 and not about_disk(e.command), lambda s, e: _NOT_PRIMARY),
     # row 7 (tokenizer unknown: hold) has no outcome of its own: see `_turn`
     Row(8, lambda s, e: s.identity.node_rank == 0 and s.engine.tokenizer == "absent", _tokenizer_missing),
     Row(9, _unsupported, _say_unsupported),
@@ -455,23 +464,34 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
         inhibited = not (anew(state.engine, engine) or isinstance(call, CheckSource | Load))
         return _failed(replace(state, engine=engine, inhibited=inhibited), activity, failure, event.at_ms, effects)
     made = (*activity.made, name(call))
-    auto_stopped, traces = activity.auto_stopped, activity.traces
-    if isinstance(result, Returned) and (result.auto_stopped or result.traces):
-        auto_stopped, traces = auto_stopped or result.auto_stopped, traces + result.traces
+    told = _together(activity.told, result) if isinstance(result, Returned) else activity.told
     rest = activity.calls[1:]
     if rest and not activity.overdue:
         call_id = state.calls_made + 1
-        activity = replace(activity, calls=rest, call_id=call_id, made=made, auto_stopped=auto_stopped, traces=traces)
+        activity = replace(activity, calls=rest, call_id=call_id, made=made, told=told)
         effects.append(Perform(call_id=call_id, call=rest[0]))
         return replace(state, engine=engine, activity=activity, calls_made=call_id)
     state = replace(state, engine=engine, activity=None)
     cause = activity.cause
     if cause is not None and not activity.overdue:
         acted = _acted(state, cause, made)
-        if auto_stopped or traces:
-            acted = replace(acted, auto_stopped=auto_stopped, traces=traces)
+        if told is not _NOTHING_TOLD:
+            acted = replace(acted, auto_stopped=told.auto_stopped, traces=told.traces, untraced=told.untraced)
+            acted = replace(acted, hook_running=True) if told.hook_running else acted
         state = _answer(state, cause, acted, 10, effects)
     return _proceed(state, event.at_ms, effects)
+
+
+def _together(told: Returned, more: Returned) -> Returned:
+    """What two calls of one command gave back of a profiling session."""
+    if not (more.auto_stopped or more.traces or more.untraced or more.hook_running):
+        return told
+    return Returned(
+        auto_stopped=told.auto_stopped or more.auto_stopped,
+        traces=told.traces + more.traces,
+        untraced=told.untraced + more.untraced,
+        hook_running=told.hook_running or more.hook_running,
+    )
 
 
 def _failed(state: AgentState, activity: Activity, failure: Failed, now_ms: int, effects: Effects) -> AgentState:

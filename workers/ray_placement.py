@@ -22,6 +22,7 @@ from schemas.errors import AgentError, AgentsMissing, ConfigError
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
 from workers.engine import Engine
+from workers.traces import NodeTraces
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -50,10 +51,16 @@ class AgentActor:
     """One agent, as an actor. `run` is asked for once, and by Ray again in each new process."""
 
     def __init__(
-        self, bus: str, identity: Identity, engine: EngineFactory, state_dir: Path, config: AgentConfig
+        self,
+        bus: str,
+        identity: Identity,
+        engine: EngineFactory,
+        state_dir: Path,
+        traces: NodeTraces | None,
+        config: AgentConfig,
     ) -> None:
         self._bus, self._identity, self._engine = bus, identity, engine
-        self._state_dir, self._config = state_dir, config
+        self._state_dir, self._traces, self._config = state_dir, traces, config
         self._alone, self._opened = asyncio.Lock(), asyncio.Event()
         self._scope: CancelScope | None = None
         self._stopped = False
@@ -77,8 +84,9 @@ class AgentActor:
         place, state_dir = self._identity, self._state_dir
         state_dir.mkdir(parents=True, exist_ok=True)
         engine = self._engine(place)
+        traces, config = self._traces, self._config
         async with Agent(
-            bus=self._bus, identity=place, engine=engine, state_dir=state_dir, config=self._config
+            bus=self._bus, identity=place, engine=engine, state_dir=state_dir, traces=traces, config=config
         ) as self._agent:
             self._opened.set()
             await self._agent.run()
@@ -167,11 +175,14 @@ def place_agents(
     replicas: Sequence[ReplicaNodes],
     engine: EngineFactory,
     state_dir: Path,
+    traces: Path | None = None,
+    finish_hook: str = "",
     config: AgentConfig | None = None,
 ) -> Placement:
     """Start one agent on each node of each replica; the place in `replicas` is the replica's index.
 
-    bus: its address, as the nodes reach it.   state_dir: where journals lie, on a disk of each node.
+    bus: its address, as the nodes reach it.   state_dir: where journals lie, on a disk of each node.   traces: the root
+    that the engines write profiles below.   finish_hook: command to run after the last profiled step.
 
     Returns at once; `wait_ready` waits. Must be called in a process that has joined the cluster (`ray.init`). Raises
     ConfigError, with nothing started.
@@ -193,7 +204,8 @@ def place_agents(
             max_task_retries=FOR_EVER,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        actors[identity.agent] = options.remote(bus, identity, engine, state_dir, config or AgentConfig())
+        left = NodeTraces(traces, identity, finish_hook) if traces is not None else None
+        actors[identity.agent] = options.remote(bus, identity, engine, state_dir, left, config or AgentConfig())
     return Placement(actors)
 
 

@@ -1,4 +1,4 @@
-"""The trace files of a session, on this node's disk: where they go, which are whole, and which are this node's.
+"""The trace files of sessions, on this node's disk: where they go, which are whole, whose they are, where they end up.
 
 Every node of a replica profiles its own ranks and writes to its own disk, though only node rank 0 was told to. So each
 agent collects what its ranks left. A torch trace names its rank in `distributedInfo`; one without belongs to rank 0.
@@ -6,18 +6,67 @@ agent collects what its ranks left. A torch trace names its rank in `distributed
 
 import hashlib
 import re
+import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from anyio import to_thread
+
+from schemas.commands import ProfilePlan
 from schemas.errors import EngineError
+from schemas.events import CollectTraces, DiskCall, FinishProfile, Returned
+from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Trace
+from workers.finish_hook import FinishHook
 
 SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickle", ".profiler_out.txt")
 """What engines leave. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
 HEAD_BYTES: Final = 64 * 1024
 """Of a trace, decompressed: `distributedInfo` stands before the events."""
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')
+
+
+class NodeTraces:
+    """What profiling leaves on one node: collected after a session, relocated and handed to the hook after the last.
+
+    root: the directory that all traces lie below.   hook: a command for `/bin/sh -c`, "" for none.
+    """
+
+    def __init__(self, root: Path, identity: Identity, hook: str = "") -> None:
+        self._root, self._identity = root.resolve(), identity
+        self._hook = FinishHook(hook, identity, self._root) if hook else None
+
+    async def perform(self, call: DiskCall) -> Returned:
+        """Raises EngineError for files that can't be read or moved, and for a hook that failed or is not there."""
+        if isinstance(call, CollectTraces):
+            session = call.session
+            return await to_thread.run_sync(collected, self._root, call.directory, session.plan, self._identity)
+        return await self._finish(call)
+
+    async def _finish(self, call: FinishProfile) -> Returned:
+        plan, finish = call.plan, call.plan.finish
+        traces: tuple[Trace, ...] = ()
+        if finish.relocate:
+            traces = await to_thread.run_sync(relocated, self._root, call.directories, plan, self._identity)
+        if not runs_hook(plan, self._identity):
+            return Returned(traces=traces)
+        if self._hook is None:
+            raise EngineError(
+                "the finish hook was not run: this agent was started without one. Give it the same profiler "
+                "configuration as the trainer, or its command (--finish-hook). The traces are where they were written."
+            )
+        return Returned(traces=traces, hook_running=await self._hook.run(plan.tool, call.steps))
+
+
+def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:
+    """Is it this agent that runs the hook? By default whoever has a rank that was asked for."""
+    finish = plan.finish
+    if not finish.hook or finish.hook_all_ranks:
+        return finish.hook
+    chosen = finish.hook_ranks or asked_of(plan, identity)
+    return not chosen.isdisjoint(identity.node_ranks)
 
 
 def make_fresh(directory: Path) -> None:
@@ -34,46 +83,92 @@ def make_fresh(directory: Path) -> None:
     )
 
 
-def described(file: Path, root: Path) -> Trace:
-    """Path below `root`, size and digest of one file. Raises OSError."""
+def described(file: Path, root: Path, rank: int | None = None) -> Trace:
+    """Path below `root`, size and digest of one file. rank: global. Raises OSError."""
     with open(file, "rb") as written:
         sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-    return Trace(str(file.relative_to(root)), file.stat().st_size, sha256)
+    return Trace(str(file.relative_to(root)), file.stat().st_size, sha256, rank)
 
 
-def of_node(directory: Path, root: Path, node_rank: int, gpus_per_node: int) -> tuple[Trace, ...]:
-    """The session's traces that this node's ranks wrote, whole ones, in order of their names.
+def collected(root: Path, directory: str, plan: ProfilePlan, identity: Identity) -> Returned:
+    """What a session that was stopped left on this node's disk: the whole traces of the ranks asked for.
 
-    On a disk that the nodes share, each takes its own: ranks node_rank * gpus_per_node and up. Raises EngineError for
-    a file that can't be read or is cut off.
+    On a disk that the nodes share, each takes what its own ranks wrote. What other ranks of the replica wrote stays
+    where it is, untold. Raises EngineError for a file that can't be read or is cut off.
     """
-    if not directory.is_dir():
-        return ()
-    own = range(node_rank * gpus_per_node, (node_rank + 1) * gpus_per_node)
-    files = sorted(one for one in directory.rglob("*") if one.is_file() and one.name.endswith(SUFFIXES))
+    place, asked = root / directory, asked_of(plan, identity)
     try:
-        mine = [one for one in files if _rank(one) in own]
-        return tuple(described(one, root) for one in mine if _whole(one))
+        mine = [(one, rank) for one, rank in _by_rank(place, identity) if rank in identity.node_ranks]
+        for one, rank in mine:
+            if rank in asked:
+                _require_whole(one)
+        if plan.layout == "verl":
+            mine = [(moved(one, place.parent), rank) for one, rank in mine]
+            _remove_if_empty(place)
+        told = tuple(described(one, root, rank) for one, rank in mine if rank in asked)
     except OSError as error:
-        raise EngineError(f"the traces in {directory} can't be read: {error.strerror}: {error.filename}.") from error
+        raise EngineError(f"the traces in {place} can't be read: {error.strerror}: {error.filename}.") from error
+    return Returned(traces=told, untraced=tuple(sorted(asked - {one.rank for one in told})))
 
 
-def moved(files: list[Path], directory: Path) -> None:
-    """Bring files of a directory that an engine was launched with to the session's. Raises EngineError.
+def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, identity: Identity) -> tuple[Trace, ...]:
+    """Move this node's traces of the ranks asked for up to the root, where their names tell whose they are.
+
+    As verl 0.9.1 names them (utils/profiler/config.py): rollout-replica<R>_<name>, with -globalrank<G> after the
+    replica where it has several ranks; and <role>-rank<G>_<name>. What is in the root already stays as it is.
+    """
+    several, asked, told = len(identity.global_ranks) > 1, asked_of(plan, identity), []
+    places = [root / one for one in directories]
+    if plan.layout == "verl":
+        places = [one.parent for one in places]
+    for place in dict.fromkeys(places):
+        if place.resolve() == root:
+            continue
+        for file, rank in _by_rank(place, identity):
+            if rank not in asked:
+                continue
+            whose = f"{identity.role}-rank{rank}"
+            if identity.role == ROLLOUT:
+                whose = f"rollout-replica{identity.replica}" + (f"-globalrank{rank}" if several else "")
+            there = moved(file, root, f"{whose}_{file.name}")
+            told.append(described(there, root, rank))
+        _remove_if_empty(place)
+    return tuple(told)
+
+
+def asked_of(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
+    """The global ranks on this node whose traces are wanted."""
+    chosen = plan.replicas is not None and identity.replica in plan.replicas
+    if chosen or (plan.ranks is None and plan.replicas is None):
+        return frozenset(identity.node_ranks)
+    return frozenset(identity.node_ranks) & (plan.ranks or frozenset())
+
+
+def _by_rank(place: Path, identity: Identity) -> list[tuple[Path, int]]:
+    """The traces in a directory, by name, each with its global rank."""
+    files = sorted(one for one in place.rglob("*") if one.is_file() and one.name.endswith(SUFFIXES))
+    return [(one, identity.global_ranks.start + _rank(one)) for one in files]
+
+
+def moved(file: Path, directory: Path, name: str = "") -> Path:
+    """Bring a file to a directory, which is made; return its new path. name: a new one. Raises EngineError.
 
     Copied when the two lie on different disks. What is there already is never written over.
     """
-    import shutil
+    place = directory / (name or file.name)
+    if place.exists():
+        raise EngineError(f"the trace {file} stays where it is: {place} is there already.")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.move(file, place)
+    except OSError as error:
+        raise EngineError(f"the trace {file} was not moved to {directory}: {error.strerror}.") from error
+    return place
 
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        place = directory / file.name
-        if place.exists():
-            raise EngineError(f"the trace {file} stays where it is: {place} is there already.")
-        try:
-            shutil.move(file, place)
-        except OSError as error:
-            raise EngineError(f"the trace {file} was not moved to {directory}: {error.strerror}.") from error
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # another node of the replica has not taken its own yet
+        directory.rmdir()
 
 
 def _rank(file: Path) -> int:
@@ -92,10 +187,10 @@ def _head(file: Path) -> bytes:
         return b""
 
 
-def _whole(file: Path) -> bool:
-    """Is a compressed file complete to its trailer? Raises EngineError when it is not."""
+def _require_whole(file: Path) -> None:
+    """Raise EngineError for a compressed file that is not complete to its trailer."""
     if file.suffix != ".gz":
-        return True
+        return
     inflate = zlib.decompressobj(wbits=31)
     try:
         with open(file, "rb") as stream:
@@ -105,4 +200,3 @@ def _whole(file: Path) -> bool:
         raise EngineError(f"the trace {file} is damaged: {error}.") from error
     if not inflate.eof:
         raise EngineError(f"the trace {file} is cut off: its writer has not finished, or could not.")
-    return True

@@ -14,6 +14,7 @@ from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
 from workers.engine import Engine
+from workers.traces import NodeTraces
 
 if TYPE_CHECKING:
     from workers.engines.router import Router
@@ -37,6 +38,7 @@ class EngineOptions(TypedDict):
     seed: int
     checkpoints: Path
     traces: Path
+    finish_hook: str
     command: tuple[str, ...]
 
 
@@ -70,6 +72,7 @@ def _state_home() -> str:
 @click.option("--seed", default=0, show_default=True, help="tiny: of the weights that it starts with.")
 @click.option("--checkpoints", type=click.Path(path_type=Path), default=".", help="Root of paths in weight syncs.")
 @click.option("--traces", type=click.Path(path_type=Path), default="traces", help="Root below which traces are put.")
+@click.option("--finish-hook", default="", help="Command for /bin/sh after the last profiled step, e.g. an upload.")
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -105,22 +108,25 @@ def agent(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    left = NodeTraces(engine["traces"], place, engine["finish_hook"])
     driven = _launched(place, state_dir, engine) if engine["launch"] else _engine(place, engine)
     uvloop = find_spec("uvloop") is not None
     beside = _router(engine)
-    interrupted = anyio.run(_serve, bus, place, driven, state_dir, beside, backend_options={"use_uvloop": uvloop})
+    interrupted = anyio.run(_serve, bus, place, driven, state_dir, left, beside, backend_options={"use_uvloop": uvloop})
     if interrupted:
         raise click.Abort
 
 
-async def _serve(bus: str, place: Identity, engine: Engine, state_dir: Path, router: "Router | None") -> bool:
+async def _serve(
+    bus: str, place: Identity, engine: Engine, state_dir: Path, traces: NodeTraces, router: "Router | None"
+) -> bool:
     """Returns whether it was Ctrl-C that ended it."""
     signals: list[signal.Signals] = []
     failure: RolloutctlError | None = None
     async with anyio.create_task_group() as tasks:
         await tasks.start(_end_on_signal, tasks.cancel_scope, signals)
         try:
-            async with Agent(bus=bus, identity=place, engine=engine, state_dir=state_dir) as running:
+            async with Agent(bus=bus, identity=place, engine=engine, state_dir=state_dir, traces=traces) as running:
                 logger.info("agent %s is up and dials %s", place.agent, bus)
                 if router is not None:
                     tasks.start_soon(router.follow, running)

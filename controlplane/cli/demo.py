@@ -29,7 +29,7 @@ from controlplane.cli.tables import command_table
 from controlplane.events import Conclude, SyncReport
 from controlplane.log import RunLog
 from controlplane.plane import ControlPlane
-from schemas.commands import Checkpoint
+from schemas.commands import Checkpoint, ProfilePlan
 from schemas.config import BusConfig, ProfilerConfig
 from schemas.errors import AgentError, ConfigError, EngineError
 from schemas.outcomes import Acted
@@ -69,7 +69,7 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
         "tcp://127.0.0.1:0",
         log=out / "run.db",
         config=BusConfig(heartbeat_ms=500, gone_ms=3_000),
-        profiler=ProfilerConfig(steps=profiled),
+        profiler=ProfilerConfig(steps=profiled, plan=ProfilePlan(ranks=frozenset({0, 2}))),
         checkpoints=out / "checkpoints",
     )
     with plane, Nodes(plane.address, out) as nodes:

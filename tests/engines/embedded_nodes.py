@@ -22,6 +22,7 @@ from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from tests.engines.embedded import SGLang, Trainer
 from workers.agent import Agent
+from workers.traces import NodeTraces
 
 NODES = 2
 
@@ -76,7 +77,9 @@ async def serve(folder: Path, node_rank: int, address: str, meet: str) -> None:
     place = Identity(replica=0, node_rank=node_rank, nnodes=NODES)
     rollout = SGLang(folder, place, meet)
     config = AgentConfig(hello_ms=20, watch_ms=50)
-    agent = Agent(bus=address, identity=place, engine=rollout.adapter, state_dir=folder / "state", config=config)
+    traces = NodeTraces(folder / "traces", place)
+    engine, state = rollout.adapter, folder / "state"
+    agent = Agent(bus=address, identity=place, engine=engine, state_dir=state, traces=traces, config=config)
     async with agent:
         if node_rank > 0:
             await agent.run()

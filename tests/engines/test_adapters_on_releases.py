@@ -16,7 +16,7 @@ import pytest
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.desired import Session
 from schemas.errors import EngineError
-from schemas.events import Abort, Call, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
+from schemas.events import Abort, EngineCall, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from schemas.identity import Identity, Operation, Tag
 from tests.engines import wheels
 from tests.engines.release_facts import number
@@ -52,7 +52,7 @@ class Bench(NamedTuple):
     engine: sglang.SGLangEngine | vllm.VllmEngine
     app: App
 
-    async def said(self, call: Call) -> str:
+    async def said(self, call: EngineCall) -> str:
         """What the adapter says of a call that it does not make; empty for one that it made."""
         try:
             await self.engine.perform(call, 1.0)
@@ -117,7 +117,7 @@ WEIGHTS, CACHE, BOTH = (
     frozenset[Tag]({"weights", "kv_cache"}),
 )
 
-CALLS: list[tuple[Operation, Call, str]] = [
+CALLS: list[tuple[Operation, EngineCall, str]] = [
     (Operation.PAUSE, Pause("abort"), "0.0.0"),
     (Operation.PAUSE, Pause("wait"), "0.0.0"),
     (Operation.PAUSE, Pause("keep"), "0.16.0"),

@@ -20,8 +20,8 @@ from schemas.desired import Session
 from schemas.errors import EngineError
 from schemas.events import (
     Abort,
-    Call,
     CollectTraces,
+    EngineCall,
     Flush,
     Load,
     Observation,
@@ -38,6 +38,7 @@ from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
 from workers.agent import Agent
 from workers.engines import ray_actor
 from workers.engines.ray_actor import RayActorEngine
+from workers.traces import NodeTraces
 
 pytestmark = pytest.mark.anyio
 
@@ -90,10 +91,10 @@ class Bench:
         called: list[str] = self.within(take)
         return called
 
-    async def do(self, call: Call, within_s: float = 60.0) -> Returned:
+    async def do(self, call: EngineCall, within_s: float = 60.0) -> Returned:
         return await self.engine.perform(call, within_s)
 
-    async def refuses(self, call: Call, *words: str) -> None:
+    async def refuses(self, call: EngineCall, *words: str) -> None:
         """The call is refused in these words, and no method of the server was called."""
         with pytest.raises(EngineError) as refusal:
             await self.do(call, 0.0)
@@ -303,7 +304,6 @@ async def test_a_second_node_is_never_called(tmp_path: Path) -> None:
         assert await engine.observe() == Observation(engine="verl server", tokenizer="absent")
         with pytest.raises(EngineError, match="no front end"):
             await engine.perform(Flush(), 1.0)
-        assert await engine.perform(CollectTraces("global_step_1/replica_0"), 1.0) == Returned()
         assert made.called == []
 
 
@@ -406,9 +406,10 @@ async def test_the_traces_of_a_session_are_brought_to_its_directory(profiled: Be
     moved = "rollout-replica0-globalrank0_"
     assert [one.path for one in first.traces] == [at.format(1, "", 0)]
     assert [one.path for one in second.traces] == [at.format(2, moved, 0)]
-    other = RayActorEngine("nobody", SECOND, traces=tmp_path / "traces")
+    other = NodeTraces(tmp_path / "traces", SECOND)
     for step, before in ((1, ""), (2, moved)):
-        collected = await other.perform(CollectTraces(f"global_step_{step}/replica_0"), 1.0)
+        session = Session(step, ProfilePlan())
+        collected = await other.perform(CollectTraces(session, f"global_step_{step}/replica_0"))
         assert [one.path for one in collected.traces] == [at.format(step, before, 1)]
     # verl's own hooks find theirs where they were.
     assert sorted(one.name for one in own.iterdir()) == ["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"]

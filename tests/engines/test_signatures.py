@@ -22,8 +22,8 @@ from schemas.desired import Session
 from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
     Abort,
-    Call,
     CheckSource,
+    EngineCall,
     Flush,
     Load,
     Pause,
@@ -75,7 +75,7 @@ class Bench(NamedTuple):
     adapter: VllmEngine | SGLangEngine
     standin: StandIn
 
-    async def said(self, call: Call) -> str:
+    async def said(self, call: EngineCall) -> str:
         """What the adapter says of a call that it does not make; empty for one that it made."""
         try:
             await self.adapter.perform(call, 1.0)
@@ -170,7 +170,7 @@ async def attached(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterat
     await bench.adapter.close()
 
 
-CALLS: list[tuple[Operation, Call, str]] = [
+CALLS: list[tuple[Operation, EngineCall, str]] = [
     (Operation.PAUSE, Pause("abort"), "0.0.0"),
     (Operation.PAUSE, Pause("wait"), "0.0.0"),
     (Operation.PAUSE, Pause("keep"), "0.16.0"),

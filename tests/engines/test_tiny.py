@@ -20,8 +20,8 @@ from schemas.desired import Session
 from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
     Abort,
-    Call,
     CheckSource,
+    EngineCall,
     Flush,
     Load,
     Pause,
@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, engine: TinyEngine, folder: Path, pool: ThreadPoolExecutor) -> None:
         self.engine, self.folder, self._pool = engine, folder, pool
 
-    async def do(self, *calls: Call) -> Any:
+    async def do(self, *calls: EngineCall) -> Any:
         returned = None
         for call in calls:
             returned = await self.engine.perform(call, 10.0)

@@ -36,6 +36,7 @@ from schemas.wire import (
 )
 from workers.agent import Agent
 from workers.machine import AgentState
+from workers.traces import NodeTraces
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
@@ -186,9 +187,12 @@ async def running(
 ) -> AsyncIterator[Agent]:
     """An agent that runs until the block ends, for a bus or its address. It is then ended in good order."""
     config = AgentConfig(hello_ms=20, watch_ms=10)
+    place, left = identity, NodeTraces(folder / "traces", identity)
     address = bus if isinstance(bus, str) else bus.address
     async with (
-        Agent(bus=address, identity=identity, engine=engine, state_dir=folder, config=config, context=context) as agent,
+        Agent(
+            bus=address, identity=place, engine=engine, state_dir=folder, traces=left, config=config, context=context
+        ) as agent,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(agent.run)

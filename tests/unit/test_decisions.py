@@ -16,7 +16,7 @@ from schemas.commands import (
     Target,
     UnknownCommand,
 )
-from schemas.desired import Committed, Desired
+from schemas.desired import Committed, Desired, Session
 from schemas.events import Answer, CollectTraces, EngineObserved, EngineReturned, Need, Perform, Returned, Tick
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
@@ -408,7 +408,7 @@ COLLECT = ProfileCommand(action="collect", step=3)
 @pytest.mark.parametrize("tokenizer", ["present", "absent", "unknown"])
 def test_collect_looks_at_the_disk_of_every_node_rank_above_0(tokenizer: str) -> None:
     state, effects = fold(agent(SECOND, replace(PRESENT, tokenizer=tokenizer)), command(COLLECT))
-    assert effects == [Perform(call_id=1, call=CollectTraces("global_step_3/replica_0"))]
+    assert effects == [Perform(call_id=1, call=CollectTraces(Session(3, ProfilePlan()), "global_step_3/replica_0"))]
     found = Returned(traces=(Trace("global_step_3/replica_0/x-TP-1.trace.json.gz", 10, "sha"),))
     _, effects = fold(state, EngineReturned(at_ms=0, call_id=1, result=found, observation=None))
     (answer,) = answers(effects)

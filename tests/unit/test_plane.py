@@ -31,6 +31,7 @@ from schemas.errors import (
 from schemas.identity import Identity
 from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine
 from workers.agent import Agent
+from workers.traces import NodeTraces
 
 ADDRESS = "tcp://127.0.0.1:0"
 QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=100)
@@ -43,8 +44,10 @@ def agents(address: str, folder: Path, places: dict[Identity, Engine]) -> Iterat
     begun = threading.Event()
 
     async def one(place: Identity, engine: Engine) -> None:
-        config = AgentConfig(hello_ms=20, watch_ms=20)
-        async with Agent(bus=address, identity=place, engine=engine, state_dir=folder, config=config) as agent:
+        config, left = AgentConfig(hello_ms=20, watch_ms=20), NodeTraces(folder / "traces", place)
+        async with Agent(
+            bus=address, identity=place, engine=engine, state_dir=folder, traces=left, config=config
+        ) as agent:
             await agent.run()
 
     async def main() -> None:
@@ -76,6 +79,11 @@ def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
         yield opened
 
 
+def actions(plane: ControlPlane | BlockingControlPlane) -> list[str]:
+    """What was asked of the profilers, in order."""
+    return [report.command.action for report in plane.profile_reports]  # type: ignore[union-attr]
+
+
 def checkpoint(folder: Path) -> Checkpoint:
     folder.mkdir()
     save_file({"w": zeros(2)}, folder / "model.safetensors")
@@ -105,7 +113,7 @@ def test_an_async_trainer_awaits_the_same_tickets(tmp_path: Path, anyio_backend:
                     paused, resumed = plane.pause(), plane.resume()
                     assert (await resumed).acted == ("0.0",)
                     assert (await paused).acted == ("0.0",)
-                assert len(plane.profile_reports) == 2
+                assert actions(plane) == ["check", "start", "stop"]
 
     async def step() -> None:
         await anyio.lowlevel.checkpoint()
@@ -124,15 +132,15 @@ def test_a_step_opens_and_closes_profiling_and_never_fails_for_it(
         for step in range(3):
             with plane.step(step):
                 pass
-    start, stop = plane.profile_reports
-    assert (start.failed, stop.skipped) == (("0.0",), ("0.0",))
+    check, start, stop = plane.profile_reports
+    assert (check.failed, start.failed, stop.skipped) == (("0.0",), ("0.0",), ("0.0",))
     assert "profile start step 1 on agent 0.0" in caplog.text and "the step goes on" in caplog.text
 
 
 def test_an_error_in_a_step_still_closes_its_session(plane: BlockingControlPlane) -> None:
     with pytest.raises(ZeroDivisionError), plane.step(1):
         raise ZeroDivisionError
-    assert [report.command.action for report in plane.profile_reports] == ["start", "stop"]  # type: ignore[union-attr]
+    assert actions(plane) == ["check", "start", "stop"]
 
 
 def test_closing_closes_an_open_session(tmp_path: Path) -> None:
@@ -140,7 +148,7 @@ def test_closing_closes_an_open_session(tmp_path: Path) -> None:
     plane.open()
     plane.step(1).__enter__()
     plane.close()
-    assert [report.command.action for report in plane.profile_reports] == ["start", "stop"]  # type: ignore[union-attr]
+    assert actions(plane) == ["check", "start", "stop"]
 
 
 def test_agents_that_do_not_come_are_named(plane: BlockingControlPlane, tmp_path: Path) -> None:

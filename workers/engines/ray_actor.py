@@ -34,10 +34,10 @@ from msgspec import Struct
 from schemas.checkpoints import resolve
 from schemas.commands import ProfilePlan
 from schemas.desired import ALL_TAGS
-from schemas.errors import EngineError
+from schemas.errors import EngineError, UnsupportedError
 from schemas.events import (
-    Call,
-    CollectTraces,
+    CheckProfile,
+    EngineCall,
     Flush,
     Observation,
     Pause,
@@ -49,8 +49,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
-from schemas.outcomes import Trace
-from workers.traces import make_fresh, of_node
+from workers.traces import collected, make_fresh
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -177,10 +176,8 @@ class RayActorEngine:
             operations=self._operations(look),
         )
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, within_s: float) -> Returned:
         """Make one call. Raises EngineError."""
-        if isinstance(call, CollectTraces):
-            return Returned(traces=await to_thread.run_sync(self._collected, call.directory))
         if self._identity.node_rank > 0:
             raise EngineError("the server of this node has no front end to call: its replica's node rank 0 has it.")
         with CancelScope(shield=True):
@@ -191,7 +188,7 @@ class RayActorEngine:
         """Let go of the actor; it goes on."""
         self._handle = None
 
-    async def _perform(self, call: Call, look: Look, within_s: float) -> Returned:
+    async def _perform(self, call: EngineCall, look: Look, within_s: float) -> Returned:
         match call:
             case Pause():
                 await self._pause(call)
@@ -203,6 +200,8 @@ class RayActorEngine:
                 await self._wake(call, look)
             case Flush():
                 await self._flush(look, within_s)
+            case CheckProfile():
+                require_recorded(call.plan, look.recorder)
             case StartProfile():
                 await self._start_profile(call, look)
             case StopProfile():
@@ -275,8 +274,7 @@ class RayActorEngine:
 
     async def _start_profile(self, call: StartProfile, look: Look) -> None:
         plan = call.session.plan
-        if why := refused(plan, look.recorder):
-            raise EngineError(f"the profile was not started: {why}.")
+        require_recorded(plan, look.recorder)
         directory = resolve(self._traces, call.directory)
         await to_thread.run_sync(make_fresh, directory)
         given = look.recorder is None and look.front == "tokenizer_manager"
@@ -286,11 +284,7 @@ class RayActorEngine:
         await self._call("stop_profile")
         if look.recorder is not None:
             await to_thread.run_sync(_bring, look.recorder, resolve(self._traces, call.directory))
-        return Returned(traces=await to_thread.run_sync(self._collected, call.directory))
-
-    def _collected(self, directory: str) -> tuple[Trace, ...]:
-        place = resolve(self._traces, directory)
-        return of_node(place, self._traces, self._identity.node_rank, self._identity.gpus_per_node)
+        return await to_thread.run_sync(collected, self._traces, call.directory, call.session.plan, self._identity)
 
     # --- the actor ----------------------------------------------------------------------------------------------------
 
@@ -384,11 +378,16 @@ def _finder(server: "ActorHandle | str | Callable[[], ActorHandle]", namespace: 
     return server if callable(server) else lambda: server
 
 
-def refused(plan: ProfilePlan, recorder: Recorder | None) -> str | None:
-    """Why a server would not record what the plan asks for, or None when it would.
+def require_recorded(plan: ProfilePlan, recorder: Recorder | None) -> None:
+    """Raise UnsupportedError when a server would not record what the plan asks for; it may record more.
 
-    It may record more. recorder: None for a server that leaves all to the caller.
+    recorder: None for a server that leaves all to the caller.
     """
+    if why := _unrecorded(plan, recorder):
+        raise UnsupportedError(f"{why}.")
+
+
+def _unrecorded(plan: ProfilePlan, recorder: Recorder | None) -> str | None:
     if plan.window is not None or plan.by_stage:
         return (
             "the plan has a window or asks for stages, and verl's servers take no window from a call. Profile from "
@@ -421,7 +420,7 @@ def refused(plan: ProfilePlan, recorder: Recorder | None) -> str | None:
 
 def arguments(plan: ProfilePlan, directory: Path) -> dict[str, object]:
     """The plan in SGLang's words, for a server that hands them on."""
-    names = {"cpu": "CPU", "cuda": "GPU", "memory": "MEM"}
+    names = {"cpu": "CPU", "cuda": "GPU", "memory": "MEM", "npu": "GPU"}
     return {
         "output_dir": str(directory),
         "activities": [names[one] for one in sorted(plan.activities)],

@@ -23,15 +23,16 @@ from typing import Final, assert_never
 import anyio
 from anyio import CancelScope, to_thread
 from msgspec import Struct
+from msgspec.structs import replace
 
 from schemas.checkpoints import read_layout, safetensors_files
 from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan
-from schemas.errors import CheckpointError, EngineError
+from schemas.errors import CheckpointError, EngineError, UnsupportedError
 from schemas.events import (
     Abort,
-    Call,
+    CheckProfile,
     CheckSource,
-    CollectTraces,
+    EngineCall,
     Flush,
     Load,
     Observation,
@@ -44,11 +45,10 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, InFlight, Operation
-from schemas.outcomes import Trace
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
 from workers.engines.front import RETRY_S, Front, Methods, Refused, number, patience_s, text, version_of
 from workers.engines.http import HttpFront, Route
-from workers.traces import make_fresh, of_node
+from workers.traces import collected, make_fresh
 
 FLUSH_WAIT_S: Final = 5.0
 """How long the server itself waits for a moment without requests, where it can."""
@@ -77,7 +77,8 @@ ROUTES: Final[Mapping[str, Route]] = {
 """The server's routes, by the names of `TokenizerManager`'s methods (sglang/srt/entrypoints/http_server.py)."""
 
 PAUSES: Final[Mapping[InFlight, str]] = {"abort": "abort", "wait": "retract", "keep": "in_place"}
-ACTIVITIES: Final = {"cpu": "CPU", "cuda": "GPU", "memory": "MEM"}
+ACTIVITIES: Final = {"cpu": "CPU", "cuda": "GPU", "memory": "MEM", "npu": "GPU"}
+"""In SGLang's words; on an NPU its `GPU` is what torch_npu records (never run here)."""
 
 ONE_FORWARD_SHORT: Final = (0, 5, 16)
 """Below this version `num_steps` records one forward fewer. The only place where a version is compared: nothing else
@@ -151,10 +152,8 @@ class SGLangEngine:
             version=version_of(label),
         )
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, within_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
-        if isinstance(call, CollectTraces):
-            return Returned(traces=await to_thread.run_sync(self._collected, call.directory))
         front = self._front
         launch = await self._found(front) if front is not None else None
         if front is None or launch is None:
@@ -181,6 +180,8 @@ class SGLangEngine:
                 await self._flush(front, launch, within_s)
             case Abort():
                 await front.call("abort_request", rid="", abort_all=True)
+            case CheckProfile():
+                profile_arguments(call.plan, "", self._traces, launch)
             case StartProfile():
                 arguments = profile_arguments(call.session.plan, call.directory, self._traces, launch)
                 await to_thread.run_sync(make_fresh, self._traces / call.directory)
@@ -306,16 +307,12 @@ class SGLangEngine:
             if error.status not in (None, 500):
                 raise
             ended = True
-        traces = await to_thread.run_sync(self._collected, call.directory)
-        if ended and not traces:
+        found = await to_thread.run_sync(collected, self._traces, call.directory, call.session.plan, self._identity)
+        if ended and not found.traces:
             raise EngineError(
                 "sglang refused the stop, and the session left no trace: it was not recording. Its log says why."
             )
-        return Returned(auto_stopped=ended, traces=traces)
-
-    def _collected(self, directory: str) -> tuple[Trace, ...]:
-        place = self._traces / directory
-        return of_node(place, self._traces, self._identity.node_rank, self._identity.gpus_per_node)
+        return replace(found, auto_stopped=ended)
 
 
 # --- decided from what it tells: pure ---------------------------------------------------------------------------------
@@ -368,7 +365,7 @@ def lacks(launch: Launch) -> dict[Operation, str]:
 
 
 def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: Launch) -> dict[str, object]:
-    """Of a start. Raises EngineError for what this engine can't record."""
+    """Of a start. Raises UnsupportedError for what this engine can't record."""
     takes, window = launch.methods["start_profile"], plan.window
     what: str | None = None
     if launch.device == "cpu" and plan.activities != {"cpu"}:
@@ -383,7 +380,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: L
     elif plan.merge and "merge_profiles" not in takes:
         what = "a merged trace"
     if what is not None:
-        raise EngineError(f"the profile was not started: sglang {launch.version} can't record {what}.")
+        raise UnsupportedError(f"sglang {launch.version} can't record {what}.")
     arguments: dict[str, object] = {
         "output_dir": str(traces / directory),
         "activities": [ACTIVITIES[one] for one in sorted(plan.activities)],

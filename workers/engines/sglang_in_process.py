@@ -4,8 +4,9 @@ A trainer that embeds the engine runs the agent beside the tasks that generate, 
 
     front = TokenizerManagerFront(sgl_engine.tokenizer_manager)
     engine = SGLangEngine(identity, front, checkpoints=checkpoints, traces=traces)
+    left = NodeTraces(traces, identity)
     async with (
-        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir) as agent,
+        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=left) as agent,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(agent.run)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 
 from anyio import CancelScope, to_thread
+from msgspec.structs import replace
 
 from schemas.checkpoints import (
     TensorSpec,
@@ -29,9 +30,9 @@ from schemas.commands import Checkpoint, Manifest, Source
 from schemas.errors import CheckpointError, EngineError, RolloutctlError
 from schemas.events import (
     Abort,
-    Call,
+    CheckProfile,
     CheckSource,
-    CollectTraces,
+    EngineCall,
     Flush,
     Load,
     Observation,
@@ -44,6 +45,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation
+from workers.traces import collected
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +76,7 @@ class TinyEngine:
         seed: int = 0,
         config: "TinyConfig | None" = None,
     ) -> None:
-        self._primary = identity.node_rank == 0
+        self._identity = identity
         self._checkpoints, self._traces = checkpoints, traces
         self._serve, self._seed, self._config = serve, seed, config
         self._instance = ""
@@ -85,7 +87,7 @@ class TinyEngine:
     async def open(self) -> None:
         """Build the model and open the front end. Raises BusAddressError, EngineError."""
         self._instance = secrets.token_hex(8)
-        if self._primary:
+        if self._identity.node_rank == 0:
             await to_thread.run_sync(self._launch)
 
     async def observe(self) -> Observation:
@@ -105,7 +107,7 @@ class TinyEngine:
             digest=holding.digest,
         )
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, within_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
         with CancelScope(shield=True):
             returned = await to_thread.run_sync(self._perform, call)
@@ -144,10 +146,8 @@ class TinyEngine:
             self._scheduler = scheduler
             self._open = stack.pop_all()
 
-    def _perform(self, call: Call) -> Returned:
+    def _perform(self, call: EngineCall) -> Returned:
         scheduler = self._scheduler
-        if isinstance(call, CollectTraces):
-            return Returned()  # a node rank above 0 has no part of the model, and leaves no trace
         if scheduler is None:
             raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
         match call:
@@ -168,11 +168,22 @@ class TinyEngine:
                 self._on_thread(scheduler.flush)
             case Abort():
                 self._on_thread(scheduler.abort)
+            case CheckProfile():
+                from workers.engines.tiny_profile import require_possible
+
+                require_possible(call.plan)
             case StartProfile():
-                file = resolve(self._traces, call.directory) / f"tiny-{self._instance}.pt.trace.json"
+                file = (
+                    resolve(self._traces, call.directory)
+                    / f"tiny-{self._instance}-step{call.session.step}.pt.trace.json"
+                )
                 self._on_thread(lambda: scheduler.start_profile(call.session.plan, file))
             case StopProfile():
-                return self._on_thread(lambda: scheduler.stop_profile(self._traces.resolve()))
+                ended = self._on_thread(scheduler.stop_profile)
+                plan = call.session.plan
+                return replace(
+                    collected(self._traces.resolve(), call.directory, plan, self._identity), auto_stopped=ended
+                )
             case _:
                 assert_never(call)
         return Returned()

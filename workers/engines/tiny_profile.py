@@ -13,9 +13,8 @@ from torch.cuda import is_available as cuda_is_available
 from torch.profiler import ProfilerActivity, profile
 
 from schemas.commands import ProfilePlan
-from schemas.errors import EngineError
-from schemas.events import Returned
-from workers.traces import described, make_fresh
+from schemas.errors import EngineError, UnsupportedError
+from workers.traces import make_fresh
 
 FORWARD: Final = "tiny.forward"
 """The span around each forward in a trace."""
@@ -37,7 +36,7 @@ class Recording:
     """
 
     def __init__(self, plan: ProfilePlan, file: Path) -> None:
-        _require_possible(plan)
+        require_possible(plan)
         if not _in_use.acquire(blocking=False):
             raise EngineError(
                 "the profile was not started: torch's profiler is one per process, and another engine of this process "
@@ -74,18 +73,16 @@ class Recording:
             self._end()
             self._release()
 
-    def stop(self, root: Path) -> Returned:
-        """End the session; return its traces, with paths relative to `root`.
+    def stop(self) -> bool:
+        """End the session; return whether its window had ended it. No file is there if the window was never reached.
 
-        There is none when the window was never reached. Raises EngineError when recording or writing failed.
+        Raises EngineError when recording or writing failed.
         """
         self._end()
         self._release()
         if self._failure is not None:
             raise self._failure
-        if not self.file.exists():
-            return Returned(auto_stopped=self._auto_stopped)
-        return Returned(auto_stopped=self._auto_stopped, traces=(described(self.file, root),))
+        return self._auto_stopped
 
     def discard(self) -> None:
         """The engine ends in the middle of the session: write what there is, and say nothing."""
@@ -127,11 +124,16 @@ class Recording:
             _in_use.release()
 
 
-def _require_possible(plan: ProfilePlan) -> None:
+def require_possible(plan: ProfilePlan) -> None:
+    """Raise UnsupportedError for what this engine can't record."""
     what: str | None = None
     if "cuda" in plan.activities and not cuda_is_available():
         what = "activity `cuda`, and torch sees no GPU here"
+    elif "npu" in plan.activities:
+        what = "activity `npu`, and this engine runs on CPUs and GPUs"
     elif plan.by_stage:
         what = "a trace by stage, and this engine feeds prompts and tokens in the same forward"
+    elif plan.merge:
+        what = "a merged trace, and this engine has one rank"
     if what is not None:
-        raise EngineError(f"the profile was not started: the plan asks for {what}. Change the plan.")
+        raise UnsupportedError(f"the plan asks for {what}. Change the plan.")

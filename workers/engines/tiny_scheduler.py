@@ -28,7 +28,6 @@ from torch import Tensor
 
 from schemas.commands import ProfilePlan
 from schemas.errors import EngineError, RolloutctlError
-from schemas.events import Returned
 from schemas.identity import Count, InFlight, Tag
 from workers.engines.tiny_model import Cache, TinyConfig, TinyModel, choose, digest, gumbel, weights
 from workers.engines.tiny_profile import FORWARD, Recording
@@ -277,13 +276,13 @@ class Scheduler:
         self._recording = Recording(plan, file)
         self.holding = replace(self.holding, profiling=True)
 
-    def stop_profile(self, traces: Path) -> Returned:
-        """Close the session; return its traces, relative to `traces`. Raises EngineError when none is open."""
+    def stop_profile(self) -> bool:
+        """Close the session; return whether its window had closed it. Raises EngineError when none is open."""
         recording, self._recording = self._recording, None
         self.holding = replace(self.holding, profiling=False)
         if recording is None:
             raise EngineError("there is no profile to stop: none was started, or it was stopped before.")
-        return recording.stop(traces)
+        return recording.stop()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

@@ -16,19 +16,20 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, assert_never
+from typing import Final, assert_never
 
 import anyio
 from anyio import to_thread
 from msgspec import Struct
+from msgspec.structs import replace
 
 from schemas.commands import Broadcast, ProfilePlan
-from schemas.errors import CheckpointError, EngineError
+from schemas.errors import CheckpointError, EngineError, UnsupportedError
 from schemas.events import (
     Abort,
-    Call,
+    CheckProfile,
     CheckSource,
-    CollectTraces,
+    EngineCall,
     Flush,
     Load,
     Observation,
@@ -44,7 +45,7 @@ from schemas.identity import Identity, Operation
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
 from workers.engines.front import RETRY_S, Front, Methods, part, patience_s, text, version_of
 from workers.engines.http import HttpFront, Route
-from workers.traces import described, make_fresh, moved, of_node
+from workers.traces import collected, make_fresh, moved
 
 ROUTES: Final[Mapping[str, Route]] = {
     "start_profile": Route("POST", "/start_profile"),
@@ -144,10 +145,8 @@ class VllmEngine:
             version=version_of(label),
         )
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, within_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
-        if isinstance(call, CollectTraces):
-            return Returned(traces=await to_thread.run_sync(self._collected, call.directory))
         front = self._front
         launch = await self._found(front) if front is not None else None
         if front is None or launch is None:
@@ -172,6 +171,8 @@ class VllmEngine:
                 await self._flush(front, launch, within_s)
             case Abort():
                 await front.call("abort")
+            case CheckProfile():
+                profile_arguments(call.plan, "", launch)
             case StartProfile():
                 await self._start_profile(front, launch, call)
             case StopProfile():
@@ -278,23 +279,15 @@ class VllmEngine:
     async def _stop_profile(self, front: Front, launch: Launch, call: StopProfile) -> Returned:
         ended = bool(await to_thread.run_sync(_names, launch.profiles_to) - self._before)
         await front.call("stop_profile")
-        traces = await to_thread.run_sync(self._gather, launch.profiles_to, call.directory)
-        return Returned(auto_stopped=ended and call.session.plan.window is not None, traces=traces)
+        found = await to_thread.run_sync(self._gather, launch.profiles_to, call)
+        return replace(found, auto_stopped=ended and call.session.plan.window is not None)
 
-    def _gather(self, profiles_to: Path | None, directory: str) -> Any:
+    def _gather(self, profiles_to: Path | None, call: StopProfile) -> Returned:
         """What the session left where the engine writes, brought to where it belongs."""
-        if profiles_to is None:
-            return ()
-        place = self._traces / directory
-        moved([profiles_to / name for name in sorted(_names(profiles_to) - self._before)], place)
-        try:
-            return tuple(described(file, self._traces) for file in sorted(place.iterdir()))
-        except OSError as error:
-            raise EngineError(f"the traces in {place} can't be read: {error.strerror}.") from error
-
-    def _collected(self, directory: str) -> Any:
-        place = self._traces / directory
-        return of_node(place, self._traces, self._identity.node_rank, self._identity.gpus_per_node)
+        if profiles_to is not None:
+            for name in sorted(_names(profiles_to) - self._before):
+                moved(profiles_to / name, self._traces / call.directory)
+        return collected(self._traces, call.directory, call.session.plan, self._identity)
 
 
 # --- decided from what it tells: pure ---------------------------------------------------------------------------------
@@ -365,7 +358,7 @@ def pause_arguments(call: Pause, launch: Launch) -> dict[str, object]:
 
 
 def profile_arguments(plan: ProfilePlan, directory: str, launch: Launch) -> dict[str, object]:
-    """Of a start. Raises EngineError for what this engine can't record, naming what to launch it with."""
+    """Of a start. Raises UnsupportedError for what this engine can't record, naming what to launch it with."""
     takes, records = launch.methods["start_profile"], launch.records
     what: str | None = None
     if plan.by_stage or plan.merge:
@@ -379,7 +372,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, launch: Launch) -> dict
     elif plan.window is not None and not {"delay_iterations", "max_iterations"} <= takes:
         what = "a window, which vLLM takes from 0.32 on"
     if what is not None:
-        raise EngineError(f"the profile was not started: vllm {launch.version} can't record {what}.")
+        raise UnsupportedError(f"vllm {launch.version} can't record {what}.")
     arguments: dict[str, object] = {}
     if "profile_prefix" in takes:
         arguments["profile_prefix"] = directory.replace("/", ".")

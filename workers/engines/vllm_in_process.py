@@ -3,8 +3,9 @@
 A trainer that embeds the engine runs the agent beside the tasks that generate, on the same asyncio event loop:
 
     engine = VllmEngine(identity, AsyncLLMFront(async_llm), checkpoints=checkpoints, traces=traces)
+    left = NodeTraces(traces, identity)
     async with (
-        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir) as agent,
+        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=left) as agent,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(agent.run)

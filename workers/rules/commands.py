@@ -4,17 +4,18 @@ from typing import Literal, assert_never
 
 from msgspec import Struct
 
-from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
-from schemas.desired import Desired, refuse_profile
-from schemas.events import Abort, Call, CollectTraces, Flush
+from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand, WeightSync
+from schemas.desired import Desired, Session, refuse_finish, refuse_profile, trace_directory
+from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
-from workers.rules.settle import STEERED, EngineState, attainable, settle, trace_directory
+from workers.rules.settle import STEERED, EngineState, attainable, settle
 
 Verdict = tuple[Call, ...] | Skipped | Failed
 """Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
 
 _ABORT, _FLUSH = Abort(), Flush()
+_NO_PLAN = ProfilePlan(enabled=False)
 
 _NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, WeightSync: Operation.LOAD}
 _UNDER_PAUSE = frozenset({Operation.LOAD, Operation.SLEEP, Operation.WAKE}) | STEERED
@@ -29,9 +30,9 @@ _NEEDED_FOR: dict[str, Operation] = {
 }
 
 
-def collecting(command: Command | UnknownCommand) -> bool:
+def about_disk(command: Command | UnknownCommand) -> bool:
     """Is it about the traces on a node's disk? Then every node acts, whatever its engine."""
-    return type(command) is ProfileCommand and command.action == "collect"
+    return type(command) is ProfileCommand and command.action in ("collect", "finish")
 
 
 def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
@@ -42,7 +43,7 @@ def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation
     """
     if isinstance(command, UnknownCommand):
         return "unknown"
-    if collecting(command):
+    if about_disk(command):
         return None
     needed = _NEEDED_FOR[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
     if needed is None or engine.operations >= _ALL:
@@ -78,17 +79,23 @@ def rule(
 
 
 def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
+    if command.action == "stop":
+        return settle(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
+    plan, step = command.plan_of(identity.role) or _NO_PLAN, command.step
+    if command.action == "finish":
+        reason = refuse_finish(plan, identity)
+        directories = tuple(trace_directory(one, plan, identity) for one in command.sessions)
+        return Skipped(reason) if reason is not None else (FinishProfile(plan, directories, command.sessions),)
+    reason = refuse_profile(plan, None if command.action == "check" else step, identity)
+    if reason is not None:
+        return Skipped(reason)
+    if command.action == "check":
+        return (CheckProfile(plan),)
     if command.action == "collect":
         if identity.node_rank == 0:
             return Skipped(Reason.ALREADY)  # told by the outcome of the stop
-        reason = refuse_profile(command.plan, command.step, identity)
-        return Skipped(reason) if reason is not None else (CollectTraces(trace_directory(command.step, identity)),)
-    if command.action == "stop":
-        return settle(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
-    reason = refuse_profile(command.plan, command.step, identity)
-    if reason is not None:
-        return Skipped(reason)
-    if engine.session is not None and engine.session.step == command.step:
+        return (CollectTraces(Session(step, plan), trace_directory(step, plan, identity)),)
+    if engine.session is not None and engine.session.step == step:
         return Skipped(Reason.ALREADY_PROFILING)
     if after.quarantined or engine.torn:
         return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))

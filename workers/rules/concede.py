@@ -45,7 +45,7 @@ def remaining(desired: Desired, conceded: Conceded) -> Desired:
 def renew(conceded: Conceded, command: Command | UnknownCommand, before: Desired) -> Conceded:
     """What stays given up when `command`, which names this replica, asks anew. before: what was desired until now."""
     match command:
-        case ProfileCommand(action="collect"):
+        case ProfileCommand(action="collect" | "check" | "finish"):
             return conceded
         case ProfileCommand():
             return replace(conceded, session=False)
@@ -68,7 +68,7 @@ def concede(
     the sync. One that did not load is quarantined: it could otherwise serve weights that nobody committed.
     """
     match failed:
-        case ProfileCommand(action="collect"):
+        case ProfileCommand(action="collect" | "check" | "finish"):
             return conceded
         case ProfileCommand() | StartProfile():
             return replace(conceded, session=True)

@@ -15,13 +15,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.commands import lasting
-from schemas.desired import Committed, Desired, Session, Syncing
+from schemas.desired import Committed, Desired, Session, Syncing, trace_directory
 from schemas.events import (
     Abort,
     Call,
+    CheckProfile,
     CheckSource,
     CollectTraces,
     Fault,
+    FinishProfile,
     Flush,
     Load,
     Observation,
@@ -68,9 +70,8 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: bool = False
 
 
-def trace_directory(step: Count, identity: Identity) -> str:
-    """Where the traces of a step's session go, relative to the agent's traces root."""
-    return f"global_step_{step}/replica_{identity.replica}"
+def _directory(session: Session, identity: Identity) -> str:
+    return trace_directory(session.step, session.plan, identity)
 
 
 def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
@@ -152,7 +153,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity, live: bool
     desired = attainable(desired, engine)
     closing = engine.session is not None and (desired.profile is None or engine.session.step != desired.profile.step)
     if closing and engine.session is not None:
-        calls.append(StopProfile(engine.session, trace_directory(engine.session.step, identity)))
+        calls.append(StopProfile(engine.session, _directory(engine.session, identity)))
 
     sync = desired.sync
     weights = wanted_weights(desired, identity)
@@ -194,7 +195,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity, live: bool
     if serving and steered and (pausing or not engine.generating):
         calls.append(Resume())
     if desired.profile is not None and (closing or engine.session is None):
-        calls.append(StartProfile(desired.profile, trace_directory(desired.profile.step, identity)))
+        calls.append(StartProfile(desired.profile, _directory(desired.profile, identity)))
     return tuple(calls)
 
 
@@ -332,7 +333,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
             )
         case Wake():
             return replace(engine, asleep=engine.asleep - call.tags)
-        case Abort() | CollectTraces():
+        case Abort() | CollectTraces() | CheckProfile() | FinishProfile():
             return engine
         case _:
             assert_never(call)
