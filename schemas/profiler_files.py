@@ -1,0 +1,105 @@
+"""Where a configuration of profiling comes from: a file, a text of YAML, or the mapping that a trainer holds."""
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from schemas import profiler_yaml, verl
+from schemas.config import ProfilerConfig
+from schemas.errors import ConfigError
+from schemas.sections import is_list
+
+Source = Mapping[str, Any] | PurePath | str
+"""A mapping, a file, or a text: YAML if it has a line break, a brace or a colon with a blank, else a file's name."""
+
+
+class ConfigWarning(UserWarning):
+    """Something in a configuration does not do what it looks like."""
+
+
+def read_verl(source: Source, ranks: verl.RankUnit = "global", layout: verl.Layout = "step") -> verl.Reading:
+    """See `verl.read`. Variables of `${oc.env:...}` are those of this process."""
+    if ranks not in ("global", "replica"):
+        raise ConfigError(f"ranks is {ranks!r}: allowed are global and replica")
+    if layout not in ("step", "verl_step", "verl"):
+        raise ConfigError(f"layout is {layout!r}: allowed are step, verl_step and verl")
+    return verl.read(_tree(source), os.environ, ranks=ranks, layout=layout)
+
+
+def read_yaml(source: Source) -> ProfilerConfig:
+    """See `profiler_yaml.read`."""
+    return profiler_yaml.read(_tree(source), os.environ)
+
+
+def warn(remarks: list[str]) -> None:
+    """Each as a warning, on the line that called the one who calls this."""
+    for remark in remarks:
+        warnings.warn(remark, ConfigWarning, stacklevel=3)
+
+
+def yaml_text(config: ProfilerConfig) -> str:
+    """The configuration as our own YAML."""
+    text: str = yaml.safe_dump(profiler_yaml.written(config), sort_keys=False, default_flow_style=None, width=110)
+    return text
+
+
+def _tree(source: object) -> dict[str, object]:
+    if isinstance(source, Mapping):
+        return _plain(source)
+    if isinstance(source, str) and ("\n" in source or ": " in source or "{" in source):
+        return _parsed(source, "the text")
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"the source is {source!r}: allowed is a mapping, a file or a text of YAML")
+    path = Path(source)
+    try:
+        return _parsed(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from None
+
+
+def _parsed(text: str, name: str) -> dict[str, object]:
+    loader = _Loader(text)
+    try:
+        tree = loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is no YAML: {error}") from None
+    finally:
+        loader.dispose()
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{name} holds {type(tree).__name__}: allowed is a mapping of keys")
+    return _plain(tree)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key stands twice: of two values, one would be lost in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, as the class above makes it."""
+        seen: set[object] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
+            if isinstance(key.value, str) and key.tag != "tag:yaml.org,2002:merge":
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _plain(mapping: Mapping[Any, Any]) -> dict[str, object]:
+    """Dictionaries and lists in place of whatever mappings and sequences a trainer uses."""
+    omegaconf = sys.modules.get("omegaconf")  # loaded by whoever hands over one of its mappings
+    if omegaconf is not None and isinstance(mapping, omegaconf.DictConfig):
+        mapping = omegaconf.OmegaConf.to_container(mapping, resolve=False)
+    return {str(key): _plain_value(value) for key, value in mapping.items()}
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, Mapping):
+        return _plain(value)
+    return [_plain_value(one) for one in value] if is_list(value) else value

@@ -1,0 +1,435 @@
+"""verl's configuration of profiling, as ours. Pure.
+
+Rule 1  What the user wrote is what is recorded. No window is widened or cut; one that can't be kept is an error.
+Rule 2  Where the file says nothing, verl's own defaults and inheritance hold (`schemas.verl_keys.DEFAULTS`).
+Rule 3  A wrong value is an error, in a section that is switched off too: it is switched on one day.
+Rule 4  What nothing follows from, an unknown key or one that is not acted on, is a remark.
+
+Roles  An agent beside a training rank is started with the name of a role: `actor`, `ref`, `critic` or `reward`. As a
+rule verl runs the reference model inside the actor's worker. That process has one profiler, which verl starts and stops
+as the actor's section says. So its agent is `actor`; the plan of `ref` is for a worker of the reference model alone.
+
+Activities  verl's torch profiler takes CPU and CUDA when `contents` is empty. On training ranks it takes the CPU in any
+case, and once anything is named, CUDA only if it is too. Engines take both unless one of the two is named. So it is here.
+On an NPU an empty list takes the CPU alone, and `contents: null` takes everything.
+"""
+
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple, cast
+
+from msgspec.structs import replace
+
+from schemas.commands import (
+    Activity,
+    Finish,
+    Npu,
+    PrecisionDebugger,
+    ProfilePlan,
+    Schedule,
+    ToolOptions,
+    TorchMemory,
+    Window,
+)
+from schemas.config import ProfilerConfig
+from schemas.errors import ConfigError
+from schemas.interpolation import References, overlay
+from schemas.sections import Section, meant, shown
+from schemas.verl_keys import (
+    CONTENTS,
+    DEFAULTS,
+    GLOBAL_KEYS,
+    LEVELS,
+    MISPLACED,
+    NEIGHBOURS,
+    OUTDATED,
+    PROFILER_KEYS,
+    REF,
+    REWARD,
+    REWARD_MODEL,
+    ROLES,
+    ROLLOUT,
+    SCHEDULE_KEYS,
+    STAGES,
+    TOOL_KEYS,
+    TOOLS,
+)
+
+RankUnit = Literal["global", "replica"]
+Layout = Literal["step", "verl_step", "verl"]
+_NO_END: Final = "an open end can't be kept: give both, or neither for the whole session"
+
+
+class Reading(NamedTuple):
+    """A configuration that was read. remarks: what the reader should know of it, a sentence each."""
+
+    config: ProfilerConfig
+    remarks: list[str]
+
+
+class _Asked(NamedTuple):
+    """What one section asks for."""
+
+    section: Section
+    plan: ProfilePlan
+
+
+def read(
+    tree: Mapping[str, object],
+    environment: Mapping[str, str],
+    *,
+    ranks: RankUnit = "global",
+    layout: Layout = "step",
+) -> Reading:
+    """From the whole configuration of a trainer, or the parts that have to do with profiling.
+
+    ranks: what the numbers in the rollouts' `ranks` are: global GPU ranks, as in verl from its pull request 7408 on, or
+    indices of replicas, as before.   layout: of the directories of traces.
+    Raises ConfigError: it names the key, the value and what is allowed.
+    """
+    references = References(overlay(DEFAULTS, tree), environment)
+    remarks = list(_strangers(tree))
+    top = Section(references.at("global_profiler"), "global_profiler")
+    engine = Section(references.at(ROLLOUT), ROLLOUT)
+    asked = [_Asked(engine, _rollout_plan(engine, ranks, layout, remarks))]
+    roles: dict[str, ProfilePlan] = {}
+    if _stands(tree, REWARD) and _stands(tree, REWARD_MODEL):
+        raise ConfigError(f"{REWARD} and {REWARD_MODEL} stand for the same: allowed is one of them")
+    for path, role in ROLES.items():
+        if _stands(tree, path):
+            section = Section(references.at(path), path)
+            plan = _rank_plan(section, layout, remarks)
+            asked.append(_Asked(section, plan))
+            if plan.enabled:
+                roles[role] = plan
+    config = ProfilerConfig(
+        plan=asked[0].plan,
+        roles=roles,
+        steps=tuple(sorted(top.numbers("steps") or ())),
+        continuous=top.flag("profile_continuous_steps"),
+        save_path=_one_for_all(asked, "save_path", "one directory for the run, below which each has its own")
+        or top.text("save_path"),
+        finish_hook_cmd=_one_for_all(asked, "finish_hook_cmd", "one command for the run"),
+    )
+    _tool(top)
+    remarks += _contradictions(config, asked, top, Section(references.at(REF), REF))
+    return Reading(config, list(dict.fromkeys(remarks)))
+
+
+# --- a section as a plan ----------------------------------------------------------------------------------------------
+
+
+def _rollout_plan(section: Section, ranks: RankUnit, layout: Layout, remarks: list[str]) -> ProfilePlan:
+    plan, tool = _plan(section, layout)
+    if _schedule(tool) is not None:
+        remarks.append(
+            f"{tool.key('schedule')} is not acted on: it counts mini-batches of a training rank; for the forward steps "
+            "of a rollout write step_start and step_end"
+        )
+    window = _window(tool)
+    if plan.by_stage and window is None:
+        remarks.append(
+            f"{tool.key('contents')} asks for a trace of each stage and there is no window: SGLang makes those only "
+            "of a given number of forward steps, so its agents answer unsupported; write step_start and step_end"
+        )
+    if ranks == "replica":
+        plan = replace(plan, ranks=None, replicas=plan.ranks)
+    return replace(plan, window=window)
+
+
+def _rank_plan(section: Section, layout: Layout, remarks: list[str]) -> ProfilePlan:
+    plan, tool = _plan(section, layout)
+    if _window(tool) is not None:
+        remarks.append(
+            f"{tool.path} has a window that is not acted on: it counts forward steps of an engine; write it in "
+            f"{ROLLOUT}.tool_config.{plan.tool}, and of a training rank's mini-batches write a schedule"
+        )
+    if plan.tool == "torch":
+        plan = replace(plan, activities=_rank_activities(plan.activities, tool))
+    if plan.tool == "precision_debugger":
+        plan = replace(plan, ranks=None)  # msprobe picks the ranks, from its own file
+    return replace(plan, schedule=_schedule(tool))
+
+
+def _plan(section: Section, layout: Layout) -> tuple[ProfilePlan, Section]:
+    """What rollouts and training ranks have in common, and the section of the tool."""
+    name = _tool(section)
+    tool = section.section("tool_config").section(name or "torch")
+    contents = _contents(tool, name)
+    plan = ProfilePlan(
+        enabled=section.flag("enable") and name is not None,
+        tool=name or "torch",
+        ranks=None if section.flag("all_ranks") else section.numbers("ranks") or frozenset({0}),
+        activities=_activities(contents, name),
+        with_stack="stack" in contents,
+        with_modules="module" in contents,
+        record_shapes="shapes" in contents,
+        by_stage=tool.flag("profile_by_stage", bool(contents & {"profile-by-stage", "profile_by_stage"})),
+        merge=tool.flag("merge_profiles", bool(contents & {"merge-profiles", "merge_profiles"})),
+        discrete=tool.flag("discrete"),
+        options=_options(tool, name),
+        layout=layout,
+        finish=Finish(
+            relocate=section.flag("relocate_results"),
+            hook=bool(section.text("finish_hook_cmd")),
+            hook_all_ranks=section.flag("finish_hook_all_ranks"),
+            hook_ranks=section.numbers("finish_hook_ranks") or frozenset(),
+        ),
+    )
+    return plan, tool
+
+
+def _tool(section: Section) -> str | None:
+    return section.choice("tool", TOOLS, "torch") if section.values.get("tool") is not None else None
+
+
+def _contents(tool: Section, name: str | None) -> frozenset[str]:
+    allowed = CONTENTS.get(name or "")
+    if allowed is None:
+        return frozenset()
+    if name == "npu" and tool.values.get("contents") is None:
+        return frozenset({"npu", "cpu", "memory", "shapes", "module", "stack"})
+    return tool.words("contents", allowed)
+
+
+def _activities(contents: frozenset[str], name: str | None) -> frozenset[Activity]:
+    """As an engine takes them."""
+    memory: frozenset[Activity] = frozenset({"memory"} if contents & {"memory", "MEM"} else ())
+    if name == "npu":
+        return memory | ({"cpu", "npu"} if "npu" in contents else {"cpu"})
+    if name != "torch":
+        return ProfilePlan().activities
+    cpu: frozenset[Activity] = frozenset({"cpu"} if "cpu" in contents else ())
+    cuda: frozenset[Activity] = frozenset({"cuda"} if contents & {"cuda", "gpu"} else ())
+    return memory | (cpu | cuda or frozenset[Activity]({"cpu", "cuda"}))
+
+
+def _rank_activities(activities: frozenset[Activity], tool: Section) -> frozenset[Activity]:
+    """As a training rank takes them."""
+    contents = _contents(tool, "torch")
+    cuda = not contents or bool(contents & {"cuda", "gpu"})
+    return (activities - {"cuda"}) | ({"cpu", "cuda"} if cuda else {"cpu"})
+
+
+def _window(tool: Section) -> Window | None:
+    """The forward steps that are asked for, whichever generation of keys says it; None for the whole session."""
+    starts = _bounds(tool, {"step_start": -1, "profile_token_start": None})
+    ends = _bounds(tool, {"step_end": -1, "profile_token_end": None})
+    asked = ", ".join(f"{key} is {value}" for key, value in {**starts, **ends}.items())
+    for bounds in (starts, ends):
+        if len(set(bounds.values())) > 1:
+            raise ConfigError(f"{tool.path} says two things: {asked}; allowed is one of the two, or equal values")
+    start, end = next(iter(starts.values()), None), next(iter(ends.values()), None)
+    number = tool.whole("num_steps", 1)
+    if number is not None:
+        if end is not None and end - (start or 0) != number:
+            raise ConfigError(
+                f"{tool.path} says two things: {asked}, num_steps is {number}; allowed is an end or a number"
+            )
+        end = (start or 0) + number
+    if end is None:
+        if start:
+            key = next(iter(starts))
+            other = key.replace("start", "end")
+            raise ConfigError(f"{tool.key(key)} is {start} and {other} is not set: {_NO_END}")
+        return None
+    if end <= (start or 0):
+        first = f"{next(iter(starts))} is {start}" if starts else "the start is not set, which is 0"
+        raise ConfigError(
+            f"{tool.key(next(iter(ends)))} is {end} and {first}: allowed is an end larger than the start, or else "
+            "the window [start, end) holds no forward step"
+        )
+    return Window(start or 0, end)
+
+
+def _bounds(tool: Section, keys: Mapping[str, int | None]) -> dict[str, int]:
+    """Those of the keys that are set. keys: with the number that stands for nothing, besides null."""
+    found = {}
+    for key, unset in keys.items():
+        value = tool.whole(key, -1 if unset == -1 else 0)
+        if value is not None and value != unset:
+            found[key] = value
+    return found
+
+
+def _schedule(tool: Section) -> Schedule | None:
+    section = tool.section("schedule")
+    wait, warmup = section.whole("wait") or 0, section.whole("warmup") or 0
+    repeat, skip_first = section.whole("repeat") or 0, section.whole("skip_first") or 0
+    active = section.whole("active")
+    if not active:
+        return None
+    return Schedule(active=active, wait=wait, warmup=warmup, repeat=repeat, skip_first=skip_first)
+
+
+def _options(tool: Section, name: str | None) -> ToolOptions | None:
+    match name:
+        case "npu":
+            level = cast(Literal["level0"], tool.choice("level", LEVELS, "level0"))
+            return Npu(level=level, analysis=tool.flag("analysis"))
+        case "torch_memory":
+            contexts: dict[str, Literal["state", "alloc", "all"] | None]
+            contexts = {"null": None, "state": "state", "alloc": "alloc", "all": "all"}
+            context = (
+                "null" if tool.values.get("context", "all") is None else tool.choice("context", [*contexts], "all")
+            )
+            stacks: dict[str, Literal["python", "all"]] = {"python": "python", "all": "all"}
+            return TorchMemory(
+                max_entries=tool.whole("trace_alloc_max_entries", 1) or 100_000,
+                context=contexts[context],
+                stacks=stacks[tool.choice("stacks", [*stacks], "all")],
+                snapshot_steps=tool.whole("memory_snapshot_num_steps", 1) or 1,
+            )
+        case "precision_debugger":
+            stages = tool.items("stages", f"stages: {', '.join(STAGES)}")
+            strict = tool.flag("strict")
+            if strict and stages is not None:
+                tool.words("stages", STAGES)
+            return PrecisionDebugger(
+                config_path=tool.text("config_path", most=512),
+                stages=None if stages is None else frozenset(str(stage) for stage in stages),
+                strict=strict,
+            )
+        case _:
+            return None
+
+
+# --- across sections --------------------------------------------------------------------------------------------------
+
+
+def _one_for_all(asked: list[_Asked], key: str, allowed: str) -> str:
+    """The text that all sections which are switched on have; "" when none has one."""
+    texts = {one.section.key(key): one.section.text(key) for one in asked}
+    used = {path: texts[path] for one in asked if one.plan.enabled and texts[path := one.section.key(key)]}
+    if len(set(used.values())) > 1:
+        (first, one), (second, other) = next(
+            ((first, one), (second, other))
+            for first, one in used.items()
+            for second, other in used.items()
+            if one != other
+        )
+        raise ConfigError(f"{first} is {shown(one)} and {second} is {shown(other)}: allowed is {allowed}")
+    return next(iter(used.values()), "")
+
+
+def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, ref: Section) -> list[str]:
+    """What is allowed, and does not do what it looks like."""
+    remarks = []
+    on = [one for one in asked if one.plan.enabled]
+    discrete = [one.section.path for one in on if one.plan.discrete]
+    if config.continuous and discrete:
+        remarks.append(
+            f"global_profiler.profile_continuous_steps is true and {', '.join(discrete)} is discrete, which "
+            "verl's manual rules out: rollouts have one session over each run of steps, ranks a trace of each stage"
+        )
+    remarks += [
+        f"{one.section.key('enable')} is true and {one.section.key('tool')} is null: nothing is profiled there"
+        for one in asked
+        if one.section.flag("enable") and not one.plan.enabled
+    ]
+    if on and not config.steps:
+        remarks.append(f"global_profiler.steps is {shown(top.values.get('steps'))}: no step is profiled")
+    if config.steps and not on:
+        remarks.append("global_profiler.steps names steps and no section has enable: true: nothing is profiled")
+    if "ref" in config.roles and "actor" not in config.roles:
+        remarks.append(
+            f"{ref.key('enable')} is true and the actor's is not: it counts only for a worker that has the reference "
+            "model alone, and in a worker that has both the actor's section decides"
+        )
+    for one in on:
+        remarks += _unused_options(one)
+    if any(one.plan.tool == "nsys" for one in on):
+        options = top.section("global_tool_config").section("nsys")
+        remarks += [
+            f"{options.key(key)} is not acted on: training processes are launched with such options, and not by us; "
+            "give them to `nsys profile` there"
+            for key in ("controller_nsight_options", "worker_nsight_options")
+            if options.values.get(key)
+        ]
+    return remarks
+
+
+def _unused_options(one: _Asked) -> list[str]:
+    """Of the tool that is in use: what nothing follows from, unless it is what stands there by default."""
+    tool = one.section.section("tool_config").section(one.plan.tool)
+    remarks = []
+    if tool.whole("stack_depth", 1) not in (None, 32):
+        remarks.append(
+            f"{tool.key('stack_depth')} is not acted on: torch records whole stacks; narrow `stacks` instead"
+        )
+    if tool.values.get("kw_args"):
+        remarks.append(f"{tool.key('kw_args')} is not acted on: write context, stacks and trace_alloc_max_entries")
+    if one.plan.tool == "precision_debugger":
+        if tool.values.get("steps") is not None:
+            remarks.append(f"{tool.key('steps')} is not acted on, by verl neither: write global_profiler.steps")
+        remarks += [
+            f"{tool.key('stages')} holds {shown(stage)}, which is no stage of verl{meant(str(stage), STAGES)}"
+            for stage in tool.items("stages", "stages") or []
+            if stage not in STAGES
+        ]
+    return remarks
+
+
+# --- keys that nothing follows from -----------------------------------------------------------------------------------
+
+
+def _strangers(tree: Mapping[str, object]) -> list[str]:
+    """A remark for each key below a profiler's section, or close to being one, that is not known there."""
+    remarks = []
+    for path, advice in OUTDATED.items():
+        if _stands(tree, path):
+            remarks.append(f"{path} is not read: {advice}")
+    for path in NEIGHBOURS:
+        wanted = "profiler" if path else "global_profiler"
+        remarks += [
+            _remark(f"{path}.{key}" if path else key, meant(key, [wanted]))
+            for key in _at(tree, path)
+            if key not in (wanted, "profiler") and meant(key, [wanted])
+        ]
+    top = Section(_at(tree, "global_profiler"), "global_profiler")
+    remarks += _unknown(top, GLOBAL_KEYS)
+    remarks += _unknown_tools(top.section("global_tool_config"), ("nsys", "torch_memory", "precision_debugger"))
+    for path in (ROLLOUT, *ROLES):
+        section = Section(_at(tree, path), path)
+        remarks += _unknown(section, PROFILER_KEYS)
+        remarks += _unknown_tools(section.section("tool_config"), TOOLS)
+    return remarks
+
+
+def _unknown_tools(section: Section, tools: tuple[str, ...]) -> list[str]:
+    remarks = []
+    for name in section.values:
+        if name not in tools:
+            advice = "; write it in tool_config of a role" if name in TOOLS else meant(name, tools)
+            remarks.append(_remark(section.key(name), advice))
+        elif isinstance(section.values[name], Mapping):
+            tool = section.section(name)
+            remarks += _unknown(tool, TOOL_KEYS[name])
+            if isinstance(tool.values.get("schedule"), Mapping):
+                remarks += _unknown(tool.section("schedule"), SCHEDULE_KEYS)
+    return remarks
+
+
+def _unknown(section: Section, known: frozenset[str]) -> list[str]:
+    return [
+        _remark(section.key(key), f"; {MISPLACED[key]}" if key in MISPLACED else meant(key, sorted(known)))
+        for key in section.values
+        if key not in known
+    ]
+
+
+def _remark(path: str, advice: str) -> str:
+    return f"{path} is unknown there, and nothing follows from it{advice}"
+
+
+def _at(tree: Mapping[str, object], path: str) -> Mapping[str, object]:
+    """The mapping that is written at a dotted path; an empty one for anything else."""
+    node: object = tree
+    for part in path.split(".") if path else ():
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
+
+
+def _stands(tree: Mapping[str, object], path: str) -> bool:
+    """Whether anything is written there."""
+    above, _, last = path.rpartition(".")
+    return _at(tree, above).get(last) is not None
