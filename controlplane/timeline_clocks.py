@@ -1,0 +1,240 @@
+"""Where a moment on an agent's clock lies on the bus's, and by how much that may be wrong. Pure.
+
+The bus's clock is the wall clock of the trainer's machine: every record of a log has it. An agent's decisions have its
+monotonic clock in whole milliseconds, its engine's traces the wall clock of its node.
+
+Theory of operation. Agents measure their clocks against the bus's on their heartbeats, and tell each new estimate
+(`schemas.wire.Clock`); between two estimates a line is drawn. A log without any is older than these estimates, or its
+agents were never heard of again. Then the commands themselves bound the offset: a command is received after it was
+published, and an answer arrives after it was sent. That places the agents' events, but says nothing of the wall clocks
+of their nodes: traces from there are taken as they are.
+"""
+
+from bisect import bisect
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+from controlplane.entries import LogEntry, coordinator_effects_decoder, coordinator_event_decoder
+from controlplane.events import (
+    AnswersReceived,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    HelloReceived,
+    JoinReceived,
+    Publish,
+    StatusReceived,
+)
+from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
+from schemas.identity import Identity
+from schemas.outcomes import Acted, Outcome, Trace
+from schemas.wire import HOSTILE, Clock, effects_decoder, event_decoder
+
+MS = 1_000_000
+"""Nanoseconds."""
+REMEMBERED = 1_000
+"""Commands and answers of one agent that bound its clock, at most."""
+
+
+K = TypeVar("K")
+
+
+class BusRecord(NamedTuple):
+    """What the bus saw and decided. at_ns: on its clock."""
+
+    at_ns: int
+    event: CoordinatorEvent
+    effects: tuple[CoordinatorEffect, ...]
+
+
+class AgentRecord(NamedTuple):
+    """What an agent saw and decided. peer: `agent/incarnation`.   at_ns: when the bus had it, on the bus's clock."""
+
+    at_ns: int
+    event: Event
+    effects: tuple[Effect, ...]
+    agent: str
+    peer: str
+
+
+class ToldTrace(NamedTuple):
+    """A trace file as an agent told of it. told_ns: when, on the bus's clock.
+
+    trace: its size, digest and rank.   paths: relative to the traces root; more than one when it was moved.
+    """
+
+    peer: str
+    trace: Trace
+    told_ns: int
+    paths: tuple[str, ...]
+
+
+class Offset(NamedTuple):
+    """What to add to a clock for the bus's, and by how much that may be wrong; error None: nobody knows."""
+
+    offset_ns: int
+    error_ns: int | None
+
+
+def decoded(entries: Iterable[LogEntry], unreadable: list[int] | None = None) -> Iterator[BusRecord | AgentRecord]:
+    """The records that this version can read. unreadable: gets the positions of the others."""
+    peers: dict[str, str] = {}
+    for entry in entries:
+        at_ns, name = entry.at_ns, entry.agent
+        try:
+            if not name:
+                bus_event = coordinator_event_decoder.decode(entry.event)
+                yield BusRecord(at_ns, bus_event, coordinator_effects_decoder.decode(entry.effects))
+                continue
+            event, effects = event_decoder.decode(entry.event), effects_decoder.decode(entry.effects)
+        except HOSTILE:
+            if unreadable is not None:
+                unreadable.append(entry.position)
+            continue
+        if isinstance(event, Started):
+            peers[name] = f"{name}/{event.incarnation}"
+        yield AgentRecord(at_ns, event, effects, name, peers.get(name, f"{name}/"))
+
+
+class AgentClock:
+    """The clocks of one incarnation of an agent. estimates: as it told them, in order."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.agent = peer.partition("/")[0]
+        self.estimates: list[Clock] = []
+        self._least_ns: int | None = None  # from the monotonic clock to the bus's, by the commands
+        self._most_ns: int | None = None
+        self._zeros: list[int] = []
+        self._moments: list[int] = []
+
+    def monotonic(self, at_ms: int) -> Offset:
+        """From the agent's monotonic clock at one of its moments to the bus's clock."""
+        if not self.estimates:
+            return self._bounded()
+        at = bisect(self._moments, at_ms)
+        if at in (0, len(self.estimates)):
+            last = self.estimates[max(0, at - 1)]
+            return Offset(self._zeros[max(0, at - 1)], last.error_ns)
+        before, after = self.estimates[at - 1], self.estimates[at]
+        rise = (self._zeros[at] - self._zeros[at - 1]) * (at_ms - before.at_ms) // max(1, after.at_ms - before.at_ms)
+        return Offset(self._zeros[at - 1] + rise, max(before.error_ns, after.error_ns))
+
+    def wall(self, bus_ns: int) -> Offset:
+        """From the wall clock of the agent's node to the bus's clock, at a moment on the bus's."""
+        if not self.estimates:
+            return Offset(0, None)
+        nearest = min(self.estimates, key=lambda one: abs(one.wall_ns + one.offset_ns - bus_ns))
+        return Offset(nearest.offset_ns, nearest.error_ns)
+
+    def add(self, clock: Clock) -> None:
+        """Take an estimate, unless it is the last one again. Estimates from before a pause of the machine are kept."""
+        if not self.estimates or clock.at_ms > self._moments[-1]:
+            self.estimates.append(clock)
+            self._moments.append(clock.at_ms)
+            self._zeros.append(clock.wall_ns + clock.offset_ns - clock.at_ms * MS)
+
+    def after(self, bus_ns: int, at_ms: int) -> None:
+        """What the agent saw at `at_ms`, or up to a millisecond later, came after `bus_ns`."""
+        least = bus_ns - (at_ms + 1) * MS
+        self._least_ns = least if self._least_ns is None else max(self._least_ns, least)
+
+    def before(self, bus_ns: int, at_ms: int) -> None:
+        """What the agent did at `at_ms` came before `bus_ns`."""
+        most = bus_ns - at_ms * MS
+        self._most_ns = most if self._most_ns is None else min(self._most_ns, most)
+
+    def _bounded(self) -> Offset:
+        least, most = self._least_ns, self._most_ns
+        if least is None or most is None:
+            return Offset(next((one for one in (least, most) if one is not None), 0), None)
+        return Offset((least + most) // 2, abs(most - least) // 2)
+
+
+class Survey:
+    """What one pass over a log tells of its clocks and places.
+
+    clocks: by `agent/incarnation`.   places: identity of each agent, by name, where it is known.   agents: all names.
+    traces: what agents told of, each file once.   begins_ns: the first moment of all, agents' too.
+    first_ns, last_ns: of the records, by the bus's clock.
+    unreadable: positions of records that another version wrote.
+    """
+
+    def __init__(self, entries: Iterable[LogEntry]) -> None:
+        self.clocks: dict[str, AgentClock] = {}
+        self.places: dict[str, Identity] = {}
+        self.agents: set[str] = set()
+        self.traces: dict[tuple[str, str], ToldTrace] = {}  # by agent and digest
+        self.first_ns = self.last_ns = 0
+        self.unreadable: list[int] = []
+        self._published: dict[int, int] = {}
+        self._answered: dict[tuple[str, int], int] = {}
+        self._joined: dict[str, int] = {}
+        self._started: dict[str, int] = {}
+        for one in decoded(entries, self.unreadable):
+            self.first_ns = self.first_ns or one.at_ns
+            self.last_ns = max(self.last_ns, one.at_ns)
+            if isinstance(one, AgentRecord):
+                self._agent(one)
+            else:
+                self._bus(one)
+        starts = (self.moment_ns(peer, at_ms) for peer, at_ms in self._started.items())
+        self.begins_ns = min((self.first_ns, *starts))
+
+    def clock(self, peer: str) -> AgentClock:
+        """That of one incarnation; it knows nothing yet when it is new."""
+        self.agents.add(peer.partition("/")[0])
+        return self.clocks.setdefault(peer, AgentClock(peer))
+
+    def moment_ns(self, peer: str, at_ms: int) -> int:
+        """A moment of an agent's monotonic clock on the bus's."""
+        return at_ms * MS + self.clock(peer).monotonic(at_ms).offset_ns
+
+    def _bus(self, one: BusRecord) -> None:
+        event, at_ns = one.event, one.at_ns
+        match event:
+            case StatusReceived(status=status) if status.clock is not None:
+                self.clock(event.peer).add(status.clock)
+            case HelloReceived():
+                self.places[event.hello.identity.agent] = event.hello.identity
+                self.clock(event.peer)
+            case JoinReceived():
+                self._joined.setdefault(event.peer, at_ns)
+            case AnswersReceived():
+                for answer in event.answers:
+                    self._remember(self._answered, (answer.peer, answer.seq), at_ns)
+                    self._tell(answer.peer, answer.outcome, at_ns)
+        for effect in one.effects:
+            if isinstance(effect, Publish):
+                self._remember(self._published, effect.seq, at_ns)
+
+    def _agent(self, one: AgentRecord) -> None:
+        event, peer = one.event, one.peer
+        clock = self.clock(peer)
+        clock.before(one.at_ns, event.at_ms)
+        match event:
+            case Started():
+                self.places.setdefault(one.agent, event.identity)
+                self._started[peer] = event.at_ms
+            case CommandReceived() if event.seq in self._published:
+                clock.after(self._published[event.seq], event.at_ms)
+            case SnapshotReceived() if peer in self._joined:
+                clock.after(self._joined[peer], event.at_ms)
+        for effect in one.effects:
+            if isinstance(effect, Answer):
+                if (arrived := self._answered.get((peer, effect.seq))) is not None:
+                    clock.before(arrived, event.at_ms)
+                self._tell(peer, effect.outcome, one.at_ns)
+
+    def _tell(self, peer: str, outcome: Outcome, at_ns: int) -> None:
+        for trace in outcome.traces if isinstance(outcome, Acted) else ():
+            key = peer.partition("/")[0], trace.sha256
+            known = self.traces.get(key)
+            if known is None:
+                self.traces[key] = ToldTrace(peer, trace, at_ns, (trace.path,))
+            elif trace.path not in known.paths:
+                self.traces[key] = known._replace(paths=(trace.path, *known.paths))
+
+    def _remember(self, moments: dict[K, int], key: K, at_ns: int) -> None:
+        moments.setdefault(key, at_ns)
+        if len(moments) > REMEMBERED * max(1, len(self.clocks)):
+            del moments[next(iter(moments))]

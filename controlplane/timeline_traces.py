@@ -1,0 +1,233 @@
+"""The traces that engines and training ranks left, found, checked, and streamed into a timeline on the bus's clock.
+
+A torch trace is an object with `traceEvents`; `ts` of each is in µs after `baseTimeNanoseconds` (of the Unix epoch when
+there is no such field), which may stand before or after the events. So a file is read twice: once for its digest, base
+and rank, and once for its events, one at a time: memory does not grow with the file.
+
+Numbers of processes, threads and arrows are a trace's own. Here each gets another, unlike those of all other files.
+"""
+
+import gzip
+import hashlib
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from decimal import Decimal, InvalidOperation
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final, NamedTuple
+
+from controlplane.timeline_clocks import ToldTrace
+
+READ_BYTES: Final = 1 << 20
+FIRST_PID: Final = 100_000
+"""Of traces; the bus and its agents have smaller numbers."""
+FIRST_TID: Final = 1_000_000_000
+ARROW_BITS: Final = 40
+"""Of a trace's own number of an arrow; above them stands the file's."""
+FIELD_BYTES: Final = 4_096
+"""Longest field that is looked for in a file read piece by piece."""
+_BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
+_RANK: Final = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
+_UNREADABLE: Final = (OSError, EOFError, zlib.error)
+
+Event = dict[str, Any]
+
+
+class TraceFile(NamedTuple):
+    """One file that was found and is what the log says. base_ns: of its `ts`, on the wall clock of its node.
+
+    rank: within its torch.distributed group; None when the file does not tell.
+    """
+
+    path: Path
+    told: ToldTrace
+    base_ns: int
+    rank: int | None
+
+
+def is_torch_trace(path: str) -> bool:
+    """By its name. SGLang's merged file repeats what the files of its ranks hold."""
+    name = PurePosixPath(path).name
+    return name.endswith((".trace.json", ".trace.json.gz", ".pt.trace.json.gz")) and not name.startswith("merged-")
+
+
+def found(told: ToldTrace, roots: Sequence[Path]) -> TraceFile | str:
+    """The file below one of the roots, or why it can't be had."""
+    seen: list[str] = []
+    for name in told.paths:
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or ".." in relative.parts:
+            return f"{name}: not a path below a traces root"
+        for root in roots:
+            file = root / relative
+            if not file.is_file():
+                continue
+            try:
+                size = file.stat().st_size
+                if size != told.trace.nbytes:
+                    seen.append(f"{file} has {size} bytes, the log says {told.trace.nbytes}")
+                    continue
+                base_ns, rank, sha256 = _scanned(file)
+            except _UNREADABLE as error:
+                seen.append(f"{file} can't be read: {error}")
+                continue
+            if sha256 == told.trace.sha256:
+                return TraceFile(file, told, base_ns, rank)
+            seen.append(f"{file} has sha256 {sha256[:16]}…, the log says {told.trace.sha256[:16]}…: another file")
+    where = ", ".join(map(str, roots)) or "no traces root was given"
+    return f"{told.paths[0]}: {'; '.join(seen) or f'not found ({where})'}"
+
+
+class Numbers:
+    """Gives out the numbers of processes and threads, and tells arrows of different files apart."""
+
+    def __init__(self) -> None:
+        self._pid, self._tid, self._file = FIRST_PID, FIRST_TID, 0
+
+    def file(self) -> int:
+        """Of the next file; from 1 on, so that our own arrows are apart as well."""
+        self._file += 1
+        return self._file
+
+    def pid(self) -> int:
+        """Of the next process."""
+        self._pid += 1
+        return self._pid
+
+    def tid(self) -> int:
+        """Of the next thread."""
+        self._tid += 1
+        return self._tid
+
+
+class TorchTrace:
+    """The events of one file, on the bus's clock. whose: stands before the names of its processes.
+
+    shift_ns: what to add to a `ts` of the file, in ns, for one of the timeline.   sort: among the processes.
+    count: events that were given so far.   before: how many lie before the beginning of the timeline.
+    """
+
+    def __init__(self, file: TraceFile, whose: str, shift_ns: int, sort: int, numbers: Numbers) -> None:
+        self.count = self.before = 0
+        self._file, self._whose, self._shift_ns, self._sort, self._numbers = file, whose, shift_ns, sort, numbers
+        self._number = numbers.file()
+        self._pids: dict[object, int] = {}
+        self._tids: dict[tuple[int, object], int] = {}
+        self._named: set[tuple[str, int]] = set()
+
+    def events(self) -> Iterator[Event]:
+        """One after the other. Raises ValueError where the file is no trace, or can't be read."""
+        import ijson  # on use: few commands need it
+
+        with ExitStack() as stack:
+            stream = _opened(stack, self._file.path)
+            try:
+                for event in ijson.items(stream, "traceEvents.item", buf_size=READ_BYTES):
+                    if isinstance(event, dict) and (moved := self._moved(event)) is not None:
+                        self.count += 1
+                        yield moved
+            except (ijson.JSONError, UnicodeDecodeError, InvalidOperation, *_UNREADABLE) as error:
+                first = next(iter(str(error).splitlines()), type(error).__name__)
+                raise ValueError(f"{self._file.path}: no trace any more after {self.count} events: {first}") from error
+        yield from self._names()
+
+    def _moved(self, event: Event) -> Event | None:
+        kind = event.get("ph")
+        pid = self._pid_of(event.get("pid", ""))
+        if kind == "M" and not self._rename(event, pid):
+            return None
+        event["pid"] = pid
+        process_wide = kind == "M" and event.get("name") != "thread_name"
+        event["tid"] = 0 if process_wide else self._tid_of(pid, event.get("tid", ""))
+        if "ts" in event:
+            ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
+            event["ts"] = ts_ns / 1000
+            self.before += ts_ns < 0
+        for name in ("id", "bind_id"):
+            if name in event:
+                event[name] = self._arrow(event[name])
+        return event
+
+    def _rename(self, event: Event, pid: int) -> bool:
+        """Say whose process it is. Returns whether the name is worth keeping."""
+        kind, args = event.get("name"), event.get("args")
+        if kind == "process_sort_index":
+            return False
+        if kind == "process_name" and isinstance(args, dict):
+            args["name"] = f"{self._whose}: {args.get('name', '')}"
+            self._named.add(("process", pid))
+        elif kind == "thread_name":
+            self._named.add(("thread", self._tid_of(pid, event.get("tid", ""))))
+        return True
+
+    def _names(self) -> Iterator[Event]:
+        """Of what the file did not name itself, and where to show it."""
+        for original, pid in self._pids.items():
+            if ("process", pid) not in self._named:
+                name = f"{self._whose}: {original}" if original != "" else f"{self._whose}: profiler"
+                yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": self._sort}}
+        for (pid, original), tid in self._tids.items():
+            if ("thread", tid) not in self._named:
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": str(original)}}
+
+    def _pid_of(self, original: object) -> int:
+        known = self._pids.get(original)
+        if known is None:
+            known = self._pids[original] = self._numbers.pid()
+        return known
+
+    def _tid_of(self, pid: int, original: object) -> int:
+        known = self._tids.get((pid, original))
+        if known is None:
+            known = self._tids[pid, original] = self._numbers.tid()
+        return known
+
+    def _arrow(self, original: object) -> object:
+        number = original
+        if isinstance(original, str):
+            try:
+                number = int(original, 0)
+            except ValueError:
+                return f"{self._number}/{original}"
+        if not isinstance(number, int):
+            return f"{self._number}/{original}"
+        return self._number << ARROW_BITS | (number & ((1 << ARROW_BITS) - 1))
+
+
+class _Hashed:
+    """A file whose bytes are hashed as they are read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        """As that of the file."""
+        data = self._file.read(size)
+        self.sha256.update(data)
+        return data
+
+
+def _scanned(path: Path) -> tuple[int, int | None, str]:
+    """Base, rank and digest of a file. Raises OSError, EOFError and zlib.error for one that can't be read."""
+    base_ns, rank, tail = 0, None, b""
+    with ExitStack() as stack:
+        raw = _Hashed(stack.enter_context(open(path, "rb")))
+        stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[call-overload]
+        while piece := stream.read(READ_BYTES):
+            text = tail + piece
+            if (seen := _BASE.search(text)) is not None:
+                base_ns = int(seen.group(1))
+            if rank is None and (seen := _RANK.search(text)) is not None:
+                rank = int(seen.group(1))
+            tail = text[-FIELD_BYTES:]
+        while raw.read(READ_BYTES):  # what stands after the last block of a compressed file
+            pass
+    return base_ns, rank, raw.sha256.hexdigest()
+
+
+def _opened(stack: ExitStack, path: Path) -> IO[bytes] | gzip.GzipFile:
+    file = stack.enter_context(path.open("rb"))
+    return stack.enter_context(gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
