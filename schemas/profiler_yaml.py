@@ -97,7 +97,7 @@ def _plan(said: object, path: str, finish: Finish, layout: str) -> ProfilePlan:
     tool = section.choice("tool", sorted(RANK_TOOLS), "torch")
     contents = section.words("contents", {*ACTIVITIES, *DETAILS})
     if section.values.get("contents") is None:
-        contents = _DEFAULT_CONTENTS.get(tool, frozenset(ProfilePlan().activities))
+        contents = _default_contents(tool)
     schedule = section.section("schedule")
     own, _ = _finish(section, finish)
     return ProfilePlan(
@@ -119,6 +119,11 @@ def _plan(said: object, path: str, finish: Finish, layout: str) -> ProfilePlan:
         layout=cast(Literal["step"], section.choice("layout", LAYOUTS, layout)),
         finish=own,
     )
+
+
+def _default_contents(tool: str) -> frozenset[str]:
+    """CPU and device for the tools that have a choice; what a plan has anyhow for the others."""
+    return _DEFAULT_CONTENTS.get(tool, frozenset(ProfilePlan().activities))
 
 
 def _all_known(section: Section, known: tuple[str, ...]) -> None:
@@ -243,10 +248,12 @@ def _plan_written(plan: ProfilePlan, hooked: bool) -> dict[str, object]:
             said[name] = _spelled(numbers)
     if plan.window is not None:
         said["window"] = [plan.window.start, plan.window.end]
-    said["contents"] = [
+    contents = [
         *(one for one in ACTIVITIES if one in plan.activities),
         *(one for one, field in DETAILS.items() if getattr(plan, field)),
     ]
+    if frozenset(contents) != _default_contents(plan.tool):
+        said["contents"] = contents
     said |= {name: True for name in ("by_stage", "merge", "discrete") if getattr(plan, name)}
     if plan.schedule is not None:
         said["schedule"] = msgspec.to_builtins(plan.schedule)

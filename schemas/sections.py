@@ -13,6 +13,7 @@ from typing import Final, TypeGuard
 from schemas.errors import ConfigError
 
 COUNTS: Final = "whole numbers of at least 0"
+_CLOSE_PER_MILLE: Final = 700
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _WORDS: Final = {"null": None, "none": None, "~": None, "": None, "true": True, "false": False}
 
@@ -193,5 +194,5 @@ def shown(value: object) -> str:
 
 def meant(word: str, names: Iterable[str]) -> str:
     """`; did you mean x?` when one of the names is close."""
-    close = get_close_matches(word, list(names), n=1, cutoff=0.7)
+    close = get_close_matches(word, list(names), n=1, cutoff=_CLOSE_PER_MILLE / 1000)
     return f"; did you mean {close[0]}?" if close else ""

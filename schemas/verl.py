@@ -10,7 +10,7 @@ rule verl runs the reference model inside the actor's worker. That process has o
 as the actor's section says. So its agent is `actor`; the plan of `ref` is for a worker of the reference model alone.
 
 Activities  verl's torch profiler takes CPU and CUDA when `contents` is empty. On training ranks it takes the CPU in any
-case, and once anything is named, CUDA only if it is too. Engines take both unless one of the two is named. So it is here.
+case, and once anything is named, CUDA only if it is too. Engines take both unless one of the two is named. So do we.
 On an NPU an empty list takes the CPU alone, and `contents: null` takes everything.
 """
 

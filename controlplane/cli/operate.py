@@ -10,6 +10,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from controlplane.cli.explain import explain
 from controlplane.cli.tables import fleet_table, report_table
 from controlplane.operator import ask_status, submit
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
@@ -55,9 +56,9 @@ def status(bus: str, as_json: bool, timeout: float) -> None:
         fleet_table(Console(), fleet)
 
 
-@click.group(short_help="Open or close a profiling session by hand.")
+@click.group(short_help="Open or close a profiling session by hand; explain a configuration.")
 def profile() -> None:
-    """Open or close a profiling session by hand."""
+    """Open or close a profiling session by hand, or explain what a configuration will profile."""
 
 
 @profile.command("start")
@@ -110,6 +111,9 @@ def profile_stop(bus: str, as_json: bool, replicas: frozenset[int] | None, timeo
 def profile_collect(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, step: int) -> None:
     """After a stop: the answer names the traces that the other nodes wrote to their own disks."""
     _submit(bus, as_json, replicas, timeout, ProfileCommand(action="collect", step=step))
+
+
+profile.add_command(explain)
 
 
 @click.command(short_help="Stop generating.")
