@@ -32,8 +32,10 @@ from schemas.events import (
     Answer,
     AskSnapshot,
     Call,
+    CheckProfile,
     CheckSource,
     CommandReceived,
+    DiskCall,
     Effect,
     EngineObserved,
     EngineReturned,
@@ -461,7 +463,8 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
             ErrorKind.ENGINE_ERROR, f"{engine.name} was launched anew during {name(call)}. {holds(engine)}"
         )
     if failure is not None:
-        inhibited = not (anew(state.engine, engine) or isinstance(call, CheckSource | Load))
+        harmless = isinstance(call, CheckSource | Load | CheckProfile | DiskCall)  # settling would not try it again
+        inhibited = not (anew(state.engine, engine) or harmless)
         return _failed(replace(state, engine=engine, inhibited=inhibited), activity, failure, event.at_ms, effects)
     made = (*activity.made, name(call))
     told = _together(activity.told, result) if isinstance(result, Returned) else activity.told
