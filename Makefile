@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test test-engines lint bench clean
+.PHONY: demo test test-engines test-perfetto lint bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
@@ -22,6 +22,10 @@ test-engines: $(VENV)/.ready
 	$(BIN)/python -m pytest -m engine_wheels
 	$(BIN)/python -m pytest -m engine_vllm
 	$(BIN)/python -m pytest -m engine_sglang
+
+# Timelines, read by the trace processor of Perfetto (16 MB, downloaded once). Needs node.
+test-perfetto: $(VENV)/.ready
+	$(BIN)/python -m pytest -m timeline_perfetto
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -165,12 +165,12 @@ class TorchTrace:
         """Of what the file did not name itself, and where to show it."""
         for original, pid in self._pids.items():
             if ("process", pid) not in self._named:
-                name = f"{self._whose}: {original}" if original != "" else f"{self._whose}: profiler"
+                name = f"{self._whose}: {_shown(original)}"
                 yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": self._sort}}
         for (pid, original), tid in self._tids.items():
             if ("thread", tid) not in self._named:
-                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": str(original)}}
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": _shown(original)}}
 
     def _pid_of(self, original: object) -> int:
         known = self._pids.get(original)
@@ -194,6 +194,11 @@ class TorchTrace:
         if not isinstance(number, int):
             return f"{self._number}/{original}"
         return self._number << ARROW_BITS | (number & ((1 << ARROW_BITS) - 1))
+
+
+def _shown(original: object) -> str:
+    """The name of a process or thread that has none of its own; some numbers of torch's profiler are empty texts."""
+    return str(original) or "profiler"
 
 
 class _Hashed:

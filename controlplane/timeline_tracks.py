@@ -1,8 +1,8 @@
 """Tracks of a timeline: which process and thread an event is drawn on, in the Trace Event Format of Chrome. Pure.
 
-Rule 1  What is drawn on one thread nests. What overlaps goes to another lane: a thread of the same name, with a number.
-Rule 2  What is drawn inside of something begins after it and ends before it, if only by a microsecond: viewers differ in
-        what they make of two things that begin at the same moment.
+Rule 1  What is drawn on one thread nests. What overlaps goes to another lane: a thread of the same name and a number.
+Rule 2  What is drawn inside of something begins after it and ends before it, if only by a microsecond: viewers differ
+        in what they make of two things that begin at the same moment.
 Rule 3  Numbers of processes and threads are given once, whoever asks: traces of engines get theirs here, too.
 """
 
@@ -87,10 +87,10 @@ class Span:
     ) -> None:
         self.lanes, self.thread, self.name = lanes, thread, name
         self.args = args or {}
-        self.at_ns = at_ns if inside is None else max(at_ns, inside.at_ns + SHORTEST_NS, inside.inner_ns)
+        self.at_ns: int = at_ns if inside is None else max(at_ns, inside.at_ns + SHORTEST_NS, inside.inner_ns)
         self.inside = inside
-        self.inner_ns = 0  # until when it was filled
-        self.lane = lanes.take(thread, at_ns) if inside is None else inside.lane
+        self.inner_ns: int = 0  # until when it was filled
+        self.lane: int = lanes.take(thread, at_ns) if inside is None else inside.lane
 
     @property
     def tid(self) -> int:
