@@ -76,8 +76,8 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     """Everything the bus knows.
 
     ring: newest commands, with the moment at which their time is over.   desired: of each replica and training rank
-    that was ever seen; `blank` is what a replica that was never seen is to be.   contested: since when a place is
-    claimed by a second incarnation.
+    that was ever seen; `blank` is what a replica that was never seen is to be.   contested: by which
+    other incarnation a place is claimed, and since when (µs).
     """
 
     run: str = ""
@@ -90,7 +90,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     desired: dict[int | str, Desired] = {}
     blank: Desired = Desired()
     sync: Sync | None = None
-    contested: dict[str, int] = {}
+    contested: dict[str, tuple[str, int]] = {}
 
 
 Effects = list[CoordinatorEffect]
@@ -132,7 +132,7 @@ def hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> Co
         recorded=event.recorded,
     )
     send(state, event.peer, welcome, effects)
-    contested = {place: since for place, since in state.contested.items() if place != name}
+    contested = {place: claim for place, claim in state.contested.items() if place != name}
     # The same process still owes what it owed; another one owes nothing yet.
     return replace(state, members={**state.members, name: member}, contested=contested)
 
@@ -144,7 +144,9 @@ def _contest(
     live, the newcomer waits, and when it had time enough to fall silent and did not, the newcomer is turned away.
     """
     name = event.hello.identity.agent
-    since = state.contested.get(name, event.at_us)
+    claimant, since = state.contested.get(name, ("", event.at_us))
+    if claimant != event.hello.incarnation:  # the hello of one that died meanwhile must not count against this one
+        since = event.at_us
     final = event.at_us - since > (settings.gone_ms + settings.heartbeat_ms) * 1000
     why = (
         f"agent {name} is held by incarnation {holder.hello.incarnation} on {holder.hello.host}, "
@@ -153,7 +155,7 @@ def _contest(
     )
     effects.append(Probe(peer=holder.peer))
     send(state, event.peer, Rejoin(why=why, final=final), effects)
-    return replace(state, contested={**state.contested, name: since})
+    return replace(state, contested={**state.contested, name: (event.hello.incarnation, since)})
 
 
 def join(state: CoordinatorState, event: JoinReceived, effects: Effects) -> CoordinatorState:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from schemas.events import (
     Answer,
     AskSnapshot,
-    CollectTraces,
     CommandReceived,
+    DiskCall,
     Effect,
     EngineObserved,
     EngineReturned,
@@ -251,7 +251,7 @@ class Process:
 
     def call(self, perform: Perform) -> None:
         engine = self.slot.engine
-        if engine is None and isinstance(perform.call, CollectTraces):
+        if engine is None and isinstance(perform.call, DiskCall):
             self.world.at(self.world.rng.choice((1, 50, 3000)), self.collected, perform.call_id)
             return
         if engine is None:

@@ -112,6 +112,12 @@ class World:
                 if node_rank == 0:
                     slot.engine = self._engine(slot)
                 slots.append(slot)
+        for rank in range(rng.choice((0, 0, 1, 2))):
+            slot = Slot(self, Identity(replica=rank, node_rank=0, role="actor"), None, embedded=rng.random() < 0.3)
+            slot.engine = self._engine(slot)
+            slot.engine.temper.lacks = frozenset(Operation) - {Operation.PROFILE}
+            slot.engine.operations = frozenset({Operation.PROFILE})
+            slots.append(slot)
         return slots
 
     def _engine(self, slot: Slot) -> Engine:

@@ -13,9 +13,11 @@ from random import Random
 from schemas.events import (
     Abort,
     Call,
+    CheckProfile,
     CheckSource,
     CollectTraces,
     Fault,
+    FinishProfile,
     Flush,
     Load,
     Observation,
@@ -180,7 +182,7 @@ class Engine:
                 self.session_step = None
             return attempt.result
         match call:
-            case CheckSource() | Abort() | Flush() | CollectTraces():
+            case CheckSource() | CheckProfile() | Abort() | Flush() | CollectTraces() | FinishProfile():
                 pass
             case Pause():
                 self.generating = False

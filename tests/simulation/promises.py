@@ -27,7 +27,7 @@ from schemas.events import (
     Started,
     StartProfile,
 )
-from schemas.identity import Operation, RolloutMode
+from schemas.identity import ROLLOUT, Operation, RolloutMode
 from schemas.outcomes import Acted, Missing, Outcome
 from schemas.wire import Report, decode_command
 from tests.simulation.engine import LAUNCHED
@@ -177,7 +177,8 @@ class Promises:
         ledger, state = process.slot.ledger, process.state
         identity = process.slot.identity
         if isinstance(event, SnapshotReceived) and _taken(before, event):
-            newest = self.newest(identity.replica, event.seq) if identity.mode is not RolloutMode.COLOCATED else None
+            syncs = identity.mode is not RolloutMode.COLOCATED and identity.role == ROLLOUT
+            newest = self.newest(identity.replica, event.seq) if syncs else None
             held = event.desired.committed.source.path if event.desired.committed is not None else None
             if held != newest:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer} says {held}, committed is {newest}")
@@ -248,9 +249,7 @@ class Promises:
         identity = process.slot.identity
         for seq in range(ledger.folded + 1, state.seq + 1):
             published = self.log[seq]
-            replicas = published.target.replicas
-            targeted = replicas is None or identity.replica in replicas
-            desired = intend(desired, published.command, targeted, identity)
+            desired = intend(desired, published.command, published.target.names(identity), identity)
         ledger.oracle, ledger.folded = desired, state.seq
         return desired
 

@@ -9,6 +9,7 @@ from schemas.commands import (
     Checkpoint,
     Command,
     EngineCommand,
+    Finish,
     Manifest,
     ProfileCommand,
     ProfilePlan,
@@ -108,6 +109,10 @@ class Trainer:
         rng = self.world.rng
         return Target(replicas=frozenset({rng.randrange(3)})) if rng.random() < 0.15 else Target()
 
+    def _roles(self) -> dict[str, ProfilePlan]:
+        ranks = frozenset({0}) if self.world.rng.random() < 0.3 else None
+        return {"actor": ProfilePlan(ranks=ranks)} if self.world.rng.random() < 0.7 else {}
+
     def _command(self) -> Command:
         rng = self.world.rng
         kind = rng.randrange(8)
@@ -115,9 +120,14 @@ class Trainer:
             self.step += rng.randrange(2)
             window = Window(0, 3) if rng.random() < 0.3 else None
             plan = ProfilePlan(window=window, enabled=rng.random() < 0.95)
-            return ProfileCommand(action="start", step=self.step, plan=plan)
+            return ProfileCommand(action="start", step=self.step, plan=plan, roles=self._roles())
         if kind == 2:
-            return ProfileCommand(action=rng.choice(("stop", "stop", "collect")), step=self.step)
+            action: Literal["stop", "collect", "check", "finish"] = rng.choice(
+                ("stop", "stop", "stop", "collect", "check", "finish")
+            )
+            finish = Finish(relocate=True, hook=True, hook_all_ranks=rng.random() < 0.5)
+            plan = ProfilePlan(finish=finish, ranks=frozenset({0}) if rng.random() < 0.3 else None)
+            return ProfileCommand(action=action, step=self.step, plan=plan, roles=self._roles(), sessions=(self.step,))
         if kind == 3:
             return EngineCommand(operation=rng.choice(("flush", "abort")))
         if kind == 4:

@@ -223,6 +223,14 @@ def test_a_holder_that_had_time_to_fall_silent_and_did_not_keeps_its_place() -> 
     assert finals == [False, False, True]
 
 
+def test_the_late_hello_of_one_that_died_does_not_count_against_the_next() -> None:
+    bus = Coordinator("0.0")
+    bus.hello("0.0", "dead", at_us=5)
+    bus.hello("0.0", "b", at_us=60_000_000)
+    ((_, message),) = bus.sent
+    assert isinstance(message, Rejoin) and not message.final
+
+
 def test_a_holder_that_is_dead_makes_way() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE)

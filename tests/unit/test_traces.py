@@ -1,0 +1,214 @@
+"""What a session left on a node's disk: whose traces are told, where they lie, what becomes of them at the end."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from schemas.commands import Finish, ProfilePlan
+from schemas.desired import Session, trace_directory
+from schemas.errors import EngineError
+from schemas.events import CollectTraces, FinishProfile, Returned
+from schemas.identity import Identity
+from workers.finish_hook import PATIENCE_S
+from workers.traces import NodeTraces, collected
+
+# Replica 4 of two nodes with two GPUs each: global ranks 16 to 19.
+FIRST = Identity(replica=4, node_rank=0, nnodes=2, gpus_per_node=2)
+SECOND = Identity(replica=4, node_rank=1, nnodes=2, gpus_per_node=2)
+
+
+def written(root: Path, plan: ProfilePlan, step: int = 1, ranks: range = range(4)) -> str:
+    """What SGLang leaves on a disk that its nodes share: one trace for each rank of the tensor-parallel group."""
+    directory = trace_directory(step, plan, FIRST)
+    (root / directory).mkdir(parents=True, exist_ok=True)
+    for rank in ranks:
+        trace = {"distributedInfo": {"backend": "gloo", "rank": rank, "world_size": 4}, "traceEvents": []}
+        with gzip.open(root / directory / f"{step}-TP-{rank}.trace.json.gz", "wt") as file:
+            json.dump(trace, file)
+    return directory
+
+
+def names(root: Path, pattern: str) -> list[str]:
+    return [one.name for one in root.glob(pattern)]
+
+
+def ranks_of(found: Returned) -> list[int | None]:
+    return [one.rank for one in found.traces]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "first", "second"),
+    [
+        (None, None, [16, 17], [18, 19]),
+        ({16, 19}, None, [16], [19]),
+        ({17}, None, [17], []),
+        (None, {4}, [16, 17], [18, 19]),
+        ({16}, {4}, [16, 17], [18, 19]),
+        ({3}, {5}, [], []),
+    ],
+)
+def test_only_the_ranks_asked_for_are_told_each_by_its_node(
+    tmp_path: Path, ranks: set[int] | None, replicas: set[int] | None, first: list[int], second: list[int]
+) -> None:
+    plan = ProfilePlan(
+        ranks=frozenset(ranks) if ranks is not None else None,
+        replicas=frozenset(replicas) if replicas is not None else None,
+    )
+    directory = written(tmp_path, plan)
+    told = [collected(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
+    assert [ranks_of(one) for one in told] == [first, second]
+    assert [one.untraced for one in told] == [(), ()]
+    assert len(list((tmp_path / directory).iterdir())) == 4, "the rest stays where it is"
+
+
+def test_ranks_asked_for_that_left_nothing_are_named(tmp_path: Path) -> None:
+    plan = ProfilePlan(ranks=frozenset({16, 17, 18}))
+    directory = written(tmp_path, plan, ranks=range(1))
+    found = collected(tmp_path, directory, plan, FIRST)
+    assert (ranks_of(found), found.untraced) == ([16], (17,))
+    assert collected(tmp_path, "global_step_9/replica_4", plan, SECOND) == Returned(untraced=(18,))
+
+
+def test_a_trace_that_is_cut_off_is_told_unless_nobody_asked_for_it(tmp_path: Path) -> None:
+    plan = ProfilePlan(ranks=frozenset({16}))
+    directory = written(tmp_path, plan)
+    cut = tmp_path / directory / "1-TP-1.trace.json.gz"
+    cut.write_bytes(cut.read_bytes()[:-6])
+    assert ranks_of(collected(tmp_path, directory, plan, FIRST)) == [16]
+    with pytest.raises(EngineError, match="cut off"):
+        collected(tmp_path, directory, ProfilePlan(), FIRST)
+
+
+def test_verls_layout_has_the_traces_of_all_steps_in_one_directory(tmp_path: Path) -> None:
+    plan = ProfilePlan(layout="verl")
+    for step in (1, 2):
+        directory = written(tmp_path, plan, step)
+        found = [collected(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
+        assert [one.path for told in found for one in told.traces] == [
+            f"agent_loop_rollout_replica_4/{step}-TP-{rank}.trace.json.gz" for rank in range(4)
+        ]
+    assert len(list((tmp_path / "agent_loop_rollout_replica_4").iterdir())) == 8
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    plan = ProfilePlan(layout="verl")
+    collected(tmp_path, written(tmp_path, plan), plan, FIRST)
+    again = written(tmp_path, plan)
+    with pytest.raises(EngineError, match="is there already"):
+        collected(tmp_path, again, plan, FIRST)
+    assert (tmp_path / again / "1-TP-0.trace.json.gz").exists()
+
+
+# --- after the last session -------------------------------------------------------------------------------------------
+
+
+def finish(plan: ProfilePlan, *steps: int, place: Identity = FIRST) -> FinishProfile:
+    return FinishProfile(plan, tuple(trace_directory(one, plan, place) for one in steps), steps)
+
+
+@pytest.mark.anyio
+async def test_traces_are_relocated_as_verl_names_them_and_only_those_asked_for(tmp_path: Path) -> None:
+    plan = ProfilePlan(ranks=frozenset({16, 18}), finish=Finish(relocate=True))
+    for step in (1, 2):
+        written(tmp_path, plan, step)
+    found = await NodeTraces(tmp_path, FIRST).perform(finish(plan, 1, 2, 3))
+    assert [(one.path, one.rank) for one in found.traces] == [
+        ("rollout-replica4-globalrank16_1-TP-0.trace.json.gz", 16),
+        ("rollout-replica4-globalrank16_2-TP-0.trace.json.gz", 16),
+    ]
+    await NodeTraces(tmp_path, SECOND).perform(finish(plan, 1, 2, place=SECOND))
+    assert len(names(tmp_path, "rollout-replica4-globalrank18_*")) == 2
+    assert len(names(tmp_path, "global_step_1/replica_4/*")) == 2, "ranks 17 and 19 stay"
+
+
+@pytest.mark.anyio
+async def test_a_replica_of_one_rank_and_a_training_rank_are_named_without_more(tmp_path: Path) -> None:
+    plan = ProfilePlan(finish=Finish(relocate=True))
+    for place, name in (
+        (Identity(replica=2, node_rank=0), "rollout-replica2_x.trace.json"),
+        (Identity(replica=3, node_rank=0, role="actor"), "actor-rank3_x.trace.json"),
+    ):
+        directory = tmp_path / trace_directory(1, plan, place)
+        directory.mkdir(parents=True)
+        (directory / "x.trace.json").write_text("{}")
+        found = await NodeTraces(tmp_path, place).perform(finish(plan, 1, place=place))
+        assert [one.path for one in found.traces] == [name]
+        assert not directory.exists()
+
+
+@pytest.mark.anyio
+async def test_the_hook_runs_once_with_verls_variables_and_ours(tmp_path: Path) -> None:
+    root = tmp_path / "traces"
+    plan = ProfilePlan(tool="nsys", finish=Finish(hook=True))
+    hook = "env | grep -E '^(VERL|ROLLOUTCTL)_PROFILE' | sort >> ../told"
+    found = await NodeTraces(root, SECOND, f"cd {root}; {hook}").perform(finish(plan, 1, 2))
+    assert found == Returned()
+    told = dict(line.split("=", 1) for line in (tmp_path / "told").read_text().splitlines())
+    assert told.pop("VERL_PROFILE_PID").isdecimal()
+    assert told == {
+        "VERL_PROFILE_SAVE_PATH": str(root),
+        "VERL_PROFILE_TOOL": "nsys",
+        "VERL_PROFILE_RANK": "18",
+        "VERL_PROFILE_ROLE": "rollout",
+        "VERL_PROFILE_RAY_NSIGHT_DIR": "/tmp/ray/session_latest/logs/nsight",
+        "ROLLOUTCTL_PROFILE_ROOT": str(root),
+        "ROLLOUTCTL_PROFILE_TOOL": "nsys",
+        "ROLLOUTCTL_PROFILE_ROLE": "rollout",
+        "ROLLOUTCTL_PROFILE_AGENT": "4.1",
+        "ROLLOUTCTL_PROFILE_RANKS": "18,19",
+        "ROLLOUTCTL_PROFILE_STEPS": "1,2",
+    }
+
+
+@pytest.mark.anyio
+async def test_a_hook_that_fails_says_why_and_loses_nothing(tmp_path: Path) -> None:
+    plan = ProfilePlan(finish=Finish(relocate=True, hook=True))
+    written(tmp_path, plan)
+    with pytest.raises(EngineError, match=r"exit code 3: no such bucket.*still in"):
+        await NodeTraces(tmp_path, FIRST, "echo no such bucket >&2; exit 3").perform(finish(plan, 1))
+    assert len(names(tmp_path, "rollout-replica4-*")) == 2
+
+
+@pytest.mark.anyio
+async def test_a_hook_that_takes_long_goes_on_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PATIENCE_S >= 5
+    monkeypatch.setattr("workers.finish_hook.PATIENCE_S", 0.05)
+    (tmp_path / "go").touch()
+    plan = ProfilePlan(finish=Finish(hook=True))
+    hook = "while [ -e go ]; do sleep 0.02; done; touch ended"
+    found = await NodeTraces(tmp_path, FIRST, f"cd {tmp_path}; {hook}").perform(finish(plan, 1))
+    assert found.hook_running and not (tmp_path / "ended").exists()
+    (tmp_path / "go").unlink()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("ends", "runs"),
+    [
+        (Finish(), False),
+        (Finish(hook=True), True),
+        (Finish(hook=True, hook_ranks=frozenset({19})), False),
+        (Finish(hook=True, hook_ranks=frozenset({17})), True),
+        (Finish(hook=True, hook_all_ranks=True), True),
+    ],
+)
+async def test_who_runs_the_hook(tmp_path: Path, ends: Finish, runs: bool) -> None:
+    plan = ProfilePlan(ranks=frozenset({16}), finish=ends)
+    await NodeTraces(tmp_path, FIRST, f"touch {tmp_path}/ran").perform(finish(plan, 1))
+    assert (tmp_path / "ran").exists() == runs
+
+
+@pytest.mark.anyio
+async def test_an_agent_without_a_hook_says_so(tmp_path: Path) -> None:
+    plan = ProfilePlan(finish=Finish(hook=True))
+    with pytest.raises(EngineError, match="--finish-hook"):
+        await NodeTraces(tmp_path, FIRST).perform(finish(plan, 1))
+
+
+@pytest.mark.anyio
+async def test_collecting_is_the_nodes_own_and_calls_no_engine(tmp_path: Path) -> None:
+    directory = written(tmp_path, ProfilePlan())
+    found = await NodeTraces(tmp_path, SECOND).perform(CollectTraces(Session(1, ProfilePlan()), directory))
+    assert ranks_of(found) == [18, 19]
