@@ -80,7 +80,9 @@ def collecting(report: Report) -> tuple[ProfileCommand, Target] | None:
 
 def finishing(config: ProfilerConfig, opened: Iterable[int]) -> ProfileCommand | None:
     """What is asked once, after the last session. opened: sessions that were. None when nobody has anything to do."""
-    done = tuple(sorted(set(opened)))
+    ours = frozenset(opened)
+    last = max(ours, default=-1)
+    done = tuple(sorted(ours | {step for step in sessions(config) if step <= last}))  # also an earlier trainer's
     if not done or all(plan.finish == Finish() for plan in _plans(config) if plan.enabled):
         return None
     return ProfileCommand(action="finish", step=done[-1], plan=config.plan, roles=config.roles, sessions=done)

@@ -103,7 +103,7 @@ class Trainer:
         self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=5000)
         self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=5000)
         self.world.run(self.world.now + 10_000)
-        return self.sync(bus, quorum=1, timeout_ms=5000)
+        return self.sync(bus, quorum=1, timeout_ms=30_000)  # slow engines are not broken ones
 
     def _target(self) -> Target:
         rng = self.world.rng

@@ -2,9 +2,21 @@
 
 import pytest
 
-from controlplane.profiling import entering, leaving, session_after
-from schemas.commands import ProfilePlan
+from controlplane.profiling import (
+    checking,
+    collecting,
+    entering,
+    finishing,
+    leaving,
+    session_after,
+    sessions,
+    unowned,
+)
+from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target
 from schemas.config import ProfilerConfig
+from schemas.identity import Identity
+from schemas.outcomes import Acted, Conclusion, Reason, Skipped
+from schemas.wire import AgentOutcome, Report
 
 
 def walk(config: ProfilerConfig, steps: list[int]) -> list[str]:
@@ -46,3 +58,78 @@ def test_a_trainer_that_goes_back_begins_the_session_anew() -> None:
 @pytest.mark.parametrize("config", [ProfilerConfig(), ProfilerConfig(steps=(1,), plan=ProfilePlan(enabled=False))])
 def test_nothing_is_profiled_unless_it_is_asked_for(config: ProfilerConfig) -> None:
     assert walk(config, [0, 1, 2]) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "continuous", "firsts"),
+    [
+        ((3, 1, 2, 7), False, (1, 2, 3, 7)),
+        ((3, 1, 2, 7), True, (1, 7)),
+        ((), True, ()),
+        ((5, 5), False, (5,)),
+    ],
+)
+def test_sessions_are_named_by_their_first_steps(
+    steps: tuple[int, ...], continuous: bool, firsts: tuple[int, ...]
+) -> None:
+    assert sessions(ProfilerConfig(steps=steps, continuous=continuous)) == firsts
+
+
+def test_training_ranks_alone_are_reason_enough() -> None:
+    off = ProfilePlan(enabled=False)
+    config = ProfilerConfig(steps=(1,), plan=off, roles={"actor": ProfilePlan()})
+    assert walk(config, [0, 1, 2]) == ["start 1 in 1", "stop 1 in 1"]
+    (start,) = entering(config, None, 1)
+    assert (start.plan, start.roles) == (off, {"actor": ProfilePlan()})
+
+
+# --- before the first and after the last ------------------------------------------------------------------------------
+
+
+def test_the_question_whether_it_can_be_done_is_asked_once_something_is_to_be_done() -> None:
+    plan = ProfilePlan(with_stack=True)
+    assert checking(ProfilerConfig(steps=(7, 4), plan=plan)) == ProfileCommand(action="check", step=4, plan=plan)
+    assert checking(ProfilerConfig()) is None
+
+
+def test_the_finish_names_all_sessions_until_then_also_of_an_earlier_life_of_the_trainer() -> None:
+    config = ProfilerConfig(steps=(1, 2, 5, 9), plan=ProfilePlan(finish=Finish(relocate=True)))
+    finish = finishing(config, {5})
+    assert finish is not None and (finish.action, finish.step, finish.sessions) == ("finish", 5, (1, 2, 5))
+    assert finishing(config, set()) is None
+
+
+def test_nothing_is_finished_unless_it_is_asked_for() -> None:
+    assert finishing(ProfilerConfig(steps=(1,)), {1}) is None
+    off = ProfilePlan(enabled=False, finish=Finish(hook=True))
+    assert finishing(ProfilerConfig(steps=(1,), roles={"actor": off}), {1}) is None
+
+
+def test_ranks_that_nobody_has_are_named() -> None:
+    fleet = [Identity(replica=one, node_rank=0, gpus_per_node=2) for one in range(4)]
+    actors = [Identity(replica=one, node_rank=0, role="actor") for one in range(2)]
+    config = ProfilerConfig(
+        plan=ProfilePlan(ranks=frozenset({7, 8})), roles={"actor": ProfilePlan(ranks=frozenset({1, 2}))}
+    )
+    assert unowned(config, fleet + actors) == {2, 8}
+    assert unowned(config, actors) == {2}, "no replica is here yet"
+    assert unowned(ProfilerConfig(plan=ProfilePlan(replicas=frozenset({3, 4}))), fleet) == {4}
+    assert unowned(ProfilerConfig(plan=ProfilePlan(enabled=False, ranks=frozenset({99}))), fleet) == frozenset()
+
+
+def report(action: str, **said: Conclusion) -> Report:
+    command = ProfileCommand(action=action, step=3)  # type: ignore[arg-type]
+    names = {name: name.replace("_", ".").removeprefix("a") for name in said}
+    lines = tuple(
+        AgentOutcome(agent="actor.0" if name == "actor_0" else names[name], conclusion=one)
+        for name, one in said.items()
+    )
+    return Report(seq=1, origin=1, command=command, outcomes=lines)
+
+
+def test_only_replicas_of_several_nodes_whose_primary_stopped_collect() -> None:
+    acted, not_primary = Acted(calls=("stop_profile",)), Skipped(Reason.NOT_PRIMARY)
+    stopped = report("stop", a0_0=acted, a0_1=not_primary, a1_0=acted, actor_0=acted)
+    assert collecting(stopped) == (ProfileCommand(action="collect", step=3), Target(replicas=frozenset({0})))
+    assert collecting(report("stop", a0_0=Skipped(Reason.NOT_PROFILING), a0_1=not_primary)) is None
+    assert collecting(report("collect", a0_0=acted, a0_1=acted)) is None
