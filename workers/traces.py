@@ -1,7 +1,8 @@
 """The trace files of sessions, on this node's disk: where they go, which are whole, whose they are, where they end up.
 
 Every node of a replica profiles its own ranks and writes to its own disk, though only node rank 0 was told to. So each
-agent collects what its ranks left. A torch trace names its rank in `distributedInfo`; one without belongs to rank 0.
+agent collects what its ranks left. A torch trace names its rank in `distributedInfo`, other files in their names; one
+that says nothing belongs to rank 0, but for that of vLLM's front end, which belongs to none.
 """
 
 import hashlib
@@ -26,6 +27,8 @@ SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickl
 HEAD_BYTES: Final = 64 * 1024
 """Of a trace, decompressed: `distributedInfo` stands before the events."""
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')
+_NAMED: Final = re.compile(r"(?:rank|-TP-)(\d+)[.-]")
+_FRONT_END: Final = ".async_llm."
 
 
 class NodeTraces:
@@ -98,17 +101,18 @@ def collected(root: Path, directory: str, plan: ProfilePlan, identity: Identity)
     """
     place, asked = root / directory, asked_of(plan, identity)
     try:
-        mine = [(one, rank) for one, rank in _by_rank(place, identity) if rank in identity.node_ranks]
+        mine = [(one, rank) for one, rank in _by_rank(place, identity) if _whose(rank, identity) in identity.node_ranks]
         for one, rank in mine:
-            if rank in asked:
+            if _is_asked(rank, asked):
                 _require_whole(one)
         if plan.layout == "verl":
             mine = [(moved(one, place.parent), rank) for one, rank in mine]
             _remove_if_empty(place)
-        told = tuple(described(one, root, rank) for one, rank in mine if rank in asked)
+        told = tuple(described(one, root, rank) for one, rank in mine if _is_asked(rank, asked))
     except OSError as error:
         raise EngineError(f"the traces in {place} can't be read: {error.strerror}: {error.filename}.") from error
-    return Returned(traces=told, untraced=tuple(sorted(asked - {one.rank for one in told})))
+    left = {one.rank for one in told if not one.path.endswith(".txt")}
+    return Returned(traces=told, untraced=tuple(sorted(asked - left)))
 
 
 def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, identity: Identity) -> tuple[Trace, ...]:
@@ -125,11 +129,12 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
         if place.resolve() == root:
             continue
         for file, rank in _by_rank(place, identity):
-            if rank not in asked:
+            if not _is_asked(rank, asked):
                 continue
             whose = f"{identity.role}-rank{rank}"
             if identity.role == ROLLOUT:
-                whose = f"rollout-replica{identity.replica}" + (f"-globalrank{rank}" if several else "")
+                numbered = several and rank is not None
+                whose = f"rollout-replica{identity.replica}" + (f"-globalrank{rank}" if numbered else "")
             there = moved(file, root, f"{whose}_{file.name}")
             told.append(described(there, root, rank))
         _remove_if_empty(place)
@@ -144,10 +149,21 @@ def asked_of(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
     return frozenset(identity.node_ranks) & (plan.ranks or frozenset())
 
 
-def _by_rank(place: Path, identity: Identity) -> list[tuple[Path, int]]:
-    """The traces in a directory, by name, each with its global rank."""
+def _by_rank(place: Path, identity: Identity) -> list[tuple[Path, int | None]]:
+    """The traces in a directory, by name, each with its global rank; None for a front end's."""
     files = sorted(one for one in place.rglob("*") if one.is_file() and one.name.endswith(SUFFIXES))
-    return [(one, identity.global_ranks.start + _rank(one)) for one in files]
+    ranks = ((one, _rank(one)) for one in files)
+    return [(one, None if rank is None else identity.global_ranks.start + rank) for one, rank in ranks]
+
+
+def _whose(rank: int | None, identity: Identity) -> int:
+    """The rank whose node has it on its disk: a front end runs beside the first."""
+    return identity.global_ranks.start if rank is None else rank
+
+
+def _is_asked(rank: int | None, asked: frozenset[int]) -> bool:
+    """Is a trace of this rank told? A front end's is, with whichever rank of its node."""
+    return bool(asked) if rank is None else rank in asked
 
 
 def moved(file: Path, directory: Path, name: str = "") -> Path:
@@ -171,9 +187,14 @@ def _remove_if_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-def _rank(file: Path) -> int:
+def _rank(file: Path) -> int | None:
+    if _FRONT_END in file.name:
+        return None
     found = _RANK.search(_head(file)) if ".trace.json" in file.name else None
-    return int(found.group(1)) if found else 0
+    if found is not None:
+        return int(found.group(1))
+    named = _NAMED.search(file.name) if ".trace.json" not in file.name else None
+    return int(named.group(1)) if named is not None else 0
 
 
 def _head(file: Path) -> bytes:
@@ -188,15 +209,23 @@ def _head(file: Path) -> bytes:
 
 
 def _require_whole(file: Path) -> None:
-    """Raise EngineError for a compressed file that is not complete to its trailer."""
-    if file.suffix != ".gz":
+    """Raise EngineError for a trace that does not reach to its end: the end of its JSON, and of what it is packed in.
+
+    On a disk that is full, torch 2.13 leaves a compressed trace that is whole and has nothing in it.
+    """
+    if ".trace.json" not in file.name:
         return
-    inflate = zlib.decompressobj(wbits=31)
+    packed = file.suffix == ".gz"
+    inflate, last, ended = zlib.decompressobj(wbits=31), b"", not packed
     try:
         with open(file, "rb") as stream:
-            while not inflate.eof and (raw := stream.read(1 << 20)):
-                inflate.decompress(raw)
+            while not (packed and ended) and (raw := stream.read(1 << 20)):
+                last = ((inflate.decompress(raw) if packed else raw).rstrip() or last)[-1:]
+                ended = ended or inflate.eof
     except zlib.error as error:
         raise EngineError(f"the trace {file} is damaged: {error}.") from error
-    if not inflate.eof:
-        raise EngineError(f"the trace {file} is cut off: its writer has not finished, or could not.")
+    if not ended or last != b"}":
+        raise EngineError(
+            f"the trace {file} is cut off: its writer has not finished, or could not. Is its disk full, or the one "
+            "that holds the temporary files?"
+        )

@@ -81,6 +81,33 @@ def test_a_trace_that_is_cut_off_is_told_unless_nobody_asked_for_it(tmp_path: Pa
         collected(tmp_path, directory, ProfilePlan(), FIRST)
 
 
+def test_a_trace_with_nothing_in_it_is_cut_off_though_its_archive_is_whole(tmp_path: Path) -> None:
+    """What torch leaves on a disk that is full."""
+    plan = ProfilePlan()
+    directory = written(tmp_path, plan, ranks=range(1))
+    (tmp_path / directory / "2-TP-0.trace.json.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(EngineError, match="cut off.*disk full"):
+        collected(tmp_path, directory, plan, FIRST)
+
+
+def test_files_without_a_rank_in_them_are_of_the_rank_in_their_name_and_a_front_ends_of_none(tmp_path: Path) -> None:
+    directory = written(tmp_path, ProfilePlan(), ranks=range(1))
+    for name in (
+        *("p-17.5-TP-1-memory.pickle", "p_dp0_pp0_tp1_dcp0_ep1_rank1.profiler_out.txt"),
+        "p_host_17.async_llm.18.pt.trace.json",
+    ):
+        (tmp_path / directory / name).write_text("{}")
+    one = collected(tmp_path, directory, ProfilePlan(ranks=frozenset({17, 18})), FIRST)
+    assert {trace.path.rpartition("/")[2]: trace.rank for trace in one.traces} == {
+        "p-17.5-TP-1-memory.pickle": 17,
+        "p_dp0_pp0_tp1_dcp0_ep1_rank1.profiler_out.txt": 17,
+        "p_host_17.async_llm.18.pt.trace.json": None,
+    }
+    other = collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), SECOND)
+    assert (other.traces, other.untraced) == ((), (18,)), "a front end runs beside the first rank alone"
+    assert collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), FIRST).traces == ()
+
+
 def test_verls_layout_has_the_traces_of_all_steps_in_one_directory(tmp_path: Path) -> None:
     plan = ProfilePlan(layout="verl")
     for step in (1, 2):
