@@ -1,0 +1,11 @@
+"""Profilers of training ranks, commanded over the bus that the rollout engines listen to.
+
+A trainer's process opens a `TrainingRank` and annotates the stages of its step; `schemas.commands.ProfileCommand` does
+the rest. torch and the tools are imported when a session needs them.
+"""
+
+from workers.profilers.rank import TrainingRank
+from workers.profilers.session import RankProfiler
+from workers.profilers.stages import annotate, mini_batch
+
+__all__ = ["RankProfiler", "TrainingRank", "annotate", "mini_batch"]

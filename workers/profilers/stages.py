@@ -1,0 +1,151 @@
+"""Annotated stages: what the training code says of itself, and the moments at which its profiler may act.
+
+Theory of operation. A profiler of torch belongs to the thread that starts it, so it is started and stopped only by the
+thread that trains, where that thread enters or leaves a stage (or ends a mini-batch). A session that a command opens is
+therefore *armed*: what follows happens at the next such moment. While no session is open in the process, a stage costs
+one look at an empty tuple.
+
+Rule  Nothing here raises into the training code, and nothing here swallows what the training code raises.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
+
+from schemas.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Listener(Protocol):
+    """Who wants to know of stages: a rank's profiler with an open session. Its methods never raise."""
+
+    @property
+    def role(self) -> str: ...
+
+    def enter(self, stage: "Stage") -> object:
+        """A stage begins on this thread. What is returned is given back to `leave`."""
+        ...
+
+    def leave(self, entered: object) -> None: ...
+
+    def mini_batch(self) -> None: ...
+
+
+_open: tuple[Listener, ...] = ()
+"""Replaced as a whole, so that it is read without a lock."""
+
+
+def listen(listener: Listener) -> None:
+    """Tell this one of every stage from now on."""
+    global _open
+    _open = (*_open, listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """Tell it no more."""
+    global _open
+    _open = tuple(one for one in _open if one is not listener)
+
+
+def _forget() -> None:
+    global _open
+    _open = ()
+
+
+os.register_at_fork(after_in_child=_forget)  # the agent and its bus stay with the parent
+
+
+Entered = tuple[tuple[Listener, object], ...]
+_NOBODY: Entered = ()
+
+
+class Stage:
+    """A named part of a training step: a decorator of functions, async ones too, or a context. Re-entrant.
+
+    As a context one object serves one task at a time; make another for each `with`, as `annotate` does.
+    """
+
+    __slots__ = ("_entered", "listener", "model", "name", "role", "scheduled")
+
+    def __init__(
+        self, name: str, role: str | None, scheduled: bool, model: object | None, listener: Listener | None = None
+    ) -> None:
+        self.name, self.role, self.scheduled, self.model, self.listener = name, role, scheduled, model, listener
+        self._entered: list[Entered] = []
+
+    def __enter__(self) -> Self:
+        self._entered.append(self._enter() if _open else _NOBODY)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if entered := self._entered.pop():
+            _leave(entered)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Raises ConfigError for a generator: its body runs when it is consumed, not when it is called."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(
+                f"stage {self.name} annotates the generator {function.__qualname__}, whose work is done elsewhere: "
+                "annotate the function that consumes it"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def later(*args: P.args, **kwargs: P.kwargs) -> Any:
+                entered = self._enter() if _open else _NOBODY
+                try:
+                    return await function(*args, **kwargs)
+                finally:
+                    _leave(entered)
+
+            return cast(Callable[P, R], later)
+
+        @functools.wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not _open:
+                return function(*args, **kwargs)
+            entered = self._enter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _leave(entered)
+
+        return wrapped
+
+    def _enter(self) -> Entered:
+        return tuple((one, one.enter(self)) for one in _open if self._is_for(one))
+
+    def _is_for(self, listener: Listener) -> bool:
+        if self.listener is not None:
+            return self.listener is listener
+        return self.role is None or self.role == listener.role
+
+
+def _leave(entered: Entered) -> None:
+    for listener, token in reversed(entered):
+        listener.leave(token)
+
+
+def annotate(
+    stage: str, *, role: str | None = None, scheduled: bool = False, model: object | None = None
+) -> Stage:
+    """Mark a stage for the ranks that are open in this process, as `@annotate("update_actor")` or `with annotate(…)`.
+
+    role: only for the rank of that role; None for all.   scheduled: its mini-batches are those of the plan's schedule.
+    model: the torch module that the stage runs, for tools that watch one.
+    """
+    return Stage(stage, role, scheduled, model)
+
+
+def mini_batch(role: str | None = None) -> None:
+    """One mini-batch of a scheduled stage is done. Costs nothing while no session is open."""
+    for one in _open:
+        if role is None or role == one.role:
+            one.mini_batch()

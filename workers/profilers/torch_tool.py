@@ -1,0 +1,240 @@
+"""Tool `torch`: torch.profiler around the outermost stages of the thread that trains.
+
+What was found by experiment with torch 2.13, and is why it is built so:
+
+- torch's profiler records the thread that starts it, and what autograd does for that thread. A stop from another thread
+  finds no session: what was recorded is lost, and the callbacks leak.
+- `_ExperimentalConfig(profile_all_threads=True)` lets another thread start and stop it, with stacks and shapes. But a
+  stop while the training thread is inside an operator reads what that thread still writes: a segmentation fault within
+  the first of 300 sessions, or names of random bytes. A trainer must not die of being looked at, so it is not used.
+- So a profiler runs from the beginning to the end of an outermost stage, on its thread, and never between two of them:
+  there the thread might not come back before a stop has to be answered. A session that is not discrete joins what its
+  stages left into one trace. Who wants to see what lies between the stages annotates the whole step as one.
+- There is one such profiler per process: two threads that start one bring the process down, and a second start on one
+  thread silently takes the first one's place. `torch.autograd.profiler._is_profiler_enabled` tells of any.
+"""
+
+import importlib
+import json
+import threading
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch.autograd.profiler
+import torch.distributed
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
+
+from schemas.commands import ProfilePlan
+from schemas.errors import EngineError
+from schemas.events import Returned
+from schemas.outcomes import Trace
+from workers.profilers.places import WHOLE, Place
+from workers.profilers.writing import TraceFile, Writer
+
+_in_use = threading.Lock()
+"""Held by the rank of this process whose stage is recorded."""
+
+LISTED: Final = 150
+"""Traces that one outcome names; more have no room in a message."""
+
+
+class TorchRecorder:
+    """See above. One trace of each outermost stage (discrete), of each window of the schedule, or of all of them."""
+
+    def __init__(self, plan: ProfilePlan, place: Place) -> None:
+        self.plan, self._place = plan, place
+        self._writer = Writer()
+        self._files: list[Path] = []
+        self._whole: TraceFile | None = None
+        self._running: _Whole | _Windows | None = None
+        self._scope = WHOLE
+        self._mini_batches = 0  # of the session, where the stages are not recorded apart
+
+    def open(self) -> None:
+        importlib.import_module("torch._inductor.config")  # the first start does, which takes a second
+        _require_nobody_else()
+
+    def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
+        self._writer.require_room()
+        if not _in_use.acquire(blocking=False):
+            raise EngineError("another rank of this process is being recorded, and torch's profiler is one per process.")
+        plan = self.plan
+        self._scope = stage if plan.discrete else WHOLE
+        try:
+            _require_nobody_else()
+            if plan.schedule is None or (plan.discrete and not scheduled):
+                self._running = _Whole(self)
+            else:
+                self._running = _Windows(self, 0 if plan.discrete else self._mini_batches)
+        except BaseException as error:
+            _in_use.release()
+            if isinstance(error, RuntimeError):
+                raise EngineError(f"torch's profiler did not start: {error}.") from error
+            raise
+
+    def end(self) -> None:
+        running, self._running = self._running, None
+        assert running is not None
+        try:
+            running.end()
+        except RuntimeError as error:
+            raise EngineError(f"torch's profiler did not stop: {error}. What it recorded is lost.") from error
+        finally:
+            _in_use.release()
+        if isinstance(running, _Whole):
+            self._writer.put(partial(self._write, running.profiler, self._scope, None))
+        elif not self.plan.discrete:
+            self._mini_batches = running.mini_batch_at
+
+    def mini_batch(self) -> None:
+        if isinstance(self._running, _Windows):
+            try:
+                self._running.mini_batch()
+            except RuntimeError as error:
+                raise EngineError(f"torch's profiler failed between two mini-batches: {error}.") from error
+
+    def mark(self, stage: str) -> AbstractContextManager[object]:
+        return record_function(stage)
+
+    def close(self) -> Returned:
+        if self._whole is not None:
+            self._writer.put(self._finish_whole)
+        self._writer.finish()
+        failures = self._writer.failures
+        traces: tuple[Trace, ...] = ()
+        try:
+            traces = self._place.describe(self._files)
+        except OSError as error:
+            failures.append(f"{error.filename} can't be read: {error.strerror}")
+        if failures:
+            whole = f"{len(traces)} traces are whole: {', '.join(one.path for one in traces[:10])}" if traces else ""
+            raise EngineError(" ".join([*failures[:5], whole]).strip())
+        return Returned(traces=traces[:LISTED], untraced=() if traces else (self._place.rank,))
+
+    def window(self, recording: profile, first: int, last: int) -> None:
+        """A window of the schedule was recorded."""
+        self._writer.put(partial(self._write, recording, self._scope, (first, last)))
+
+    def start(self, profiler: profile) -> None:
+        """Start it, and label what it records with the place of this rank."""
+        profiler.start_trace()
+        place = self._place
+        label = {"role": place.identity.role, "rank": place.rank, "step": place.step, "scope": self._scope}
+        profiler.add_metadata_json("rolloutctl", json.dumps(label))
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):  # else torch says more itself
+            told = {"backend": "none", "rank": place.rank, "world_size": place.world_size}
+            profiler.add_metadata_json("distributedInfo", json.dumps(told))
+
+    def profiler(self) -> profile:
+        """A new one, not started."""
+        plan = self.plan
+        activities = [ProfilerActivity.CPU]  # the spans of the stages are of the CPU
+        if "cuda" in plan.activities:
+            activities.append(ProfilerActivity.CUDA)
+        return profile(
+            activities=activities,
+            record_shapes=plan.record_shapes,
+            with_stack=plan.with_stack,
+            with_modules=plan.with_modules,
+            profile_memory="memory" in plan.activities,
+        )
+
+    # --- on the writer's thread ---------------------------------------------------------------------------------------
+
+    def _write(self, recording: profile, scope: str, mini_batches: tuple[int, int] | None) -> None:
+        if mini_batches is None and scope == WHOLE and not self.plan.discrete:
+            if self._whole is None:
+                self._whole = TraceFile(self._reserve(scope, None))
+            self._whole.add(recording)
+            return
+        file = TraceFile(self._reserve(scope, mini_batches))
+        file.add(recording)
+        if file.close():
+            self._files.append(file.file)
+
+    def _finish_whole(self) -> None:
+        if self._whole is not None and self._whole.close():
+            self._files.append(self._whole.file)
+
+    def _reserve(self, scope: str, mini_batches: tuple[int, int] | None) -> Path:
+        try:
+            return self._place.reserve(scope, mini_batches)
+        except OSError as error:
+            raise EngineError(f"no trace can be made in {self._place.directory}: {error.strerror}.") from error
+
+
+class _Whole:
+    """A stage from its beginning to its end."""
+
+    def __init__(self, recorder: "TorchRecorder") -> None:
+        self.profiler = recorder.profiler()
+        self.profiler.prepare_trace()
+        recorder.start(self.profiler)
+
+    def end(self) -> None:
+        self.profiler.stop_trace()
+
+
+class _Windows:
+    """The mini-batches of a stage that the schedule records. mini_batch_at: the one that is next, or under way."""
+
+    def __init__(self, recorder: TorchRecorder, mini_batch_at: int) -> None:
+        wanted = recorder.plan.schedule
+        assert wanted is not None
+        self._action = schedule(
+            wait=wanted.wait,
+            warmup=wanted.warmup,
+            active=wanted.active,
+            repeat=wanted.repeat,
+            skip_first=wanted.skip_first,
+        )
+        self._recorder = recorder
+        self.mini_batch_at = mini_batch_at
+        self._profiler: profile | None = None
+        self._first: int | None = None  # recorded, while it records
+        self._go_on()
+
+    def mini_batch(self) -> None:
+        last = self.mini_batch_at
+        self.mini_batch_at += 1
+        if self._action(last) is ProfilerAction.RECORD_AND_SAVE:
+            self._save(last)
+        self._go_on()
+
+    def end(self) -> None:
+        """A window that is cut short holds what there was of it; one that has only begun is dropped."""
+        if self._first is not None and self.mini_batch_at > self._first:
+            self._save(self.mini_batch_at - 1)
+        elif (profiler := self._profiler) is not None:
+            if self._first is None:
+                profiler.start_trace()  # torch takes a profiler that was only warmed up back no other way
+            profiler.stop_trace()
+
+    def _go_on(self) -> None:
+        action = self._action(self.mini_batch_at)
+        if action is ProfilerAction.NONE:
+            return
+        if self._profiler is None:
+            self._profiler = self._recorder.profiler()
+            self._profiler.prepare_trace()
+        if action is not ProfilerAction.WARMUP and self._first is None:
+            self._first = self.mini_batch_at
+            self._recorder.start(self._profiler)
+
+    def _save(self, last: int) -> None:
+        profiler, first = self._profiler, self._first
+        self._profiler = self._first = None
+        if profiler is not None and first is not None:
+            profiler.stop_trace()
+            self._recorder.window(profiler, first, last)
+
+
+def _require_nobody_else() -> None:
+    """Raise EngineError if torch's profiler records in this process, for whomever."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        raise EngineError(
+            "torch's profiler records in this process already, started by somebody else, and there is one per process. "
+            "It was left alone; end it, or let the bus profile."
+        )
