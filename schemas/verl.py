@@ -33,7 +33,7 @@ from schemas.commands import (
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.interpolation import References, overlay
-from schemas.sections import Section, meant, shown
+from schemas.sections import Section, is_whole, meant, shown
 from schemas.verl_keys import (
     CONTENTS,
     DEFAULTS,
@@ -89,6 +89,8 @@ def read(
     references = References(overlay(DEFAULTS, tree), environment)
     remarks = list(_strangers(tree))
     top = Section(references.at("global_profiler"), "global_profiler")
+    _tool(top)
+    steps, continuous, root = top.numbers("steps") or (), top.flag("profile_continuous_steps"), top.text("save_path")
     engine = Section(references.at(ROLLOUT), ROLLOUT)
     asked = [_Asked(engine, _rollout_plan(engine, ranks, layout, remarks))]
     roles: dict[str, ProfilePlan] = {}
@@ -104,13 +106,11 @@ def read(
     config = ProfilerConfig(
         plan=asked[0].plan,
         roles=roles,
-        steps=tuple(sorted(top.numbers("steps") or ())),
-        continuous=top.flag("profile_continuous_steps"),
-        save_path=_one_for_all(asked, "save_path", "one directory for the run, below which each has its own")
-        or top.text("save_path"),
-        finish_hook_cmd=_one_for_all(asked, "finish_hook_cmd", "one command for the run"),
+        steps=tuple(sorted(steps)),
+        continuous=continuous,
+        save_path=_for_all(asked, "save_path", remarks) or root,
+        finish_hook_cmd=_for_all(asked, "finish_hook_cmd", remarks),
     )
-    _tool(top)
     remarks += _contradictions(config, asked, top, Section(references.at(REF), REF))
     return Reading(config, list(dict.fromkeys(remarks)))
 
@@ -122,8 +122,8 @@ def _rollout_plan(section: Section, ranks: RankUnit, layout: Layout, remarks: li
     plan, tool = _plan(section, layout)
     if _schedule(tool) is not None:
         remarks.append(
-            f"{tool.key('schedule')} is not acted on: it counts mini-batches of a training rank; for the forward steps "
-            "of a rollout write step_start and step_end"
+            f"{tool.key('schedule')} is not acted on: it counts mini-batches of a training rank; for the forward "
+            "steps of a rollout write step_start and step_end"
         )
     window = _window(tool)
     if plan.by_stage and window is None:
@@ -131,7 +131,9 @@ def _rollout_plan(section: Section, ranks: RankUnit, layout: Layout, remarks: li
             f"{tool.key('contents')} asks for a trace of each stage and there is no window: SGLang makes those only "
             "of a given number of forward steps, so its agents answer unsupported; write step_start and step_end"
         )
-    if ranks == "replica":
+    everybody = section.flag("all_ranks")
+    if not everybody and (ranks == "replica" or not section.numbers("ranks")):
+        # Where nobody is named, replica 0 is: the one of rank 0, with the traces of all its ranks.
         plan = replace(plan, ranks=None, replicas=plan.ranks)
     return replace(plan, window=window)
 
@@ -212,8 +214,11 @@ def _rank_activities(activities: frozenset[Activity], tool: Section) -> frozense
 
 def _window(tool: Section) -> Window | None:
     """The forward steps that are asked for, whichever generation of keys says it; None for the whole session."""
-    starts = _bounds(tool, {"step_start": -1, "profile_token_start": None})
-    ends = _bounds(tool, {"step_end": -1, "profile_token_end": None})
+    starts: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    for first, last, unset in (("step_start", "step_end", -1), ("profile_token_start", "profile_token_end", None)):
+        starts |= _bound(tool, first, last, unset)
+        ends |= _bound(tool, last, first, unset)
     asked = ", ".join(f"{key} is {value}" for key, value in {**starts, **ends}.items())
     for bounds in (starts, ends):
         if len(set(bounds.values())) > 1:
@@ -233,22 +238,23 @@ def _window(tool: Section) -> Window | None:
             raise ConfigError(f"{tool.key(key)} is {start} and {other} is not set: {_NO_END}")
         return None
     if end <= (start or 0):
-        first = f"{next(iter(starts))} is {start}" if starts else "the start is not set, which is 0"
+        beside = f"{next(iter(starts))} is {start}" if starts else "the start is not set, which is 0"
         raise ConfigError(
-            f"{tool.key(next(iter(ends)))} is {end} and {first}: allowed is an end larger than the start, or else "
+            f"{tool.key(next(iter(ends)))} is {end} and {beside}: allowed is an end larger than the start, or else "
             "the window [start, end) holds no forward step"
         )
     return Window(start or 0, end)
 
 
-def _bounds(tool: Section, keys: Mapping[str, int | None]) -> dict[str, int]:
-    """Those of the keys that are set. keys: with the number that stands for nothing, besides null."""
-    found = {}
-    for key, unset in keys.items():
-        value = tool.whole(key, -1 if unset == -1 else 0)
-        if value is not None and value != unset:
-            found[key] = value
-    return found
+def _bound(tool: Section, key: str, other: str, unset: int | None) -> dict[str, int]:
+    """The key and its number, if it is set. unset: the number that stands for nothing, as null does."""
+    least = 0 if unset is None else unset
+    value = tool.values.get(key)
+    if is_whole(value) and value < least:
+        beside = f"{other} is {shown(tool.values.get(other))}"
+        raise ConfigError(f"{tool.key(key)} is {value} ({beside}): allowed is a whole number of at least {least}")
+    number = tool.whole(key, least)
+    return {} if number is None or number == unset else {key: number}
 
 
 def _schedule(tool: Section) -> Schedule | None:
@@ -284,6 +290,11 @@ def _options(tool: Section, name: str | None) -> ToolOptions | None:
             strict = tool.flag("strict")
             if strict and stages is not None:
                 tool.words("stages", STAGES)
+            for stage in stages or ():
+                if not isinstance(stage, str) or not 0 < len(stage) <= 200:
+                    raise ConfigError(
+                        f"{tool.key('stages')} holds {shown(stage)}: allowed are names of 1 to 200 characters"
+                    )
             return PrecisionDebugger(
                 config_path=tool.text("config_path", most=512),
                 stages=None if stages is None else frozenset(str(stage) for stage in stages),
@@ -296,19 +307,18 @@ def _options(tool: Section, name: str | None) -> ToolOptions | None:
 # --- across sections --------------------------------------------------------------------------------------------------
 
 
-def _one_for_all(asked: list[_Asked], key: str, allowed: str) -> str:
-    """The text that all sections which are switched on have; "" when none has one."""
+def _for_all(asked: list[_Asked], key: str, remarks: list[str]) -> str:
+    """The text that all sections which are switched on have there; the first of several; "" when none has one."""
     texts = {one.section.key(key): one.section.text(key) for one in asked}
     used = {path: texts[path] for one in asked if one.plan.enabled and texts[path := one.section.key(key)]}
-    if len(set(used.values())) > 1:
-        (first, one), (second, other) = next(
-            ((first, one), (second, other))
-            for first, one in used.items()
-            for second, other in used.items()
-            if one != other
-        )
-        raise ConfigError(f"{first} is {shown(one)} and {second} is {shown(other)}: allowed is {allowed}")
-    return next(iter(used.values()), "")
+    path, text = next(iter(used.items()), ("", ""))
+    remarks += [
+        f"{other} is {shown(said)} and {path} is {shown(text)}, and a run has one, which is the latter: start the "
+        "agents of the former with their own"
+        for other, said in used.items()
+        if said != text
+    ]
+    return text
 
 
 def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, ref: Section) -> list[str]:
@@ -328,7 +338,7 @@ def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, r
     ]
     if on and not config.steps:
         remarks.append(f"global_profiler.steps is {shown(top.values.get('steps'))}: no step is profiled")
-    if config.steps and not on:
+    if config.steps and not any(one.section.flag("enable") for one in asked):
         remarks.append("global_profiler.steps names steps and no section has enable: true: nothing is profiled")
     if "ref" in config.roles and "actor" not in config.roles:
         remarks.append(

@@ -1,0 +1,55 @@
+"""Small configurations in verl's layout, and what is made of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from schemas import verl
+from schemas.commands import ProfilePlan
+from schemas.config import ProfilerConfig
+from schemas.errors import ConfigError
+
+TORCH = "actor_rollout_ref.rollout.profiler.tool_config.torch"
+ROLLOUT = "actor_rollout_ref.rollout.profiler"
+ACTOR = "actor_rollout_ref.actor.profiler"
+
+
+def rollout(torch: Mapping[str, object] | None = None, **profiler: object) -> dict[str, Any]:
+    """A file that profiles rollouts in step 1. torch: the torch tool's section."""
+    section = {"enable": True, "tool_config": {"torch": torch or {}}, **profiler}
+    return {"global_profiler": {"tool": "torch", "steps": [1]}, "actor_rollout_ref": {"rollout": {"profiler": section}}}
+
+
+def actor(**profiler: object) -> dict[str, Any]:
+    """A file that profiles the actor, and so, as verl has it, the rollouts too, in step 1."""
+    section = {"enable": True, **profiler}
+    return {"global_profiler": {"tool": "torch", "steps": [1]}, "actor_rollout_ref": {"actor": {"profiler": section}}}
+
+
+def critic(tool: str, **options: object) -> dict[str, Any]:
+    """A file that profiles the critic in step 1. options: of the tool."""
+    section = {"enable": True, "tool": tool, "tool_config": {tool: options}}
+    return {"global_profiler": {"steps": [1]}, "critic": {"profiler": section}}
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    """A file that says one thing."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def plan(torch: Mapping[str, object] | None = None, **profiler: object) -> ProfilePlan:
+    return ProfilerConfig.from_verl(rollout(torch, **profiler)).plan
+
+
+def remarks(tree: Mapping[str, object]) -> list[str]:
+    return verl.read(tree, {}).remarks
+
+
+def refused(tree: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ProfilerConfig.from_verl(tree)  # type: ignore[arg-type]
+    return str(caught.value)
