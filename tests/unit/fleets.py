@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from controlplane.coordinator import CoordinatorState, decide
 from controlplane.events import (
@@ -29,7 +30,7 @@ from controlplane.events import (
     TimeCame,
 )
 from schemas.commands import Checkpoint, Command, Target
-from schemas.identity import Identity, RolloutMode
+from schemas.identity import ROLLOUT, RolloutMode, named
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from schemas.wire import Downward, Hello, Report, Status, decode_command
 
@@ -81,8 +82,9 @@ class Coordinator:
         recorded: int = 0,
         mode: RolloutMode = RolloutMode.HYBRID,
     ) -> None:
-        replica, node_rank = (int(number) for number in agent.split("."))
-        identity = Identity(replica=replica, node_rank=node_rank, nnodes=2, mode=mode)
+        identity = named(agent)
+        if identity.role == ROLLOUT:
+            identity = replace(identity, nnodes=2, mode=mode)
         greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42)
         self.feed(HelloReceived(at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded=recorded))
 
@@ -133,10 +135,12 @@ class Coordinator:
         return self.tickets
 
     def answer(self, seq: int | None = None, *, at_us: int = 0, origin: int | None = None, **said: Outcome) -> None:
-        """One batch of answers to `seq`, the newest if None. Agents are keywords: `a0_1` is agent 0.1."""
+        """One batch of answers to `seq`, the newest if None. Agents are keywords: `a0_1` is agent 0.1, `actor_1` too is
+        what it looks like.
+        """
         batch = tuple(
             PeerAnswer(
-                peer=f"{agent[1:].replace('_', '.')}/a",
+                peer=f"{(agent if agent.startswith('actor') else agent[1:]).replace('_', '.')}/a",
                 origin=origin or self.state.epoch,
                 seq=seq or self.state.seq,
                 outcome=outcome,

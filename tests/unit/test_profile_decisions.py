@@ -1,4 +1,4 @@
-"""What a profile command means to whom: replicas and their nodes, training ranks; and what is asked before and after."""
+"""What a profile command means to whom: replicas, their nodes, training ranks; and what is asked before and after."""
 
 import pytest
 from msgspec.structs import replace

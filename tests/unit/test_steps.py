@@ -1,0 +1,137 @@
+"""The steps of a trainer: what is published around them, what follows an answer, and what never holds them up."""
+
+import logging
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from controlplane.steps import FINISH_MS, Profiling, Step
+from controlplane.tickets import Ticket
+from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target, Window
+from schemas.config import ProfilerConfig
+from schemas.errors import BusFaulted, ConfigError
+from schemas.identity import Identity
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
+from schemas.wire import AgentOutcome, Report
+
+DONE = Acted(calls=("stop_profile",))
+FLEET = (Identity(replica=0, node_rank=0, nnodes=2), Identity(replica=0, node_rank=1, nnodes=2))
+
+
+class Bus:
+    """Publishes, and answers as it is told; what is `held` is answered when it is let go."""
+
+    def __init__(self, held: Iterable[str] = (), says: Callable[[str], Conclusion] = lambda _: DONE) -> None:
+        self.published: list[str] = []
+        self.times: dict[str, int] = {}
+        self.held = frozenset(held)
+        self.open: list[tuple[Ticket[Report], Report]] = []
+        self._says = says
+
+    def publish(self, command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
+        self.published.append(f"{command.action} {command.step}")
+        self.times[command.action] = timeout_ms
+        ticket: Ticket[Report] = Ticket(len(self.published))
+        lines = tuple(AgentOutcome(agent=one.agent, conclusion=self._says(command.action)) for one in FLEET)
+        report = Report(seq=ticket.number, origin=1, command=command, outcomes=lines)
+        if command.action in self.held:
+            self.open.append((ticket, report))
+        else:
+            ticket.resolve(report)
+        return ticket
+
+    def let_go(self) -> None:
+        for ticket, report in self.open:
+            ticket.resolve(report)
+
+
+def trained(config: ProfilerConfig, bus: Bus, steps: Iterable[int]) -> Profiling:
+    profiling = Profiling(config, bus.publish, lambda: FLEET)
+    for step in steps:
+        with Step(profiling, step):
+            pass
+    return profiling
+
+
+def test_the_whole_course_of_a_run() -> None:
+    config = ProfilerConfig(steps=(2, 4), plan=ProfilePlan(finish=Finish(relocate=True)))
+    bus = Bus()
+    profiling = trained(config, bus, range(6))
+    profiling.close()
+    assert bus.published == ["check 2", "start 2", "stop 2", "collect 2", "start 4", "stop 4", "collect 4", "finish 4"]
+    assert [one.command.action for one in profiling.reports][-1] == "finish"  # type: ignore[union-attr]
+
+
+def test_nothing_is_published_when_nothing_is_profiled() -> None:
+    bus = Bus()
+    trained(ProfilerConfig(), bus, range(3)).close()
+    assert bus.published == []
+
+
+def test_no_step_waits_for_the_finish_but_the_end_of_the_run_does() -> None:
+    config = ProfilerConfig(steps=(0,), timeout_ms=500, plan=ProfilePlan(finish=Finish(hook=True)))
+    bus = Bus(held=["finish"])
+    profiling = trained(config, bus, range(3))
+    assert bus.published[-1] == "finish 0" and len(profiling.reports) == 4
+    assert (bus.times["stop"], bus.times["finish"]) == (500, FINISH_MS)
+    bus.let_go()
+    profiling.close()
+    assert len(profiling.reports) == 5 and bus.published.count("finish 0") == 1
+
+
+def test_a_trainer_that_ends_early_finishes_what_it_profiled() -> None:
+    config = ProfilerConfig(steps=(1, 2, 9), continuous=True, plan=ProfilePlan(finish=Finish(relocate=True)))
+    bus = Bus()
+    profiling = Profiling(config, bus.publish, lambda: FLEET)
+    with Step(profiling, 1):
+        pass
+    profiling.close()
+    assert bus.published == ["check 1", "start 1", "stop 1", "collect 1", "finish 1"]
+
+
+def test_what_can_not_be_honoured_is_said_before_the_first_step_is_profiled(caplog: pytest.LogCaptureFixture) -> None:
+    refused = Failed(ErrorKind.UNSUPPORTED, "sglang 0.5.23 can't record memory, and it runs on a CPU.")
+    bus = Bus(says=lambda action: refused if action == "check" else DONE)
+    with caplog.at_level(logging.WARNING):
+        trained(ProfilerConfig(steps=(500,)), bus, [0])
+    assert bus.published == ["check 500"]
+    assert "profile check step 500 on agent 0.0" in caplog.text and "can't record memory" in caplog.text
+
+
+def test_ranks_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    config = ProfilerConfig(steps=(5,), plan=ProfilePlan(ranks=frozenset({1, 8})))
+    with caplog.at_level(logging.WARNING):
+        trained(config, Bus(), [0, 1])
+    assert caplog.text.count("ranks [8] are to be profiled, and nobody here has them") == 1
+
+
+def test_ranks_that_left_no_trace_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    empty = Acted(calls=("stop_profile",), untraced=(1,))
+    bus = Bus(says=lambda action: empty if action == "collect" else DONE)
+    with caplog.at_level(logging.WARNING):
+        trained(ProfilerConfig(steps=(0,), plan=ProfilePlan(window=Window(0, 9))), bus, [0])
+    assert "profile collect step 0 on agent 0.1: ranks [1] left no trace" in caplog.text
+
+
+def test_a_bus_that_can_not_publish_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def publish(command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
+        raise BusFaulted("the disk is full")
+
+    profiling = Profiling(ProfilerConfig(steps=(0,)), publish, lambda: FLEET)
+    with caplog.at_level(logging.WARNING), Step(profiling, 0):
+        pass
+    profiling.close()
+    assert caplog.text.count("the disk is full") == 3 and "the step goes on" in caplog.text
+
+
+def test_an_error_of_the_step_is_its_own_and_the_session_is_closed() -> None:
+    bus = Bus(says=lambda _: Missing("deadline"))
+    profiling = Profiling(ProfilerConfig(steps=(0,)), bus.publish, lambda: FLEET)
+    with pytest.raises(ZeroDivisionError), Step(profiling, 0):
+        raise ZeroDivisionError
+    assert bus.published == ["check 0", "start 0", "stop 0"]
+
+
+def test_steps_are_counted_from_0() -> None:
+    with pytest.raises(ConfigError, match="global_step -1"):
+        Step(Profiling(ProfilerConfig(), Bus().publish, lambda: FLEET), -1)
