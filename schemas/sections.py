@@ -116,9 +116,7 @@ class Section:
             if spelled is not None:
                 first, last = int(spelled[1]), int(spelled[2])
                 if first > last:
-                    raise ConfigError(
-                        f'{self.key(name)} holds "{item}": a range goes upwards, such as "{last}-{first}"'
-                    )
+                    raise ConfigError(f'{self.key(name)} holds "{item}": allowed is a range upwards, "{last}-{first}"')
                 found.update(range(first, last + 1))
             elif is_whole(item) and item >= 0:
                 found.add(item)

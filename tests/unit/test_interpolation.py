@@ -79,8 +79,8 @@ def test_what_is_still_to_be_given_is_not_there() -> None:
         (
             {"x": "${now:%Y}"},
             (
-                "x is resolved by 'now', which only the trainer knows: allowed are oc.select, oc.env and plain references, "
-                "or a configuration that is resolved already"
+                "x is resolved by 'now', which only the trainer knows: allowed are oc.select, oc.env and plain "
+                "references, or a configuration that is resolved already"
             ),
         ),
         (
