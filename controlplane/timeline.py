@@ -21,7 +21,7 @@ from msgspec import Struct, json, structs
 from controlplane.entries import LogEntry
 from controlplane.log import RunLog
 from controlplane.timeline_clocks import MS, AgentClock, Survey
-from controlplane.timeline_control import control_events
+from controlplane.timeline_control import Control
 from controlplane.timeline_traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
 from controlplane.timeline_tracks import Lanes, TraceEvent
 from schemas.errors import ConfigError, LogError
@@ -156,9 +156,17 @@ class Draft:
         lanes = {"": Lanes(BUS_PID, "bus (trainer)", 0)}
         for pid, (name, place) in enumerate(self._sort.items(), start=BUS_PID + 1):
             lanes[name] = Lanes(pid, self._title(name), place * SORTS)
-        for event in control_events(self._survey, entries, self._zero_ns, lanes):
+        control = Control(self._survey, self._zero_ns, lanes)
+        for event in control.events(entries):
             self.control_events += 1
             yield event
+        for peer, early_ns in control.early_ns.items():
+            allowed_ns = (self._survey.clock(peer).most_error_ns or 0) + MS  # agents' moments are whole milliseconds
+            if early_ns > allowed_ns:
+                self.warnings.append(
+                    f"agent {peer}: commands seemed to be received up to {early_ns / MS:.3f} ms before they were "
+                    f"issued, and its clock allows {allowed_ns / MS:.3f} ms: a clock was set, or is wrong"
+                )
 
     def traced(self, files: Sequence[TraceFile], say: Callable[[str], object]) -> Iterator[dict[str, object]]:
         """What their engines and ranks did."""
@@ -212,7 +220,7 @@ def _clock_line(clock: AgentClock, at_ns: int) -> ClockLine:
         incarnation=incarnation,
         offset_ns=wall.offset_ns if known else None,
         error_ns=wall.error_ns if known else clock.monotonic(0).error_ns,
-        estimates=len(clock.estimates),
+        estimates=clock.estimates,
     )
 
 

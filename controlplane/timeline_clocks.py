@@ -4,14 +4,14 @@ The bus's clock is the wall clock of the trainer's machine: every record of a lo
 monotonic clock in whole milliseconds, its engine's traces the wall clock of its node.
 
 Theory of operation. Agents measure their clocks against the bus's on their heartbeats, and tell each new estimate
-(`schemas.wire.Clock`); between two estimates a line is drawn. A log without any is older than these estimates, or its
-agents were never heard of again. Then the commands themselves bound the offset: a command is received after it was
-published, and an answer arrives after it was sent. That places the agents' events, but says nothing of the wall clocks
-of their nodes: traces from there are taken as they are.
+(`schemas.wire.Clock`); a moment is placed by those around it, as far as they agree. A log without any is older than
+these estimates, or its agents were never heard of again. Then the commands themselves bound the offset: a command is
+received after it was published, and an answer arrives after it was sent. That places the agents' events, but says
+nothing of the wall clocks of their nodes: traces from there are taken as they are.
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from controlplane.entries import LogEntry, coordinator_effects_decoder, coordinator_event_decoder
@@ -31,6 +31,8 @@ from schemas.wire import HOSTILE, Clock, effects_decoder, event_decoder
 
 MS = 1_000_000
 """Nanoseconds."""
+DRIFT_PPM = 15
+"""By how much two clocks drift apart, as NTP assumes (RFC 5905, PHI)."""
 REMEMBERED = 1_000
 """Commands and answers of one agent that bound its clock, at most."""
 
@@ -95,43 +97,49 @@ def decoded(entries: Iterable[LogEntry], unreadable: list[int] | None = None) ->
         yield AgentRecord(at_ns, event, effects, name, peers.get(name, f"{name}/"))
 
 
+class Reading(NamedTuple):
+    """One estimate of an offset. at_ns: when, on the clock that is to be placed."""
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
 class AgentClock:
-    """The clocks of one incarnation of an agent. estimates: as it told them, in order."""
+    """The clocks of one incarnation of an agent. estimates: how often it told of them."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self.agent = peer.partition("/")[0]
-        self.estimates: list[Clock] = []
+        self._monotonic: list[Reading] = []
+        self._wall: list[Reading] = []
         self._least_ns: int | None = None  # from the monotonic clock to the bus's, by the commands
         self._most_ns: int | None = None
-        self._zeros: list[int] = []
-        self._moments: list[int] = []
+
+    @property
+    def estimates(self) -> int:
+        """How many were told."""
+        return len(self._monotonic)
 
     def monotonic(self, at_ms: int) -> Offset:
         """From the agent's monotonic clock at one of its moments to the bus's clock."""
-        if not self.estimates:
-            return self._bounded()
-        at = bisect(self._moments, at_ms)
-        if at in (0, len(self.estimates)):
-            last = self.estimates[max(0, at - 1)]
-            return Offset(self._zeros[max(0, at - 1)], last.error_ns)
-        before, after = self.estimates[at - 1], self.estimates[at]
-        rise = (self._zeros[at] - self._zeros[at - 1]) * (at_ms - before.at_ms) // max(1, after.at_ms - before.at_ms)
-        return Offset(self._zeros[at - 1] + rise, max(before.error_ns, after.error_ns))
+        return _placed(self._monotonic, at_ms * MS) if self._monotonic else self._bounded()
 
     def wall(self, bus_ns: int) -> Offset:
         """From the wall clock of the agent's node to the bus's clock, at a moment on the bus's."""
-        if not self.estimates:
-            return Offset(0, None)
-        nearest = min(self.estimates, key=lambda one: abs(one.wall_ns + one.offset_ns - bus_ns))
-        return Offset(nearest.offset_ns, nearest.error_ns)
+        return _placed(self._wall, bus_ns) if self._wall else Offset(0, None)
+
+    @property
+    def most_error_ns(self) -> int | None:
+        """The worst of the estimates that it is placed by; None when nothing is known."""
+        return max((one.error_ns for one in self._monotonic), default=self._bounded().error_ns)
 
     def add(self, clock: Clock) -> None:
-        """Take an estimate, unless it is the last one again. Estimates from before a pause of the machine are kept."""
-        if not self.estimates or clock.at_ms > self._moments[-1]:
-            self.estimates.append(clock)
-            self._moments.append(clock.at_ms)
-            self._zeros.append(clock.wall_ns + clock.offset_ns - clock.at_ms * MS)
+        """Take an estimate, unless it is the last one again."""
+        at_ns, bus_ns = clock.at_ms * MS, clock.wall_ns + clock.offset_ns
+        if not self._monotonic or at_ns > self._monotonic[-1].at_ns:
+            self._monotonic.append(Reading(at_ns, bus_ns - at_ns, clock.error_ns))
+            self._wall.append(Reading(bus_ns, clock.offset_ns, clock.error_ns))
 
     def after(self, bus_ns: int, at_ms: int) -> None:
         """What the agent saw at `at_ms`, or up to a millisecond later, came after `bus_ns`."""
@@ -148,6 +156,23 @@ class AgentClock:
         if least is None or most is None:
             return Offset(next((one for one in (least, most) if one is not None), 0), None)
         return Offset((least + most) // 2, abs(most - least) // 2)
+
+
+def _placed(readings: Sequence[Reading], at_ns: int) -> Offset:
+    """The offset that all estimates around a moment agree on, each grown by what clocks drift until there."""
+    at = bisect(readings, at_ns, key=lambda one: one.at_ns)
+    around = readings[max(0, at - 2) : at + 2]
+    grown = [one.error_ns + abs(at_ns - one.at_ns) * DRIFT_PPM // 1_000_000 for one in around]
+    least = max(one.offset_ns - error for one, error in zip(around, grown, strict=True))
+    most = min(one.offset_ns + error for one, error in zip(around, grown, strict=True))
+    if least <= most:
+        return Offset((least + most) // 2, (most - least + 1) // 2)
+    # They contradict each other: the clock drifts faster, or was set. A line is right for the one, and within its rise
+    # of what is right for the other.
+    before, after = readings[max(0, at - 1)], readings[min(at, len(readings) - 1)]
+    rise = after.offset_ns - before.offset_ns
+    part = rise * (at_ns - before.at_ns) // max(1, after.at_ns - before.at_ns)
+    return Offset(before.offset_ns + part, max(before.error_ns, after.error_ns) + abs(rise))
 
 
 class Survey:
@@ -168,6 +193,7 @@ class Survey:
         self.unreadable: list[int] = []
         self._published: dict[int, int] = {}
         self._answered: dict[tuple[str, int], int] = {}
+        self._sent: dict[tuple[str, int], int] = {}  # the same answers, by the clocks of their agents
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
         for one in decoded(entries, self.unreadable):
@@ -201,7 +227,10 @@ class Survey:
                 self._joined.setdefault(event.peer, at_ns)
             case AnswersReceived():
                 for answer in event.answers:
-                    self._remember(self._answered, (answer.peer, answer.seq), at_ns)
+                    key = answer.peer, answer.seq
+                    self._remember(self._answered, key, at_ns)
+                    if (sent_ms := self._sent.get(key)) is not None:
+                        self.clock(answer.peer).before(at_ns, sent_ms)
                     self._tell(answer.peer, answer.outcome, at_ns)
         for effect in one.effects:
             if isinstance(effect, Publish):
@@ -221,8 +250,9 @@ class Survey:
                 clock.after(self._joined[peer], event.at_ms)
         for effect in one.effects:
             if isinstance(effect, Answer):
-                if (arrived := self._answered.get((peer, effect.seq))) is not None:
-                    clock.before(arrived, event.at_ms)
+                if (arrived_ns := self._answered.get((peer, effect.seq))) is not None:
+                    clock.before(arrived_ns, event.at_ms)
+                self._remember(self._sent, (peer, effect.seq), event.at_ms)
                 self._tell(peer, effect.outcome, one.at_ns)
 
     def _tell(self, peer: str, outcome: Outcome, at_ns: int) -> None:
@@ -234,7 +264,7 @@ class Survey:
             elif trace.path not in known.paths:
                 self.traces[key] = known._replace(paths=(trace.path, *known.paths))
 
-    def _remember(self, moments: dict[K, int], key: K, at_ns: int) -> None:
-        moments.setdefault(key, at_ns)
+    def _remember(self, moments: dict[K, int], key: K, moment: int) -> None:
+        moments.setdefault(key, moment)
         if len(moments) > REMEMBERED * max(1, len(self.clocks)):
             del moments[next(iter(moments))]

@@ -25,7 +25,7 @@ from controlplane.events import (
     Refuse,
     SyncReport,
 )
-from controlplane.timeline_clocks import MS, BusRecord, Survey, decoded
+from controlplane.timeline_clocks import BusRecord, Survey, decoded
 from controlplane.timeline_tracks import CATEGORY, SHORTEST_NS, Lanes, Span, TraceEvent, us
 from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import (
@@ -52,6 +52,7 @@ from schemas.events import (
     StopProfile,
     Wake,
 )
+from schemas.identity import ROLLOUT
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 from schemas.wire import Report, decode_command
 
@@ -202,14 +203,11 @@ class AgentTrack:
         self._holds: dict[str, Span] = {}  # what is so for a while, by thread
         self._version: int | None = None
 
-    def take(self, peer: str, event: Event, effects: tuple[Effect, ...], at_ns: int, bus: BusTrack) -> Drawn:
+    def take(self, peer: str, event: Event, effects: tuple[Effect, ...], at_ns: int) -> Drawn:
         """One decision. at_ns: on the bus's clock, known to the millisecond."""
         if peer != self._peer:
             yield from self.end(max(at_ns, self._last_ns + SHORTEST_NS))
             self._peer = peer
-        if isinstance(event, CommandReceived):
-            issued_ns = bus.published.get(event.seq, 0)
-            at_ns = issued_ns if at_ns < issued_ns <= at_ns + 2 * MS else at_ns
         at_ns = self._last_ns = max(at_ns, self._last_ns + SHORTEST_NS)
         yield from self._see(event, at_ns)
         for effect in effects:
@@ -331,28 +329,47 @@ class AgentTrack:
         return _instant(self._lanes, "events", name, at_ns - self._zero_ns)
 
 
-def control_events(survey: Survey, entries: Iterable[LogEntry], zero_ns: int, pids: dict[str, Lanes]) -> Drawn:
-    """All of it. pids: the process of each agent, and of the bus under "".   zero_ns: the beginning of the timeline."""
-    arrows = Arrows()
-    bus = BusTrack(pids[""], zero_ns, arrows)
-    agents: dict[str, AgentTrack] = {}
-    for one in decoded(entries):
-        if isinstance(one, BusRecord):
-            yield from bus.take(one.event, one.effects, one.at_ns)
-            continue
-        name = one.agent
-        if name not in agents:
-            place = survey.places.get(name)
-            counted = place is not None and place.node_rank == 0 and "." in name
-            counter = f"replica {place.replica} weight version" if counted and place is not None else ""
-            agents[name] = AgentTrack(pids[name], zero_ns, arrows, counter)
-        at_ns = survey.moment_ns(one.peer, one.event.at_ms)
-        yield from agents[name].take(one.peer, one.event, one.effects, at_ns, bus)
-    yield from bus.end(survey.last_ns)
-    for track in agents.values():
-        yield from track.end(survey.last_ns)
-    for lanes in pids.values():
-        yield from lanes.names
+class Control:
+    """All that the bus and its agents did.
+
+    early_ns: by how much, at most, commands seemed to reach an incarnation of an agent before they were issued.
+
+    lanes: the process of each agent, and of the bus under "".   zero_ns: the beginning of the timeline.
+    """
+
+    def __init__(self, survey: Survey, zero_ns: int, lanes: dict[str, Lanes]) -> None:
+        self.early_ns: dict[str, int] = {}
+        self._survey, self._zero_ns, self._lanes = survey, zero_ns, lanes
+
+    def events(self, entries: Iterable[LogEntry]) -> Drawn:
+        """From the log's first record to its last."""
+        survey, zero_ns, arrows = self._survey, self._zero_ns, Arrows()
+        bus = BusTrack(self._lanes[""], zero_ns, arrows)
+        agents: dict[str, AgentTrack] = {}
+        for one in decoded(entries):
+            if isinstance(one, BusRecord):
+                yield from bus.take(one.event, one.effects, one.at_ns)
+                continue
+            if one.agent not in agents:
+                lanes, counter = self._lanes[one.agent], self._counter(one.agent)
+                agents[one.agent] = AgentTrack(lanes, zero_ns, arrows, counter)
+            at_ns = survey.moment_ns(one.peer, one.event.at_ms)
+            if isinstance(one.event, CommandReceived) and (issued_ns := bus.published.get(one.event.seq, 0)) > at_ns:
+                self.early_ns[one.peer] = max(issued_ns - at_ns, self.early_ns.get(one.peer, 0))
+                at_ns = issued_ns
+            yield from agents[one.agent].take(one.peer, one.event, one.effects, at_ns)
+        yield from bus.end(survey.last_ns)
+        for track in agents.values():
+            yield from track.end(survey.last_ns)
+        for process in self._lanes.values():
+            yield from process.names
+
+    def _counter(self, agent: str) -> str:
+        """Of the weights; training ranks hold none, and nodes above the first none of their own."""
+        place = self._survey.places.get(agent)
+        if place is None or place.role != ROLLOUT or place.node_rank > 0:
+            return ""
+        return f"replica {place.replica} weight version"
 
 
 def _instant(lanes: Lanes, thread: str, name: str, since_ns: int, args: dict[str, object] | None = None) -> TraceEvent:

@@ -97,9 +97,11 @@ def _unbound(events: list[Event]) -> list[str]:
             found.append(f"arrow {arrow} has one end only: {list(both)}")
         elif both["f"]["ts"] < both["s"]["ts"]:
             found.append(f"arrow {arrow} leads back in time")
-        for end in both.values():
-            if not any(begin <= end["ts"] <= until for begin, until in slices[end["pid"], end["tid"]]):
-                found.append(f"{end} lies in no slice")
+        found += [
+            f"{end} lies in no slice"
+            for end in both.values()
+            if not any(begin <= end["ts"] <= until for begin, until in slices[end["pid"], end["tid"]])
+        ]
     return found
 
 

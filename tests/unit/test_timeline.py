@@ -1,0 +1,247 @@
+"""Timelines of recorded runs: well formed, in order, honest about clocks; and the command that writes them."""
+
+import json
+import shutil
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from controlplane.timeline import Timeline, write_timeline
+from schemas.errors import ConfigError, LogError
+from schemas.identity import Identity
+from schemas.outcomes import Acted, Skipped
+from schemas.outcomes import Reason as Why
+from schemas.records import RecordFile
+from tests.timeline.trace_events import Event, problems, read
+from tests.timeline.written import MS, START_NS, Written
+
+REPLAYS = sorted((Path(__file__).parents[1] / "replays").glob("*.db"))
+PRIMARY = Identity(replica=0, node_rank=0)
+FLUSHED = Acted(calls=("flush",))
+
+
+def timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
+    """What was written, and its events; they are well formed."""
+    out = log.with_suffix(".perfetto.json.gz")
+    written = write_timeline(log, out, roots)
+    events: list[Event] = read(out)["traceEvents"]
+    assert problems(events) == []
+    assert written.control_events + written.traced_events <= len(events)
+    return written, events
+
+
+def slices(events: list[Event], process: str, thread: str) -> list[Event]:
+    """By time: those on the threads of a name, of the processes whose names begin so."""
+    named: dict[str, dict[int, str]] = {"process_name": {}, "thread_name": {}}
+    for event in events:
+        if event["ph"] == "M" and event["name"] in named:
+            key = event["pid"] if event["name"] == "process_name" else event["tid"]
+            named[event["name"]][key] = event["args"]["name"]
+    found = [
+        one
+        for one in events
+        if one["ph"] in "Xi"
+        and named["process_name"][one["pid"]].startswith(process)
+        and named["thread_name"][one["tid"]] == thread
+    ]
+    return sorted(found, key=lambda one: Decimal(str(one["ts"])))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path / "run.db")
+
+
+# --- recorded runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recorded", REPLAYS, ids=lambda one: one.stem)
+def test_every_recorded_run_gives_a_timeline(recorded: Path, tmp_path: Path) -> None:
+    _, events = timeline(Path(shutil.copy(recorded, tmp_path / "run.db")))
+    kinds = {event["args"]["kind"] for event in events if "kind" in event.get("args", {})}
+    assert kinds == {"issue", "outcome", "decide", "effect"}
+    assert {event.get("cat") for event in events if event["ph"] != "M"} == {"rolloutctl"}
+    assert [event for event in events if event["ph"] == "C"]
+
+
+def test_a_log_without_estimates_is_placed_by_its_commands_and_says_so(written: Written) -> None:
+    peer = written.joins(PRIMARY)
+    for i in range(20):
+        written.commands(peer, 100 + 10 * i + i / 7, 4, FLUSHED)
+    told, events = timeline(written.close())
+    (line,) = told.clocks
+    assert (line.offset_ns, line.estimates) == (None, 0)
+    assert line.error_ns is not None and line.error_ns < 2 * MS
+    assert str(line).startswith("agent 0.0: clock offset unknown; events placed by commands and answers, ± ")
+    for issued, decided in zip(slices(events, "bus", "commands"), slices(events, "agent 0.0", "commands"), strict=True):
+        true_us = issued["ts"] + 1000  # the agent receives a quarter of 4 ms after
+        assert abs(decided["ts"] - true_us) <= line.error_ns / 1000 + 1000
+
+
+# --- placing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset_ns", [0, -37_000 * MS, 5_003_000_123])
+def test_an_agents_decisions_lie_where_they_were_on_the_buss_clock(written: Written, offset_ns: int) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(10, offset_ns), written.clock(60_010, offset_ns)))
+    written.commands(peer, 30_000, 400, FLUSHED)
+    told, events = timeline(written.close())
+    (decided,) = slices(events, "agent 0.0", "commands")
+    assert (decided["ts"], decided["dur"]) == (Decimal("30099000.0"), 200_000)  # the agent joined at 1 ms
+    assert told.clocks[0].offset_ns == offset_ns
+    assert read(Path(told.path))["baseTimeNanoseconds"] == START_NS + 1 * MS
+
+
+def test_between_estimates_that_contradict_each_other_a_line_is_drawn(written: Written) -> None:
+    drifted = replace(written.clock(60_000), offset_ns=6 * MS)  # a hundred ppm, much more than clocks do
+    peer = written.joins(PRIMARY, clocks=(written.clock(0), drifted))
+    written.commands(peer, 20_000, 400, FLUSHED)
+    _, events = timeline(written.close())
+    (decided,) = slices(events, "agent 0.0", "commands")
+    assert abs(decided["ts"] - (20_099_000 + 2_010)) < 1  # 6 ms in 60 s make 2.01 ms in 20.1 s
+
+
+def test_a_poor_estimate_does_not_spoil_a_good_one(written: Written) -> None:
+    poor = replace(written.clock(1), offset_ns=9 * MS, error_ns=10 * MS)
+    peer = written.joins(PRIMARY, clocks=(poor, written.clock(500)))
+    written.commands(peer, 100, 8, FLUSHED)
+    told, events = timeline(written.close())
+    (decided,) = slices(events, "agent 0.0", "commands")
+    assert abs(decided["ts"] - 101_000) < 10
+    assert told.warnings == ()
+
+
+def test_a_clock_that_is_wrong_is_found_out_by_its_commands(written: Written) -> None:
+    wrong = replace(written.clock(0), offset_ns=-50 * MS)
+    peer = written.joins(PRIMARY, clocks=(wrong,))
+    written.commands(peer, 100, 8, FLUSHED)
+    told, _ = timeline(written.close())
+    (warning,) = told.warnings
+    assert warning.startswith("agent 0.0/i: commands seemed to be received up to 48.")
+    assert warning.endswith("and its clock allows 1.001 ms: a clock was set, or is wrong")
+
+
+def test_a_decision_is_never_drawn_before_its_command_nor_before_the_one_before_it(written: Written) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    for i in range(5):  # all within one millisecond of the agent's clock, and issued late in it
+        written.commands(peer, 50.7 + i / 20, 0.04, Skipped(Why.ALREADY))
+    _, events = timeline(written.close())
+    issued, decided = slices(events, "bus", "commands"), slices(events, "agent 0.0", "commands")
+    assert len(issued) == len(decided) == 5
+    assert all(late["ts"] >= early["ts"] for early, late in zip(issued, decided, strict=True))
+    assert [one["args"]["seq"] for one in decided] == [1, 2, 3, 4, 5]
+
+
+def test_what_overlaps_is_drawn_on_lanes(written: Written) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    first = written.issue(peer, 10, 12)
+    second = written.issue(peer, 20, 22)
+    written.answer(peer, first, 30, 32, FLUSHED)
+    third = written.issue(peer, 40, 42)
+    written.answer(peer, second, 50, 52, FLUSHED)
+    written.answer(peer, third, 60, 62, FLUSHED)
+    _, events = timeline(written.close())
+    for process in ("bus", "agent 0.0"):
+        assert [one["args"]["seq"] for one in slices(events, process, "commands")] == [1, 3]
+        assert [one["args"]["seq"] for one in slices(events, process, "commands (2)")] == [2]
+
+
+def test_a_run_that_was_cut_off_ends_its_spans_with_the_log(written: Written) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.commands(peer, 10, 400, FLUSHED)
+    path = written.close()
+    with RecordFile.open(path) as file:
+        kept = [one for one in file.records() if one.kind != "answers"]
+        header = file.header
+    cut = path.with_name("cut.db")
+    with RecordFile.open(cut, header) as file:
+        for one in kept:
+            file.append(one.kind, one.agent, one.at_ns, one.body)
+    _, events = timeline(cut)
+    (open_,) = slices(events, "bus", "commands")
+    assert open_["args"]["unfinished"] is True
+
+
+def test_records_of_another_version_are_left_out_and_counted(written: Written, tmp_path: Path) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.commands(peer, 10, 4, FLUSHED)
+    path = written.close()
+    with RecordFile.open(path) as file:
+        kept, header = list(file.records()), file.header
+    with RecordFile.open(tmp_path / "newer.db", header) as file:
+        for one in kept:
+            file.append(one.kind, one.agent, one.at_ns, one.body.replace(b"\xa7started", b"\xa7painted"))
+    told, _ = timeline(tmp_path / "newer.db")
+    assert told.warnings == ("left out: 1 records of the log that another version wrote, from 2 on",)
+
+
+# --- the file and the command -----------------------------------------------------------------------------------------
+
+
+def rolloutctl(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "controlplane.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_nothing_is_written_over_unless_that_is_asked_for(written: Written, tmp_path: Path) -> None:
+    written.joins(PRIMARY)
+    log, out = written.close(), tmp_path / "there.json"
+    out.write_text("precious")
+    with pytest.raises(ConfigError, match=r"there\.json exists already: name another file, or give --force"):
+        write_timeline(log, out)
+    assert out.read_text() == "precious"
+    write_timeline(log, out, force=True)
+    assert problems(read(out)["traceEvents"]) == []
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing_behind(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written.joins(PRIMARY)
+    log = written.close()
+    with pytest.raises(LogError, match=r"out\.json was not written: No such file or directory"):
+        write_timeline(log, tmp_path / "nowhere" / "out.json")
+    place = tmp_path / "out"
+    place.mkdir()
+
+    def full(_: object) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("controlplane.timeline._encoder", type("Full", (), {"encode": staticmethod(full)}))
+    with pytest.raises(LogError, match="No space left on device"):
+        write_timeline(log, place / "out.json.gz")
+    assert list(place.iterdir()) == []
+
+
+def test_the_command_tells_of_each_clock_and_of_what_it_wrote(written: Written, tmp_path: Path) -> None:
+    written.joins(PRIMARY, clocks=(written.clock(5, -2_500_000, 40_000),))
+    log, out = written.close(), tmp_path / "t.json.gz"
+    done = rolloutctl("timeline", log, "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "agent 0.0: clock offset -2.500 ms ± 0.040 ms (1 estimate)"
+    assert f"{out}: run written, " in done.stdout
+    about = read(out)["otherData"]
+    assert (about["run"], about["agents"][0]["offset_ns"], about["agents"][0]["error_ns"]) == (
+        "written",
+        -2_500_000,
+        40_000,
+    )
+    again = rolloutctl("timeline", log, "-o", out)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == f"rolloutctl: {out} exists already: name another file, or give --force to write over it\n"
+    forced = rolloutctl("timeline", log, "-o", out, "--force", "--json")
+    assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"
+
+
+def test_a_traces_root_that_is_not_there_and_a_file_that_is_no_log_are_named(written: Written, tmp_path: Path) -> None:
+    log = written.close()
+    wrong = rolloutctl("timeline", log, "--traces", tmp_path / "no")
+    assert (wrong.returncode, wrong.stderr) == (2, f"rolloutctl: --traces {tmp_path}/no: there is no such folder\n")
+    other = tmp_path / "other.db"
+    other.write_text("no log")
+    assert rolloutctl("timeline", other).returncode == 3
+    assert not (tmp_path / "other.perfetto.json.gz").exists()
