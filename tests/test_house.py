@@ -44,7 +44,7 @@ HEAVY = {
     *("uvicorn", "transformers"),
 }
 HEAVY_ROOMS = (
-    *("workers/engines/*.py", "workers/receivers/*.py", "workers/profilers.py"),
+    *("workers/engines/*.py", "workers/receivers/*.py", "workers/profilers/*.py"),
     *("workers/ray_placement.py", "controlplane/cli/demo_training.py"),
 )
 """Where the optional dependencies are used; nowhere else."""

@@ -53,6 +53,11 @@ class _Entered:
         self.session, self.thread = session, threading.get_ident()
         self.mark: AbstractContextManager[object] | None = None
 
+    def unmark(self) -> None:
+        """End the span in what is recorded."""
+        if self.mark is not None:
+            self.mark.__exit__(None, None, None)
+
 
 class RankProfiler:
     """What an agent commands in a training rank: the profiler of the process that it runs in.
@@ -107,11 +112,17 @@ class RankProfiler:
                 raise UnsupportedError("a training rank has no engine: it is profiled, and nothing else.")
 
     async def close(self) -> None:
-        """End an open session; what it recorded is written."""
+        """End an open session at once; what it recorded is written."""
         self.release()
+        await self.end()
+
+    async def end(self) -> None:
+        """End an open session as a stop does; nobody asks what came of it."""
         if self._session is not None:
-            with suppress(EngineError):
+            try:
                 await _aside(self._stop)
+            except EngineError as error:
+                logger.warning("%s: %s", self.identity.agent, error)
 
     def release(self) -> None:
         """This rank ends: wait for no stage any more. What this thread records ends here."""
@@ -172,16 +183,13 @@ class RankProfiler:
         unlisten(self)
         self._session = None
         if lost:
-            owner = session.owner
-            raise EngineError(
-                f"the rank ended while thread {owner.thread if owner else '?'} was in a stage: it is not recorded."
-            )
+            session.complain("the rank ended while another thread was in a stage, which was not recorded.")
         complaints = session.complaints
+        returned = Returned()
         try:
             returned = session.recorder.close()
         except EngineError as error:
             complaints = {str(error): 1, **complaints}
-            returned = Returned()
         if complaints:
             told = " ".join(what if times == 1 else f"{what} ({times} times)" for what, times in complaints.items())
             left = f" {len(returned.traces)} traces were written." if returned.traces else ""
@@ -208,9 +216,9 @@ class RankProfiler:
     def leave(self, entered: object) -> None:
         if not isinstance(entered, _Entered) or self._pid != os.getpid():
             return
-        session, mark = entered.session, entered.mark
-        if mark is not None:
-            self._quietly(session, lambda: mark.__exit__(None, None, None))
+        session = entered.session
+        if entered.mark is not None:
+            self._quietly(session, entered.unmark)
         if session.owner is not entered:
             self._pass(session)
         elif entered.thread == threading.get_ident():

@@ -60,6 +60,8 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)  # the agent and its bus stay with the parent
 
 
+What = tuple[str, str | None, bool, object | None, Listener | None]
+"""Name, role (None for all), whether it is scheduled, model, and the one that it is for (None for all)."""
 Entered = tuple[tuple[Listener, object], ...]
 _NOBODY: Entered = ()
 
@@ -70,29 +72,42 @@ class Stage:
     As a context one object serves one task at a time; make another for each `with`, as `annotate` does.
     """
 
-    __slots__ = ("_entered", "listener", "model", "name", "role", "scheduled")
+    _entered: list[Entered] | None = None
+    """What was told on entering, innermost last. Only while there is something to tell: see `__enter__`."""
 
-    def __init__(
-        self, name: str, role: str | None, scheduled: bool, model: object | None, listener: Listener | None = None
-    ) -> None:
-        self.name, self.role, self.scheduled, self.model, self.listener = name, role, scheduled, model, listener
-        self._entered: list[Entered] = []
+    def __init__(self, what: What) -> None:
+        self._what = what  # one attribute: a stage that nobody records is to cost nothing
+
+    @property
+    def name(self) -> str:
+        return self._what[0]
+
+    @property
+    def scheduled(self) -> bool:
+        return self._what[2]
+
+    @property
+    def model(self) -> object | None:
+        return self._what[3]
 
     def __enter__(self) -> Self:
-        self._entered.append(self._enter() if _open else _NOBODY)
+        if _open or self._entered:  # the latter: entered again, and the session over in between
+            if self._entered is None:
+                self._entered = []
+            self._entered.append(self._enter())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if entered := self._entered.pop():
-            _leave(entered)
+        if self._entered:
+            _leave(self._entered.pop())
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Raises ConfigError for a generator: its body runs when it is consumed, not when it is called."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigError(
-                f"stage {self.name} annotates the generator {function.__qualname__}, whose work is done elsewhere: "
+                f"stage {self._what[0]} annotates the generator {function.__qualname__}, whose work is done elsewhere: "
                 "annotate the function that consumes it"
             )
         if inspect.iscoroutinefunction(function):
@@ -123,9 +138,10 @@ class Stage:
         return tuple((one, one.enter(self)) for one in _open if self._is_for(one))
 
     def _is_for(self, listener: Listener) -> bool:
-        if self.listener is not None:
-            return self.listener is listener
-        return self.role is None or self.role == listener.role
+        _, role, _, _, only = self._what
+        if only is not None:
+            return only is listener
+        return role is None or role == listener.role
 
 
 def _leave(entered: Entered) -> None:
@@ -133,15 +149,13 @@ def _leave(entered: Entered) -> None:
         listener.leave(token)
 
 
-def annotate(
-    stage: str, *, role: str | None = None, scheduled: bool = False, model: object | None = None
-) -> Stage:
+def annotate(stage: str, *, role: str | None = None, scheduled: bool = False, model: object | None = None) -> Stage:
     """Mark a stage for the ranks that are open in this process, as `@annotate("update_actor")` or `with annotate(…)`.
 
     role: only for the rank of that role; None for all.   scheduled: its mini-batches are those of the plan's schedule.
     model: the torch module that the stage runs, for tools that watch one.
     """
-    return Stage(stage, role, scheduled, model)
+    return Stage((stage, role, scheduled, model, None))
 
 
 def mini_batch(role: str | None = None) -> None:

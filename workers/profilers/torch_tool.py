@@ -24,9 +24,9 @@ from typing import Final
 
 import torch.autograd.profiler
 import torch.distributed
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
-from schemas.commands import ProfilePlan
+from schemas.commands import ProfilePlan, Schedule
 from schemas.errors import EngineError
 from schemas.events import Returned
 from schemas.outcomes import Trace
@@ -59,7 +59,7 @@ class TorchRecorder:
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         self._writer.require_room()
         if not _in_use.acquire(blocking=False):
-            raise EngineError("another rank of this process is being recorded, and torch's profiler is one per process.")
+            raise EngineError("another rank of this process is recorded now, and torch's profiler is one per process.")
         plan = self.plan
         self._scope = stage if plan.discrete else WHOLE
         try:
@@ -99,8 +99,7 @@ class TorchRecorder:
         return record_function(stage)
 
     def close(self) -> Returned:
-        if self._whole is not None:
-            self._writer.put(self._finish_whole)
+        self._writer.put(self._finish_whole)
         self._writer.finish()
         failures = self._writer.failures
         traces: tuple[Trace, ...] = ()
@@ -183,13 +182,7 @@ class _Windows:
     def __init__(self, recorder: TorchRecorder, mini_batch_at: int) -> None:
         wanted = recorder.plan.schedule
         assert wanted is not None
-        self._action = schedule(
-            wait=wanted.wait,
-            warmup=wanted.warmup,
-            active=wanted.active,
-            repeat=wanted.repeat,
-            skip_first=wanted.skip_first,
-        )
+        self._action = partial(action, wanted)
         self._recorder = recorder
         self.mini_batch_at = mini_batch_at
         self._profiler: profile | None = None
@@ -229,6 +222,20 @@ class _Windows:
         if profiler is not None and first is not None:
             profiler.stop_trace()
             self._recorder.window(profiler, first, last)
+
+
+def action(schedule: Schedule, mini_batch: int) -> ProfilerAction:
+    """What becomes of a mini-batch, counted from 0: as `torch.profiler.schedule` has it, which warns on the way."""
+    cycle = schedule.wait + schedule.warmup + schedule.active
+    since = mini_batch - schedule.skip_first
+    if since < 0 or (schedule.repeat and since >= schedule.repeat * cycle):
+        return ProfilerAction.NONE
+    left = cycle - since % cycle
+    if left > schedule.warmup + schedule.active:
+        return ProfilerAction.NONE
+    if left > schedule.active:
+        return ProfilerAction.WARMUP
+    return ProfilerAction.RECORD_AND_SAVE if left == 1 else ProfilerAction.RECORD
 
 
 def _require_nobody_else() -> None:

@@ -26,7 +26,7 @@ MOST_WAITING: Final = 8
 """Recordings held in memory until they are written; further stages are not recorded."""
 _HEAD: Final = re.compile(rb'"traceEvents"\s*:\s*\[')
 _TAIL: Final = re.compile(rb'\]\s*(,\s*"traceName"\s*:\s*"[^"]*"\s*)?\}\s*$')
-_LINK: Final = re.compile(rb'("ph": ?"[stf]", ?"id": ?)(\d+)([^{}]*?"cat": ?"fwdbwd")')
+_LINK: Final = re.compile(rb'("ph":\s*"[stf]",\s*"id":\s*)(\d+)([^{}]*?"cat":\s*"fwdbwd")')
 _LINKS_APART: Final = 1 << 32
 
 

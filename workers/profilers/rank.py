@@ -1,0 +1,180 @@
+"""A training rank on the bus: an agent on a thread and loop of its own, in the process that trains."""
+
+import atexit
+import logging
+import os
+import weakref
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Final, Self
+
+import anyio
+import msgspec
+from anyio.from_thread import BlockingPortal
+
+from schemas.config import AgentConfig, ProfilerConfig
+from schemas.desired import refuse_profile
+from schemas.errors import ConfigError, RolloutctlError
+from schemas.identity import ROLLOUT, Identity
+from schemas.sockets import Context
+from workers.agent import Agent
+from workers.profilers.session import RankProfiler
+from workers.profilers.stages import Stage
+from workers.profilers.tools import require
+from workers.traces import NodeTraces
+
+logger = logging.getLogger("rolloutctl.rank")
+
+CLOSE_S: Final = 60.0
+"""How long the end of a rank waits for traces that are still written."""
+
+
+class TrainingRank:
+    """One rank of a training role, as the bus knows it. `with TrainingRank(...) as rank:` around the training.
+
+    bus: the address of the bus.   role, rank, world_size: `actor`, `critic`, …, and the global rank in it.
+    traces: root of what sessions leave; None for `save_path` of the profiler's configuration.   state_dir: of the
+    agent's journal, on a disk of this machine.   profiler: what will be asked, if it is known here: then what can't be
+    honoured is an error at once.   config: of the agent.   model: the module that stages run, for tools that watch one.
+    context: for `inproc://` addresses.
+
+    Making one raises ConfigError and UnsupportedError, entering it BusAddressError, LogLocked, LogError and AgentError.
+    From then on nothing of it raises: a bus that is lost is looked for, and what ends the agent is logged and in
+    `failure`. The thread is a daemon's, and an end without `close` is made good at the process's end. A child that this
+    process forks has no part in it.
+    """
+
+    def __init__(
+        self,
+        *,
+        bus: str,
+        role: str,
+        rank: int,
+        world_size: int,
+        state_dir: Path | str,
+        traces: Path | str | None = None,
+        profiler: ProfilerConfig | None = None,
+        config: AgentConfig | None = None,
+        model: object | None = None,
+        context: Context | None = None,
+    ) -> None:
+        self.identity = _place(role, rank, world_size)
+        profiler = profiler or ProfilerConfig()
+        root = traces if traces is not None else profiler.save_path
+        if not root:
+            raise ConfigError("traces: a training rank needs a directory for them, or `save_path` in its configuration")
+        plan = profiler.roles.get(role)
+        if plan is not None and refuse_profile(plan, None, self.identity) is None:
+            require(plan)
+        self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
+        self.failure: RolloutctlError | None = None
+        """What ended the agent, if anything did."""
+        self._bus, self._state, self._config, self._context = bus, Path(state_dir), config, context
+        self._left = NodeTraces(Path(root), self.identity, profiler.finish_hook_cmd)
+        self._opened: Future[None] = Future()
+        self._thread: Thread | None = None
+        self._pid = 0
+        self._portal: BlockingPortal
+        self._ending: anyio.Event
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Start the agent. Blocks for some milliseconds; does not wait for the bus."""
+        if self._thread is not None:
+            raise ConfigError("this training rank was opened before: make one object for each life")
+        self._pid = os.getpid()
+        self._thread = Thread(target=self._run, name=f"rolloutctl-{self.identity.agent}", daemon=True)
+        self._thread.start()
+        self._opened.result()
+        atexit.register(_close, weakref.ref(self))
+
+    def close(self) -> None:
+        """End an open session, write its traces, tell the bus. Never raises; waits for at most a minute."""
+        thread = self._thread
+        if thread is None or self._pid != os.getpid():
+            return
+        self.profiler.release()
+        if thread.is_alive():
+            try:
+                self._portal.start_task_soon(self._ending.set)
+            except RuntimeError:
+                logger.debug("%s: its loop has ended by itself", self.identity.agent)
+            thread.join(CLOSE_S)
+        if thread.is_alive():
+            logger.warning("%s: traces are still written after %g s; left behind", self.identity.agent, CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._main)
+        except Exception as error:
+            if not self._opened.done():
+                self._opened.set_exception(error)
+            else:
+                logger.warning("%s can't be profiled any more: %s", self.identity.agent, error)
+        except BaseException as error:
+            if not self._opened.done():
+                self._opened.set_exception(error)
+
+    async def _main(self) -> None:
+        agent = Agent(
+            bus=self._bus,
+            identity=self.identity,
+            engine=self.profiler,
+            state_dir=self._state,
+            traces=self._left,
+            config=self._config,
+            context=self._context,
+        )
+        self._ending = anyio.Event()
+        async with BlockingPortal() as self._portal, agent, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._serve, agent)
+            self._opened.set_result(None)
+            await self._ending.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _serve(self, agent: Agent) -> None:
+        try:
+            await agent.run()
+        except RolloutctlError as error:
+            self.failure = error
+            logger.warning("%s leaves the bus, the training goes on: %s", self.identity.agent, error)
+            await self.profiler.end()  # or it would record for ever
+
+    # --- what the training code says ----------------------------------------------------------------------------------
+
+    def annotate(self, stage: str, *, scheduled: bool = False, model: object | None = None) -> Stage:
+        """Mark a stage of this rank, as a decorator or with `with`; see `workers.profilers.annotate`."""
+        return Stage((stage, None, scheduled, model, self.profiler))
+
+    def mini_batch(self) -> None:
+        """One mini-batch of a scheduled stage is done."""
+        self.profiler.mini_batch()
+
+
+def _place(role: str, rank: int, world_size: int) -> Identity:
+    if role == ROLLOUT:
+        raise ConfigError(f"role {ROLLOUT!r} is that of the engines; a training rank has another, such as 'actor'")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not below world_size {world_size}: ranks are 0..world_size-1")
+    try:
+        return msgspec.convert({"replica": rank, "node_rank": 0, "role": role}, Identity)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"role {role!r}, rank {rank!r}: {error}") from error
+
+
+def _close(one: "weakref.ref[TrainingRank]") -> None:
+    rank = one()
+    if rank is not None:
+        rank.close()
