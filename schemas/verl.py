@@ -33,7 +33,7 @@ from schemas.commands import (
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.interpolation import References, overlay
-from schemas.sections import Section, is_whole, meant, shown
+from schemas.sections import Section, is_list, is_whole, meant, shown
 from schemas.verl_keys import (
     CONTENTS,
     DEFAULTS,
@@ -385,6 +385,11 @@ def _unused_options(one: _Asked) -> list[str]:
 def _strangers(tree: Mapping[str, object]) -> list[str]:
     """A remark for each key below a profiler's section, or close to being one, that is not known there."""
     remarks = []
+    if is_list(tree.get("defaults")):
+        remarks.append(
+            "defaults names files that Hydra would put together, and they are not read: hand over the configuration that "
+            "it makes of them"
+        )
     for path, advice in OUTDATED.items():
         if _stands(tree, path):
             remarks.append(f"{path} is not read: {advice}")

@@ -50,6 +50,15 @@ def test_a_key_of_another_time_is_named_with_its_successor(key: str, advice: str
     assert remarks(nested(key, {"all_ranks": True})) == [f"{key} is not read: {advice}"]
 
 
+def test_a_file_that_hydra_has_not_put_together_is_told_from_one_that_it_has() -> None:
+    assert remarks({"defaults": ["ppo_trainer", "_self_"]}) == [
+        (
+            "defaults names files that Hydra would put together, and they are not read: hand over the configuration that "
+            "it makes of them"
+        )
+    ]
+
+
 def test_keys_that_are_none_of_our_business_are_left_alone() -> None:
     assert remarks({"data": {"profile": 1}, "trainer": {"steps": 2}, "critic": {"optim": {"lr": 1}}}) == []
 
