@@ -14,6 +14,9 @@ from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.sections import is_list
 
+VERLS = frozenset({"global_profiler", "actor_rollout_ref"})
+"""Sections that only a configuration of verl has."""
+
 Source = Mapping[str, Any] | PurePath | str
 """A mapping, a file, or a text: YAML if it has a line break, a brace or a colon with a blank, else a file's name."""
 
@@ -34,6 +37,14 @@ def read_verl(source: Source, ranks: verl.RankUnit = "global", layout: verl.Layo
 def read_yaml(source: Source) -> ProfilerConfig:
     """See `profiler_yaml.read`."""
     return profiler_yaml.read(_tree(source), os.environ)
+
+
+def read(source: Source) -> verl.Reading:
+    """From either: verl's has a section of verl's at its top, ours has none. Raises ConfigError."""
+    tree = _tree(source)
+    if tree.keys() & VERLS:
+        return verl.read(tree, os.environ)
+    return verl.Reading(profiler_yaml.read(tree, os.environ), [])
 
 
 def warn(remarks: list[str]) -> None:

@@ -1,8 +1,8 @@
-"""An engine server as a child of its agent: its command line, the process, and an engine that lives and dies with it.
+"""An engine server as a child of its agent: the process, and an engine that lives and dies with it.
 
 Three processes: agent, guard (`workers.guard`), server. The agent asks and reads reports, and never waits for either;
-what must happen also when the agent is gone, the guard does. So this module is small: a command line that is right for
-this node, a handle on the guard, and `LaunchedEngine`, which puts a server under any engine that attaches to one.
+what must happen also when the agent is gone, the guard does. So this module is small: a handle on the guard, and
+`LaunchedEngine`, which puts a server under any engine that attaches to one.
 """
 
 import logging
@@ -27,7 +27,6 @@ from msgspec.structs import replace
 
 from schemas.errors import ConfigError
 from schemas.events import EngineCall, Observation, Returned
-from schemas.identity import Identity
 from workers import guard
 from workers.engine import Engine
 from workers.guard import Order, Restarts
@@ -41,123 +40,7 @@ SAID_LINES: Final = 20
 _SAID_BYTES, _SAID_LETTERS = 8192, 300
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
-Kind = Literal["sglang", "vllm"]
 State = Literal["starting", "running", "waiting to start again", "given up", "ended"]
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-_NODE_RANK, _NNODES = ("--node-rank", "-r"), ("--nnodes", "-n")
-_ADDRESS = ("--dist-init-addr", "--nccl-init-addr")
-_OWN_FRONT_END = (
-    *("--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe", "--data-parallel-rank", "-dpn"),
-)
-"""With one of these, vLLM has an API server on every node."""
-
-
-def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
-    """The command with what this node's server has to know of its place, where the user has not said it.
-
-    dist_init: HOST:PORT at which the nodes of the replica meet; a replica of one node needs none.
-
-    Raises ConfigError when the command says another place than the identity, and when there is no address to meet at.
-    """
-    given = _Given(kind, command)
-    missing: list[str] = []
-    for names, wanted in ((_NODE_RANK, identity.node_rank), (_NNODES, identity.nnodes)):
-        values = given.values(*names) if kind == "vllm" else given.values(names[0])
-        for value in values:
-            if not (value.isdecimal() and int(value) == wanted):
-                raise ConfigError(
-                    f"the server's command says {names[0]} {value}, and this agent is node rank {identity.node_rank} "
-                    f"of {identity.nnodes}: {names[0]} {wanted}. Give both the same, or leave it out of the command."
-                )
-        missing += [] if values else [names[0], str(wanted)]
-    if kind == "vllm" and identity.node_rank == 0 and given.has("--headless"):
-        raise ConfigError(
-            "the server's command says --headless, and this agent is node rank 0, whose server is the one that is "
-            "commanded. Leave --headless out, or give the agent the --node-rank of its node."
-        )
-    if identity.nnodes == 1:
-        return tuple(command)
-    match kind:
-        case "sglang":
-            missing += _sglang_address(given, dist_init)
-        case "vllm":
-            missing += _vllm_address(given, dist_init)
-            if identity.node_rank > 0 and not given.has("--headless", *_OWN_FRONT_END):
-                missing.append("--headless")
-        case _:
-            assert_never(kind)
-    return (*command, *missing)
-
-
-class _Given:
-    """What a command line says: `--flag value`, `--flag=value`, and vLLM's `-n 2`, `-n=2` and `-n2`."""
-
-    def __init__(self, kind: Kind, command: Sequence[str]) -> None:
-        self.kind = kind
-        self._said: list[tuple[str, str | None]] = []
-        for word, after in zip(command, (*command[1:], None), strict=True):
-            if glued := re.fullmatch(r"(-[nr])(\d+)", word):
-                self._said.append((glued[1], glued[2]))
-            elif word.startswith("-"):
-                flag, has_value, value = word.partition("=")
-                self._said.append((flag.replace("_", "-"), value if has_value else after))
-
-    def has(self, *flags: str) -> bool:
-        return any(flag in flags for flag, _ in self._said)
-
-    def values(self, *flags: str) -> list[str]:
-        """Each value that is given to one of these flags."""
-        found = []
-        for flag, value in self._said:
-            if flag in flags:
-                if value is None:
-                    raise ConfigError(f"the server's command ends with {flag}, without a value.")
-                found.append(value)
-        return found
-
-    def agree(self, flags: tuple[str, ...], wanted: str | None) -> bool:
-        """Is one of these flags given? Then what it says must be what is wanted, if anything is."""
-        values = self.values(*flags)
-        for value in values:
-            if wanted is not None and value != wanted:
-                raise ConfigError(
-                    f"the server's command says {flags[0]} {value}, and the agent was given {wanted} as the address "
-                    "at which its nodes meet. Give one of the two, or both the same."
-                )
-        return bool(values)
-
-
-def _sglang_address(given: _Given, dist_init: str | None) -> list[str]:
-    if dist_init is not None:
-        _host_and_port(dist_init)
-    if given.agree(_ADDRESS, dist_init):
-        return []
-    return [_ADDRESS[0], dist_init or _no_address("--dist-init-addr HOST:PORT")]
-
-
-def _vllm_address(given: _Given, dist_init: str | None) -> list[str]:
-    host, port = (None, None) if dist_init is None else _host_and_port(dist_init)
-    has_host, has_port = given.agree(("--master-addr",), host), given.agree(("--master-port",), port)
-    missing = [] if has_host else ["--master-addr", host or _no_address("--master-addr HOST --master-port PORT")]
-    return missing if has_port or port is None else [*missing, "--master-port", port]
-
-
-def _no_address(flags: str) -> str:
-    raise ConfigError(
-        "this replica has more than one node, and nothing says where its servers meet. Give the agent the address of "
-        f"node rank 0 as HOST:PORT, the same on every node, or put {flags} into the server's command."
-    )
-
-
-def _host_and_port(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not (port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(f"the address at which the nodes meet is HOST:PORT, e.g. 10.0.0.1:29500, not {address!r}.")
-    return host, port
-
 
 # --- the process ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import anyio
 import click
 from anyio import CancelScope
+from msgspec.structs import replace
 
+from schemas.commands import ProfilePlan
+from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
@@ -37,8 +40,9 @@ class EngineOptions(TypedDict):
     serve: str | None
     seed: int
     checkpoints: Path
-    traces: Path
-    finish_hook: str
+    traces: Path | None
+    finish_hook: str | None
+    profiler: Path | None
     command: tuple[str, ...]
 
 
@@ -71,8 +75,13 @@ def _state_home() -> str:
 @click.option("--serve", help="tiny: where clients find its front end, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, show_default=True, help="tiny: of the weights that it starts with.")
 @click.option("--checkpoints", type=click.Path(path_type=Path), default=".", help="Root of paths in weight syncs.")
-@click.option("--traces", type=click.Path(path_type=Path), default="traces", help="Root below which traces are put.")
-@click.option("--finish-hook", default="", help="Command for /bin/sh after the last profiled step, e.g. an upload.")
+@click.option("--traces", type=click.Path(path_type=Path), help="Root below which traces are put.  [default: traces]")
+@click.option("--finish-hook", help="Command for /bin/sh after the last profiled step, e.g. an upload.")
+@click.option(
+    "--profiler",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The trainer's profiler configuration, verl's or ours: gives both, and what a launched vLLM must record.",
+)
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -108,8 +117,11 @@ def agent(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    left = NodeTraces(engine["traces"], place, engine["finish_hook"])
-    driven = _launched(place, state_dir, engine) if engine["launch"] else _engine(place, engine)
+    profiler = _profiler(engine)
+    left = NodeTraces(Path(profiler.save_path), place, profiler.finish_hook_cmd)
+    driven = _engine(place, engine, Path(profiler.save_path))
+    if engine["launch"]:
+        driven = _launched(place, state_dir, engine, driven, profiler)
     uvloop = find_spec("uvloop") is not None
     beside = _router(engine)
     interrupted = anyio.run(_serve, bus, place, driven, state_dir, left, beside, backend_options={"use_uvloop": uvloop})
@@ -150,11 +162,28 @@ async def _end_on_signal(
             scope.cancel()
 
 
-def _engine(place: Identity, options: EngineOptions) -> Engine:
+def _profiler(options: EngineOptions) -> ProfilerConfig:
+    """What this node has to know of profiling: where traces go, the hook, and what the engine is to record."""
+    config = ProfilerConfig(plan=ProfilePlan(enabled=False))
+    if options["profiler"] is not None:
+        from schemas.profiler_files import read
+
+        config, remarks = read(options["profiler"])
+        for remark in remarks:
+            logger.warning("%s: %s", options["profiler"], remark)
+    traces, hook = options["traces"], options["finish_hook"]
+    return replace(
+        config,
+        save_path=str(traces or config.save_path or "traces"),
+        finish_hook_cmd=config.finish_hook_cmd if hook is None else hook,
+    )
+
+
+def _engine(place: Identity, options: EngineOptions, traces: Path) -> Engine:
     """The engine that the options name; one that is launched is built on top of it."""
     if options["command"] and not options["launch"]:
         raise ConfigError(f"what is {' '.join(options['command'])!r} for? A server's command follows `--launch --`.")
-    checkpoints, traces = options["checkpoints"], options["traces"]
+    checkpoints = options["checkpoints"]
     if options["kind"] == "tiny":
         from workers.engines.tiny import TinyEngine
 
@@ -172,16 +201,21 @@ def _engine(place: Identity, options: EngineOptions) -> Engine:
     return SGLangEngine(place, SGLangServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
 
 
-def _launched(place: Identity, state_dir: Path, options: EngineOptions) -> Engine:
-    from workers.launch import LaunchedEngine, ServerProcess, server_command
+def _launched(
+    place: Identity, state_dir: Path, options: EngineOptions, engine: Engine, profiler: ProfilerConfig
+) -> Engine:
+    from workers.launch import LaunchedEngine, ServerProcess
+    from workers.server_command import Kind, profiled_command, server_command
 
     kind, command = options["kind"], options["command"]
     if kind == "tiny" or not command:
         raise ConfigError("--launch takes a server's command after `--`, and --engine sglang or vllm.")
     log = options["launch_log"] or state_dir / f"server-{place.agent}.log"
-    full = server_command("vllm" if kind == "vllm" else "sglang", command, place, options["dist_init"])
+    server_kind: Kind = "vllm" if kind == "vllm" else "sglang"
+    full = server_command(server_kind, command, place, options["dist_init"])
+    full = profiled_command(server_kind, full, place, profiler.plan, Path(profiler.save_path))
     server = ServerProcess(full, log=log, name=f"{kind} server of agent {place.agent}")
-    return LaunchedEngine(_engine(place, options), server, up_within_s=options["up_within"])
+    return LaunchedEngine(engine, server, up_within_s=options["up_within"])
 
 
 def _router(options: EngineOptions) -> "Router | None":

@@ -1,10 +1,14 @@
 """The command line of a launched server: what it lacks of the node's place is added, what contradicts it is refused."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError
 from schemas.identity import Identity
-from workers.launch import Kind, server_command
+from workers.server_command import Kind, profiled_command, server_command
 
 MEET = "10.0.0.1:29500"
 BUILT: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
@@ -59,3 +63,39 @@ def test_a_command_that_contradicts_its_place_is_refused(
     identity = Identity(replica=3, node_rank=place[0], nnodes=place[1])
     with pytest.raises(ConfigError, match=says):
         server_command(kind, ("serve", *words.split()), identity, dist_init)
+
+
+def options(plan: ProfilePlan, *words: str, kind: Kind = "vllm", replica: int = 1) -> tuple[str, ...]:
+    """What is added for profiling."""
+    place = Identity(replica=replica, node_rank=0, gpus_per_node=2)
+    return profiled_command(kind, ("serve", *words), place, plan, Path("/traces"))[1 + len(words) :]
+
+
+def test_vllm_is_launched_with_what_the_plan_records() -> None:
+    flag, chosen = options(ProfilePlan(with_stack=True, activities=frozenset({"cpu", "memory"})))
+    assert flag == "--profiler-config"
+    assert json.loads(chosen) == {
+        "profiler": "torch",
+        "torch_profiler_dir": "/traces/.vllm-1.0",
+        "torch_profiler_with_stack": True,
+        "torch_profiler_record_shapes": False,
+        "torch_profiler_with_memory": True,
+        "ignore_frontend": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "words", "kind"),
+    [
+        (ProfilePlan(enabled=False), (), "vllm"),
+        (ProfilePlan(ranks=frozenset({0})), (), "vllm"),  # of replica 0
+        (ProfilePlan(tool="nsys"), (), "vllm"),
+        (ProfilePlan(), ("--profiler-config", "{}"), "vllm"),
+        (ProfilePlan(), ("--profiler_config.profiler=torch",), "vllm"),
+        (ProfilePlan(), (), "sglang"),
+    ],
+)
+def test_nothing_is_added_that_is_not_asked_for_or_said_already(
+    plan: ProfilePlan, words: tuple[str, ...], kind: Kind
+) -> None:
+    assert options(plan, *words, kind=kind) == ()
