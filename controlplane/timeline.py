@@ -179,10 +179,11 @@ class Draft:
                 self.warnings.append(f"{file.path}: on its node's own clock, whose offset is unknown")
             shift_ns = file.base_ns + wall.offset_ns - self._zero_ns
             trace = TorchTrace(file, self._whose(name, file), shift_ns, self._sort[name] * SORTS + 1, numbers)
-            try:
-                yield from trace.events()
-            except ValueError as error:
-                self.warnings.append(f"cut off: {error}")
+            yield from trace.events()
+            if trace.fault is not None:
+                self.warnings.append(
+                    f"cut off: {file.path} is no trace any more after {trace.count} events: {trace.fault}"
+                )
             self.traced_events += trace.count
             if trace.before:
                 what = f"{trace.before} of its {trace.count} events lie before the run began"

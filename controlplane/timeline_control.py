@@ -88,7 +88,7 @@ class Arrows:
 
 
 class BusTrack:
-    """The bus's own process. published: when each command was, on the bus's clock."""
+    """The bus's own process. published: where the issue of each command was drawn, on the bus's clock."""
 
     def __init__(self, lanes: Lanes, zero_ns: int, arrows: Arrows) -> None:
         self.published: dict[int, int] = {}
@@ -147,12 +147,12 @@ class BusTrack:
         if isinstance(command, ProfileCommand) and command.action == "start":
             yield from self._end_session(at_ns, {"unfinished": True})
             self._session = Span(self._lanes, "profiling", f"profile step {command.step}", at_ns)
-        self.published.setdefault(effect.seq, at_ns)
         args: dict[str, object] = {"kind": "issue", "seq": effect.seq, "epoch": effect.epoch}
         if effect.envelope.target.replicas is not None:
             args["replicas"] = sorted(effect.envelope.target.replicas, key=str)
         name = f"{_named(command)} (seq {effect.seq})"
-        self._open[effect.seq] = Span(self._lanes, thread, name, at_ns, args, inside)
+        span = self._open[effect.seq] = Span(self._lanes, thread, name, at_ns, args, inside)
+        self.published.setdefault(effect.seq, span.at_ns)
 
     def _conclude(self, report: Report, at_ns: int) -> Drawn:
         said = {one.agent: _short(one.conclusion) for one in report.outcomes}

@@ -106,10 +106,12 @@ class TorchTrace:
 
     shift_ns: what to add to a `ts` of the file, in ns, for one of the timeline.   sort: among the processes.
     count: events that were given so far.   before: how many lie before the beginning of the timeline.
+    fault: why the file was not read to its end, if it was not.
     """
 
     def __init__(self, file: TraceFile, whose: str, shift_ns: int, sort: int, numbers: Numbers) -> None:
         self.count = self.before = 0
+        self.fault: str | None = None
         self._file, self._whose, self._shift_ns, self._sort, self._numbers = file, whose, shift_ns, sort, numbers
         self._number = numbers.file()
         self._pids: dict[object, int] = {}
@@ -117,7 +119,7 @@ class TorchTrace:
         self._named: set[tuple[str, int]] = set()
 
     def events(self) -> Iterator[Event]:
-        """One after the other. Raises ValueError where the file is no trace, or can't be read."""
+        """One after the other, and the names of what has none."""
         import ijson  # on use: few commands need it
 
         with ExitStack() as stack:
@@ -128,8 +130,7 @@ class TorchTrace:
                         self.count += 1
                         yield moved
             except (ijson.JSONError, UnicodeDecodeError, InvalidOperation, *_UNREADABLE) as error:
-                first = next(iter(str(error).splitlines()), type(error).__name__)
-                raise ValueError(f"{self._file.path}: no trace any more after {self.count} events: {first}") from error
+                self.fault = next(iter(str(error).splitlines()), type(error).__name__)
         yield from self._names()
 
     def _moved(self, event: Event) -> Event | None:

@@ -1,0 +1,238 @@
+"""Torch traces in a timeline: found, checked, placed on the bus's clock, kept apart; and streamed."""
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from controlplane.timeline import Timeline, write_timeline
+from schemas.identity import Identity
+from schemas.outcomes import Trace
+from tests.timeline.trace_events import Event, problems, read
+from tests.timeline.written import MS, Op, Written, placed, torch_trace
+
+PRIMARY = Identity(replica=0, node_rank=0, nnodes=2, gpus_per_node=2)
+SECOND = Identity(replica=0, node_rank=1, nnodes=2, gpus_per_node=2)
+ACTOR = Identity(replica=3, node_rank=0, role="actor")
+OPS = [Op("aten::mm", 60, 10), Op("aten::add", 61, 2), Op("gemm", 65, 3, pid=0, tid=7)]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path / "run.db")
+
+
+def merged(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
+    """The timeline, and the events that came from traces. All of them are well formed."""
+    out = log.with_suffix(".perfetto.json.gz")
+    told = write_timeline(log, out, roots)
+    events: list[Event] = read(out)["traceEvents"]
+    assert problems(events) == []
+    return told, [event for event in events if event["pid"] > 100_000]
+
+
+def ops(events: list[Event]) -> dict[str, tuple[Decimal, Decimal]]:
+    return {one["name"]: (Decimal(str(one["ts"])), Decimal(str(one["dur"]))) for one in events if one["ph"] == "X"}
+
+
+def processes(events: list[Event]) -> list[str]:
+    return sorted(one["args"]["name"] for one in events if one["name"] == "process_name")
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("base_last", [False, True])
+@pytest.mark.parametrize("offset_ns", [0, -37_000_000_000, 250_000])
+def test_a_trace_lies_where_it_was_on_the_buss_clock(
+    written: Written, tmp_path: Path, packed: str, base_last: bool, offset_ns: int
+) -> None:
+    """The node's wall clock is ahead of the bus's by -offset_ns, and so are the times in its traces."""
+    peer = written.joins(PRIMARY, clocks=(written.clock(0, offset_ns), written.clock(100, offset_ns)))
+    shifted = [Op(op.name, op.at_ms - offset_ns / MS, op.for_ms, op.pid, op.tid) for op in OPS]
+    trace = placed(tmp_path / "traces", f"step/a.pt.trace.json{packed}", torch_trace(shifted, base_last=base_last))
+    written.profiles(peer, 80, 20, trace)
+    told, events = merged(written.close(), tmp_path / "traces")
+    assert told.warnings == ()
+    # The timeline begins with the start of the agent, at 1 ms. Torch's times end on a quarter of a microsecond.
+    assert ops(events) == {
+        "aten::mm": (Decimal("59000.25"), Decimal(10_000)),
+        "aten::add": (Decimal("60000.25"), Decimal(2_000)),
+        "gemm": (Decimal("64000.25"), Decimal(3_000)),
+    }
+    assert told.traced_events == len(OPS) + 2
+
+
+def test_processes_say_whose_they_are(written: Written, tmp_path: Path) -> None:
+    root = tmp_path / "traces"
+    for place, name, rank in ((PRIMARY, "a", 1), (SECOND, "b", None), (ACTOR, "c", 3)):
+        peer = written.joins(place, clocks=(written.clock(0),))
+        trace = placed(root, f"{name}.pt.trace.json.gz", torch_trace(OPS, rank=rank))
+        if place is ACTOR:
+            trace = Trace(trace.path, trace.nbytes, trace.sha256, 3)
+        written.profiles(peer, 80, 20, trace)
+    _, events = merged(written.close(), root)
+    assert processes(events) == [
+        *("actor rank 3: 0", "actor rank 3: python"),
+        *("replica 0 rank 0: 0", "replica 0 rank 0: python"),
+        *("replica 0 rank 1: 0", "replica 0 rank 1: python"),
+    ]
+
+
+def test_files_with_the_same_numbers_are_kept_apart(written: Written, tmp_path: Path) -> None:
+    root = tmp_path / "traces"
+    for place in (PRIMARY, SECOND):
+        peer = written.joins(place, clocks=(written.clock(0),))
+        content = torch_trace([*OPS[:2], *OPS[:2]], arrows=True) + b" " * place.node_rank  # another digest
+        written.profiles(peer, 80, 20, placed(root, f"{place.node_rank}.trace.json", content))
+    told, events = merged(written.close(), root)
+    assert len(told.traces) == 2
+    assert len({event["pid"] for event in events}) == 2
+    arrows = [event["id"] for event in events if event["ph"] == "s"]
+    assert len(arrows) == len(set(arrows)) == 4
+    assert {one["args"]["Addr"] for one in events if one["ph"] == "X"} == {2**64 - 1}, "large numbers stay exact"
+
+
+def test_what_is_missing_or_another_file_is_named_and_left_out(written: Written, tmp_path: Path) -> None:
+    root, copy = tmp_path / "traces", tmp_path / "copy"
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    good = placed(copy, "good.trace.json", torch_trace(OPS))
+    altered = placed(root, "altered.trace.json", torch_trace(OPS[:1]))
+    (root / altered.path).write_bytes(torch_trace(OPS[:1]).replace(b"aten::mm", b"aten::xx"))
+    longer = placed(root, "longer.trace.json", torch_trace(OPS[1:]))
+    (root / longer.path).write_bytes(torch_trace(OPS))
+    gone = Trace("gone.trace.json", 5, "ab")
+    outside = Trace("../outside.trace.json", 5, "cd")
+    written.profiles(peer, 80, 20, good, altered, longer, gone, outside, Trace("memory.pickle", 9, "ef"))
+    told, events = merged(written.close(), root, copy)
+    assert told.traces == (str(copy / "good.trace.json"),)
+    assert len(ops(events)) == 3
+    nbytes, seen = len(torch_trace(OPS)), f"{_digest(root / altered.path)}…"
+    assert told.warnings == (
+        f"left out: the trace altered.trace.json: {root}/altered.trace.json has sha256 {seen}, the log says "
+        + f"{altered.sha256[:16]}…: another file",
+        f"left out: the trace longer.trace.json: {root}/longer.trace.json has {nbytes} bytes, the log says "
+        + f"{longer.nbytes}",
+        f"left out: the trace gone.trace.json: not found ({root}, {copy})",
+        "left out: the trace ../outside.trace.json: not a path below a traces root",
+    )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def test_a_trace_that_was_moved_is_found_where_it_was_told_last(written: Written, tmp_path: Path) -> None:
+    root = tmp_path / "traces"
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    first = Trace("step/a.trace.json", 0, "")
+    moved = placed(root, "rollout-replica0_a.trace.json", torch_trace(OPS))
+    first = Trace(first.path, moved.nbytes, moved.sha256)
+    written.profiles(peer, 80, 20, first)
+    written.profiles(peer, 110, 20, moved)
+    told, _ = merged(written.close(), root)
+    assert (told.traces, told.warnings) == ((str(root / moved.path),), ())
+
+
+def test_a_trace_that_is_no_json_any_more_is_cut_off_where_it_ends(written: Written, tmp_path: Path) -> None:
+    root = tmp_path / "traces"
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    broken = placed(root, "broken.trace.json.gz", torch_trace(OPS)[: -len(torch_trace(OPS)) // 3])
+    later = placed(root, "later.trace.json", torch_trace(OPS))
+    written.profiles(peer, 80, 20, broken, later)
+    told, events = merged(written.close(), root)
+    (warning,) = told.warnings
+    assert warning.startswith(f"cut off: {root}/broken.trace.json.gz is no trace any more after 3 events: parse error")
+    assert len([one for one in events if one["ph"] == "X" and one["name"] == "gemm"]) == 1, "the next one is whole"
+
+
+def test_without_estimates_traces_are_on_their_nodes_clock_and_that_is_said(written: Written, tmp_path: Path) -> None:
+    root = tmp_path / "traces"
+    peer = written.joins(PRIMARY)
+    trace = placed(root, "a.trace.json", torch_trace(OPS))
+    written.profiles(peer, 80, 20, trace)
+    told, _ = merged(written.close(), root)
+    assert told.warnings == (f"{root}/a.trace.json: on its node's own clock, whose offset is unknown",)
+
+
+def test_a_trace_from_before_the_run_is_told(written: Written, tmp_path: Path) -> None:
+    peer = written.joins(PRIMARY)
+    trace = placed(tmp_path, "a.trace.json", torch_trace([Op("old", -5_000, 1), *OPS]))
+    written.profiles(peer, 80, 20, trace)
+    told = write_timeline(written.close(), tmp_path / "t.json", [tmp_path])
+    assert told.warnings[-1] == (
+        f"{tmp_path}/a.trace.json: 1 of its 6 events lie before the run began; is the clock of its node right?"
+    )
+
+
+def test_traces_without_a_root_are_told(written: Written, tmp_path: Path) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.profiles(peer, 80, 20, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
+    told, events = merged(written.close())
+    assert events == []
+    assert told.warnings == ("left out: 1 traces that the log names; give --traces with their root",)
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from controlplane.timeline import write_timeline
+log, out, root = map(Path, sys.argv[1:])
+told = write_timeline(log, out, [root])
+assert told.warnings == (), told.warnings
+print(told.traced_events, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def large(path: Path, events: int) -> Trace:
+    """A trace of that many events, about 210 bytes each; written piece by piece."""
+    whole = torch_trace([Op("aten::mm", 60, 0.001, tid=1)])
+    begin, event = whole.split(b'{"ph": "X"')
+    one, end = (b'{"ph": "X"' + event).split(b"\n  ]")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(begin)
+        for i in range(events // 100):
+            file.write(b",\n  ".join([one.replace(b'"External id": 0', b'"External id": %d' % i)] * 100) + b",\n  ")
+        file.write(one + b"\n  ]" + end)
+    return _told(path)
+
+
+def _told(path: Path) -> Trace:
+    data = path.read_bytes()
+    return Trace(path.name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def peak(folder: Path, events: int) -> tuple[int, int]:
+    """How many events were merged, and how much memory that took, in bytes."""
+    folder.mkdir()
+    written = Written(folder / "run.db")
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.profiles(peer, 80, 20, large(folder / "large.trace.json.gz", events))
+    command = [sys.executable, "-c", PEAK, written.close(), folder / "t.json.gz", folder]
+    done = subprocess.run([str(one) for one in command], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    count, nbytes = done.stdout.split()
+    return int(count), int(nbytes)
+
+
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
+    few, many = peak(tmp_path / "small", 1_000), peak(tmp_path / "large", 200_000)  # 0.2 and 42 MB
+    assert (few[0], many[0]) == (1_003, 200_003)
+    assert many[1] - few[1] < 16 * 1024 * 1024
+
+
+def test_the_file_is_one_json_object_a_line_for_each_event(written: Written, tmp_path: Path) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.profiles(peer, 80, 20, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
+    out = tmp_path / "t.json"
+    told = write_timeline(written.close(), out, [tmp_path])
+    lines = out.read_text().splitlines()
+    parsed = [json.loads(line.rstrip(",")) for line in lines[1:-1]]
+    assert len([one for one in parsed if one["pid"] > 100_000]) >= told.traced_events
+    assert json.loads(out.read_text())["traceEvents"] == parsed
