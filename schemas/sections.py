@@ -13,6 +13,7 @@ from typing import Final, TypeGuard
 from schemas.errors import ConfigError
 
 COUNTS: Final = "whole numbers of at least 0"
+MOST_IN_RANGE: Final = 1_000_000
 _CLOSE_PER_MILLE: Final = 700
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _WORDS: Final = {"null": None, "none": None, "~": None, "": None, "true": True, "false": False}
@@ -117,6 +118,10 @@ class Section:
                 first, last = int(spelled[1]), int(spelled[2])
                 if first > last:
                     raise ConfigError(f'{self.key(name)} holds "{item}": allowed is a range upwards, "{last}-{first}"')
+                if last - first >= MOST_IN_RANGE:
+                    raise ConfigError(
+                        f'{self.key(name)} holds "{item}": allowed is a range of at most {MOST_IN_RANGE} numbers'
+                    )
                 found.update(range(first, last + 1))
             elif is_whole(item) and item >= 0:
                 found.add(item)
@@ -130,8 +135,8 @@ class Section:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """True and false are no numbers here."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """True and false are no numbers here, and neither is what does not fit into 64 bits on the wire."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object] | AbstractSet[object]]:

@@ -387,8 +387,8 @@ def _strangers(tree: Mapping[str, object]) -> list[str]:
     remarks = []
     if is_list(tree.get("defaults")):
         remarks.append(
-            "defaults names files that Hydra would put together, and they are not read: hand over the configuration that "
-            "it makes of them"
+            "defaults names files that Hydra would put together, and they are not read: hand over the configuration "
+            "that it makes of them"
         )
     for path, advice in OUTDATED.items():
         if _stands(tree, path):

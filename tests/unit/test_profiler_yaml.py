@@ -235,6 +235,8 @@ PLAN = (
         ({"steps": 3}, f"steps is 3: allowed is a list of {LIST}"),
         ({"steps": ["5-"]}, f"steps holds '5-': allowed are {LIST}"),
         ({"steps": ["8-5"]}, 'steps holds "8-5": allowed is a range upwards, "5-8"'),
+        ({"steps": ["0-1000000"]}, 'steps holds "0-1000000": allowed is a range of at most 1000000 numbers'),
+        ({"steps": [2**70]}, f"steps holds {2**70}: allowed are {LIST}"),
         ({"steps": [-1]}, f"steps holds -1: allowed are {LIST}"),
         ({"continuous": "x"}, "continuous is 'x': allowed is true or false"),
         ({"timeout_ms": 0}, "timeout_ms is 0: allowed is a whole number of at least 1"),

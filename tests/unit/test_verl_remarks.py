@@ -53,8 +53,8 @@ def test_a_key_of_another_time_is_named_with_its_successor(key: str, advice: str
 def test_a_file_that_hydra_has_not_put_together_is_told_from_one_that_it_has() -> None:
     assert remarks({"defaults": ["ppo_trainer", "_self_"]}) == [
         (
-            "defaults names files that Hydra would put together, and they are not read: hand over the configuration that "
-            "it makes of them"
+            "defaults names files that Hydra would put together, and they are not read: hand over the configuration "
+            "that it makes of them"
         )
     ]
 

@@ -1,0 +1,97 @@
+"""Whatever stands in a configuration: it is read, and can be sent as it was read, or the error is one for a person."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import profiler_yaml, verl
+from schemas.commands import ProfileCommand
+from schemas.config import ProfilerConfig
+from schemas.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+VERL: list[dict[str, Any]] = [
+    yaml.safe_load((CONFIGS / name).read_text("utf-8")) for name in ("verl_all_on.yaml", "verl_pull_5025.yaml")
+]
+OURS: dict[str, Any] = yaml.safe_load((CONFIGS / "profiler.yaml").read_text("utf-8"))
+
+words = st.sampled_from(
+    [
+        "torch",
+        "npu",
+        "nsys",
+        "torch_memory",
+        "precision_debugger",
+        "all",
+        "1-3",
+        "???",
+        "${oc.env:X,[1]}",
+        "${a.b}",
+        "",
+        "x",
+    ]
+)
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | words
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def paths(tree: object, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place below the top at which something stands."""
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [path for key, value in inner for path in [(*above, key), *paths(value, (*above, key))]]
+
+
+@st.composite
+def altered(draw: st.DrawFn, tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree, with something else at one to three of its places."""
+    tree = copy.deepcopy(tree)
+    for _ in range(draw(st.integers(1, 3))):
+        *above, last = draw(st.sampled_from(paths(tree) or [("new",)]))
+        node: Any = tree
+        for key in above:
+            node = node[key]
+        node[last] = draw(values)
+    return tree
+
+
+def sendable(config: ProfilerConfig) -> bool:
+    """Whether a command that carries it is the same on the other side, whose decoder checks each bound."""
+    command = ProfileCommand(action="start", step=0, plan=config.plan, roles=config.roles)
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=ProfileCommand)
+    again = msgspec.json.decode(msgspec.json.encode(config), type=ProfilerConfig)
+    return there == command and again == config
+
+
+@pytest.mark.parametrize("base", VERL, ids=["all_on", "pull_5025"])
+@given(data=st.data(), ranks=st.sampled_from(["global", "replica"]))
+def test_verl_s(base: dict[str, Any], data: st.DataObject, ranks: verl.RankUnit) -> None:
+    tree = data.draw(altered(base))
+    try:
+        config, remarks = verl.read(tree, {"DATA_ROOT": "/data"}, ranks=ranks)
+    except ConfigError as error:
+        assert str(error)
+        return
+    assert sendable(config)
+    assert all(remarks) and len(set(remarks)) == len(remarks)
+    assert profiler_yaml.read(profiler_yaml.written(config), {}) == config
+
+
+@given(altered(OURS))
+def test_ours(tree: dict[str, Any]) -> None:
+    try:
+        config = profiler_yaml.read(tree, {})
+    except ConfigError as error:
+        assert str(error)
+        return
+    assert sendable(config)
+    assert profiler_yaml.read(profiler_yaml.written(config), {}) == config
