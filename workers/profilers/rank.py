@@ -156,7 +156,7 @@ class TrainingRank:
 
     def annotate(self, stage: str, *, scheduled: bool = False, model: object | None = None) -> Stage:
         """Mark a stage of this rank, as a decorator or with `with`; see `workers.profilers.annotate`."""
-        return Stage((stage, None, scheduled, model, self.profiler))
+        return Stage(stage, None, scheduled, model, self.profiler)
 
     def mini_batch(self) -> None:
         """One mini-batch of a scheduled stage is done."""

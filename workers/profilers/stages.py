@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
+from msgspec import Struct
+
 from schemas.errors import ConfigError
 
 P = ParamSpec("P")
@@ -60,54 +62,44 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)  # the agent and its bus stay with the parent
 
 
-What = tuple[str, str | None, bool, object | None, Listener | None]
-"""Name, role (None for all), whether it is scheduled, model, and the one that it is for (None for all)."""
 Entered = tuple[tuple[Listener, object], ...]
 _NOBODY: Entered = ()
 
 
-class Stage:
+class Stage(Struct):  # one is made for each `with`, and a Struct is made in a fifth of the time
     """A named part of a training step: a decorator of functions, async ones too, or a context. Re-entrant.
 
+    role: only for the rank of that role; None for all.   scheduled: its mini-batches are those of the plan's schedule.
+    model: the torch module that it runs.   listener: only for this one; None for all.
     As a context one object serves one task at a time; make another for each `with`, as `annotate` does.
     """
 
-    _entered: list[Entered] | None = None
-    """What was told on entering, innermost last. Only while there is something to tell: see `__enter__`."""
-
-    def __init__(self, what: What) -> None:
-        self._what = what  # one attribute: a stage that nobody records is to cost nothing
-
-    @property
-    def name(self) -> str:
-        return self._what[0]
-
-    @property
-    def scheduled(self) -> bool:
-        return self._what[2]
-
-    @property
-    def model(self) -> object | None:
-        return self._what[3]
+    name: str
+    role: str | None = None
+    scheduled: bool = False
+    model: object = None
+    listener: object = None
+    entered: list[Entered] | None = None
+    """What was told on entering, innermost last."""
 
     def __enter__(self) -> Self:
-        if _open or self._entered:  # the latter: entered again, and the session over in between
-            if self._entered is None:
-                self._entered = []
-            self._entered.append(self._enter())
+        if _open or self.entered:  # the latter: entered again, and the session over in between
+            if self.entered is None:
+                self.entered = []
+            self.entered.append(self._enter())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._entered:
-            _leave(self._entered.pop())
+        if self.entered:
+            _leave(self.entered.pop())
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Raises ConfigError for a generator: its body runs when it is consumed, not when it is called."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigError(
-                f"stage {self._what[0]} annotates the generator {function.__qualname__}, whose work is done elsewhere: "
+                f"stage {self.name} annotates the generator {function.__qualname__}, whose work is done elsewhere: "
                 "annotate the function that consumes it"
             )
         if inspect.iscoroutinefunction(function):
@@ -138,10 +130,9 @@ class Stage:
         return tuple((one, one.enter(self)) for one in _open if self._is_for(one))
 
     def _is_for(self, listener: Listener) -> bool:
-        _, role, _, _, only = self._what
-        if only is not None:
-            return only is listener
-        return role is None or role == listener.role
+        if self.listener is not None:
+            return self.listener is listener
+        return self.role is None or self.role == listener.role
 
 
 def _leave(entered: Entered) -> None:
@@ -155,7 +146,7 @@ def annotate(stage: str, *, role: str | None = None, scheduled: bool = False, mo
     role: only for the rank of that role; None for all.   scheduled: its mini-batches are those of the plan's schedule.
     model: the torch module that the stage runs, for tools that watch one.
     """
-    return Stage((stage, role, scheduled, model, None))
+    return Stage(stage, role, scheduled, model)
 
 
 def mini_batch(role: str | None = None) -> None:
