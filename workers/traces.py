@@ -72,6 +72,20 @@ def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:
     return not chosen.isdisjoint(identity.node_ranks)
 
 
+def require_writable(directory: Path, who: str) -> None:
+    """Raise EngineError unless this process can write there; it is made.   who: is to write there, for the message."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise EngineError(
+            f"{directory} can't be written: {error.strerror}. {who} needs it for traces: give another directory, on "
+            "every node the same."
+        ) from error
+
+
 def make_fresh(directory: Path) -> None:
     """Make the directory of a session. Raises EngineError if it can't be made, or holds files already."""
     try:

@@ -17,9 +17,10 @@ from controlplane import ControlPlane
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.config import AgentConfig, BusConfig
 from schemas.desired import Session
-from schemas.errors import EngineError
+from schemas.errors import EngineError, UnsupportedError
 from schemas.events import (
     Abort,
+    CheckProfile,
     CollectTraces,
     EngineCall,
     Flush,
@@ -471,6 +472,8 @@ async def test_a_server_without_a_profiler_of_its_own_is_given_the_plan(sglang: 
         ({}, {"by_stage": True}, "take no window"),
         ({}, {"merge": True}, "nothing that merges"),
         ({}, {"with_stack": True, "record_shapes": True}, "contents lack stack, shapes"),
+        ({}, {"with_modules": True}, "contents lack stack"),
+        ({}, {"activities": frozenset()}, "names no activity"),
         ({}, {"activities": frozenset({"memory"})}, "contents lack memory"),
     ],
 )
@@ -478,7 +481,11 @@ async def test_a_plan_that_the_server_would_not_follow_is_refused(
     profiled: Bench, configured: dict[str, bool], plan: dict[str, Any], why: str
 ) -> None:
     profiled.within(lambda server: server.profiler_controller.__dict__.update(configured))
-    await profiled.refuses(start(**plan), "the profile was not started", why)
+    started = start(**plan)
+    for call in (CheckProfile(started.session.plan), started):
+        with pytest.raises(UnsupportedError, match=why):
+            await profiled.do(call)
+    assert profiled.called == []
     assert not (profiled.folder / "traces").exists()
 
 

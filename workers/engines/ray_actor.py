@@ -49,7 +49,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
-from workers.traces import collected, make_fresh
+from workers.traces import collected, make_fresh, require_writable
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -202,6 +202,7 @@ class RayActorEngine:
                 await self._flush(look, within_s)
             case CheckProfile():
                 require_recorded(call.plan, look.recorder)
+                await to_thread.run_sync(require_writable, self._traces, self._kind)
             case StartProfile():
                 await self._start_profile(call, look)
             case StopProfile():
@@ -393,10 +394,12 @@ def _unrecorded(plan: ProfilePlan, recorder: Recorder | None) -> str | None:
             "the plan has a window or asks for stages, and verl's servers take no window from a call. Profile from "
             "start to stop"
         )
+    if not plan.activities:
+        return "the plan names no activity: name at least one"
     if recorder is None:
         return None
     lacks = {
-        "stack": plan.with_stack and not {"stack", "module"} & set(recorder.contents),
+        "stack": (plan.with_stack or plan.with_modules) and not {"stack", "module"} & set(recorder.contents),
         "shapes": plan.record_shapes and "shapes" not in recorder.contents,
         "memory": "memory" in plan.activities and "memory" not in recorder.contents,
     }
@@ -424,7 +427,7 @@ def arguments(plan: ProfilePlan, directory: Path) -> dict[str, object]:
     return {
         "output_dir": str(directory),
         "activities": [names[one] for one in sorted(plan.activities)],
-        "with_stack": plan.with_stack,
+        "with_stack": plan.with_stack or plan.with_modules,  # stacks name the modules
         "record_shapes": plan.record_shapes,
         "merge_profiles": plan.merge,
     }

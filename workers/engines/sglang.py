@@ -7,7 +7,11 @@ What it does in its own way
   load that flushes while requests run, of a profile by stage without a number of steps. The machine keeps most of it
   away; here a release comes after a flush that succeeded, and a load never flushes.
 - Health says nothing: on a node rank above 0 it is 200 and every engine route is 404. `/server_info` tells.
-- A second start of a profile is a 200 that loses the first. A stop of a session that ended by itself is a bare 500.
+- A second start of a profile is a 200 that loses the first, whosesoever it is. A start that is armed for later is the
+  one that says whether a session is open; so before each start one is armed that never comes.
+- A stop of a session that ended by itself is a bare 500, and so is one of a session that has not begun, by stage: that
+  would begin in a later step. The same start that never comes takes its place.
+- Stacks name the modules, so they answer for both. An NPU's level is SGLang's own (never run here).
 - `update_weight_version` aborts every request unless it is told not to.
 - A pause with `in_place` or `retract` is believed, not seen: nothing over HTTP tells whether it is paused.
 """
@@ -26,7 +30,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.checkpoints import read_layout, safetensors_files
-from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan
+from schemas.commands import Activity, Broadcast, Checkpoint, Manifest, ProfilePlan
 from schemas.errors import CheckpointError, EngineError, UnsupportedError
 from schemas.events import (
     Abort,
@@ -48,7 +52,7 @@ from schemas.identity import Identity, InFlight, Operation
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
 from workers.engines.front import RETRY_S, Front, Methods, Refused, number, patience_s, text, version_of
 from workers.engines.http import HttpFront, Route
-from workers.traces import collected, make_fresh
+from workers.traces import collected, make_fresh, require_writable
 
 FLUSH_WAIT_S: Final = 5.0
 """How long the server itself waits for a moment without requests, where it can."""
@@ -79,6 +83,16 @@ ROUTES: Final[Mapping[str, Route]] = {
 PAUSES: Final[Mapping[InFlight, str]] = {"abort": "abort", "wait": "retract", "keep": "in_place"}
 ACTIVITIES: Final = {"cpu": "CPU", "cuda": "GPU", "memory": "MEM", "npu": "GPU"}
 """In SGLang's words; on an NPU its `GPU` is what torch_npu records (never run here)."""
+
+RECORDED: Final[Mapping[str, frozenset[Activity]]] = {
+    "cpu": frozenset({"cpu"}),
+    "cuda": frozenset({"cpu", "cuda", "memory"}),
+    "npu": frozenset({"cpu", "npu"}),
+}
+"""By device. A scheduler that is told to record CUDA's memory where there is none dies (0.5.6 to 0.5.23)."""
+NEVER: Final[Mapping[str, object]] = {"start_step": 1 << 60, "activities": []}
+"""A start at a forward that never comes, of nothing. Refused, with nothing changed, while a session is open."""
+STAGES: Final = 2
 
 ONE_FORWARD_SHORT: Final = (0, 5, 16)
 """Below this version `num_steps` records one forward fewer. The only place where a version is compared: nothing else
@@ -127,7 +141,7 @@ class SGLangEngine:
         """Attach. Raises EngineError when the traces' root can't be written: a scheduler that can't, dies."""
         if self._front is not None:
             await self._front.open()
-        await to_thread.run_sync(_require_writable, self._traces)
+        await to_thread.run_sync(require_writable, self._traces, "An SGLang scheduler, which dies if it can't write,")
 
     async def observe(self) -> Observation:
         """Read what it is now."""
@@ -182,10 +196,9 @@ class SGLangEngine:
                 await front.call("abort_request", rid="", abort_all=True)
             case CheckProfile():
                 profile_arguments(call.plan, "", self._traces, launch)
+                await to_thread.run_sync(require_writable, self._traces, "sglang")
             case StartProfile():
-                arguments = profile_arguments(call.session.plan, call.directory, self._traces, launch)
-                await to_thread.run_sync(make_fresh, self._traces / call.directory)
-                await front.call("start_profile", **arguments)
+                await self._start_profile(front, launch, call)
             case StopProfile():
                 return await self._stop_profile(front, call)
             case _:
@@ -298,21 +311,51 @@ class SGLangEngine:
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 
+    async def _start_profile(self, front: Front, launch: Launch, call: StartProfile) -> None:
+        arguments = profile_arguments(call.session.plan, call.directory, self._traces, launch)
+        await to_thread.run_sync(make_fresh, self._traces / call.directory)
+        if not await self._disarmed(front):
+            raise EngineError(
+                "sglang records a session already that this agent did not start, and a start would lose it. It goes "
+                "on: stop it where it was started (/stop_profile), then start again."
+            )
+        await front.call("start_profile", **arguments)
+
     async def _stop_profile(self, front: Front, call: StopProfile) -> Returned:
-        """A refusal means that no session was open: then it had ended by itself, and left its traces."""
-        ended = False
-        try:
-            await front.call("stop_profile")
-        except Refused as error:
-            if error.status not in (None, 500):
-                raise
-            ended = True
-        found = await to_thread.run_sync(collected, self._traces, call.directory, call.session.plan, self._identity)
-        if ended and not found.traces:
+        """A refusal means that no session was open: it had ended by itself, or, by stage, had not begun."""
+        plan, place = call.session.plan, self._traces / call.directory
+        refused = not await self._stopped(front)
+        if plan.by_stage:
+            for _ in range(STAGES):  # each begins once, and might have done so since
+                if await self._disarmed(front):
+                    break
+                await self._stopped(front)
+        files = await to_thread.run_sync(_files, place)
+        if refused and not files and not plan.by_stage:
             raise EngineError(
                 "sglang refused the stop, and the session left no trace: it was not recording. Its log says why."
             )
-        return replace(found, auto_stopped=ended)
+        if plan.merge and files and not any(one.startswith("merged-") for one in files):
+            raise EngineError(f"sglang merged no traces; each rank's is in {place}. Its log says why.")
+        found = await to_thread.run_sync(collected, self._traces, call.directory, plan, self._identity)
+        return replace(found, auto_stopped=refused and bool(files))
+
+    async def _stopped(self, front: Front) -> bool:
+        """Was a session open that is closed now? Raises EngineError."""
+        return await self._obeyed(front, "stop_profile")
+
+    async def _disarmed(self, front: Front) -> bool:
+        """Is none open, and none armed any more? Raises EngineError."""
+        return await self._obeyed(front, "start_profile", **NEVER)
+
+    async def _obeyed(self, front: Front, method: str, **arguments: object) -> bool:
+        try:
+            await front.call(method, **arguments)
+        except Refused as error:
+            if error.status not in (None, 500):
+                raise
+            return False
+        return True
 
 
 # --- decided from what it tells: pure ---------------------------------------------------------------------------------
@@ -366,10 +409,16 @@ def lacks(launch: Launch) -> dict[Operation, str]:
 
 def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: Launch) -> dict[str, object]:
     """Of a start. Raises UnsupportedError for what this engine can't record."""
+    if "start_profile" not in launch.methods:
+        raise UnsupportedError(f"sglang {launch.version} can't be profiled: {lacks(launch)[Operation.PROFILE]}.")
     takes, window = launch.methods["start_profile"], plan.window
+    lacking = plan.activities - RECORDED.get(launch.device or "", plan.activities)
     what: str | None = None
-    if launch.device == "cpu" and plan.activities != {"cpu"}:
-        what = f"{', '.join(sorted(plan.activities - {'cpu'}))}, and it runs on a CPU"
+    if not plan.activities:
+        what = "nothing: name at least one activity in the plan"
+    elif lacking or (plan.tool == "npu" and launch.device not in (None, "npu")):
+        asked = ", ".join(sorted(lacking)) or "with tool npu"
+        what = f"{asked}: it runs on a {(launch.device or '').upper()}. Change the plan"
     elif plan.by_stage and window is None:
         what = "by stage without a window: give the number of forward steps of each stage"
     elif window is not None and window.start > 0:
@@ -384,7 +433,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: L
     arguments: dict[str, object] = {
         "output_dir": str(traces / directory),
         "activities": [ACTIVITIES[one] for one in sorted(plan.activities)],
-        "with_stack": plan.with_stack,
+        "with_stack": plan.with_stack or plan.with_modules,
         "record_shapes": plan.record_shapes,
     }
     if window is not None:
@@ -447,18 +496,9 @@ def _packed(directory: Path, names: list[str]) -> str:
     return packed
 
 
+def _files(directory: Path) -> list[str]:
+    return [one.name for one in directory.rglob("*") if one.is_file()]
+
+
 def _unknown() -> Observation:
     return Observation(engine="sglang", tokenizer="unknown")
-
-
-def _require_writable(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise EngineError(
-            f"the traces' root {directory} can't be written: {error.strerror}. An SGLang scheduler that can't write "
-            "its trace dies: give another root, on every node the same."
-        ) from error

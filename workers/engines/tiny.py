@@ -45,7 +45,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation
-from workers.traces import collected
+from workers.traces import collected, require_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,6 +172,7 @@ class TinyEngine:
                 from workers.engines.tiny_profile import require_possible
 
                 require_possible(call.plan)
+                require_writable(self._traces, "The engine")
             case StartProfile():
                 file = (
                     resolve(self._traces, call.directory)

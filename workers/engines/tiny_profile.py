@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from torch.autograd import profiler as torchs
 from torch.cuda import is_available as cuda_is_available
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,7 +20,8 @@ from workers.traces import make_fresh
 FORWARD: Final = "tiny.forward"
 """The span around each forward in a trace."""
 
-# torch's profiler is one per process, and two threads that start it at once bring the process down (torch 2.13).
+# torch's profiler is one per process, and two threads that start it at once bring the process down (torch 2.13). One
+# that somebody else started in this process would lose what it has recorded.
 _in_use = threading.Lock()
 
 
@@ -51,6 +53,7 @@ class Recording:
         self._auto_stopped = False
         try:
             make_fresh(file.parent)
+            _require_free()
             if plan.window is None:
                 self._begin()
         except EngineError:
@@ -90,6 +93,11 @@ class Recording:
         self._release()
 
     def _begin(self) -> None:
+        try:
+            _require_free()
+        except EngineError as error:
+            self._failure = error
+            return
         plan = self._plan
         activities = [ProfilerActivity.CPU]
         if "cuda" in plan.activities:
@@ -97,7 +105,7 @@ class Recording:
         profiler = profile(
             activities=activities,
             record_shapes=plan.record_shapes,
-            with_stack=plan.with_stack,
+            with_stack=plan.with_stack or plan.with_modules,  # stacks name the modules
             profile_memory="memory" in plan.activities,
             acc_events=True,
         )
@@ -115,6 +123,11 @@ class Recording:
         try:
             profiler.stop()
             profiler.export_chrome_trace(str(self.file))
+        except FileNotFoundError:  # torch 2.13 removes what it could not write to the end
+            self._failure = EngineError(
+                f"the trace {self.file} was not written to its end, and torch removed it: is the disk full? The "
+                "session is closed."
+            )
         except (OSError, RuntimeError) as error:
             self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
 
@@ -124,13 +137,22 @@ class Recording:
             _in_use.release()
 
 
+def _require_free() -> None:
+    """Raise EngineError while somebody else's profiler records in this process."""
+    if torchs._is_profiler_enabled:
+        raise EngineError(
+            "the profile was not recorded: torch's profiler is one per process, and somebody else's records here. It "
+            "goes on. Stop it, then start again, or run the engine in a process of its own."
+        )
+
+
 def require_possible(plan: ProfilePlan) -> None:
     """Raise UnsupportedError for what this engine can't record."""
     what: str | None = None
     if "cuda" in plan.activities and not cuda_is_available():
         what = "activity `cuda`, and torch sees no GPU here"
-    elif "npu" in plan.activities:
-        what = "activity `npu`, and this engine runs on CPUs and GPUs"
+    elif "npu" in (plan.tool, *plan.activities):
+        what = "what an NPU does, and this engine runs on CPUs and GPUs"
     elif plan.by_stage:
         what = "a trace by stage, and this engine feeds prompts and tokens in the same forward"
     elif plan.merge:

@@ -5,7 +5,11 @@ What was read and run: vLLM 0.13 to 0.33. Its server needs VLLM_SERVER_DEV_MODE=
 
 What it does in its own way
 - The traces' directory is fixed at launch. They are moved to the session's after the stop.
-- A second start is a 409 from 0.32 on, and silence before; a second stop is silence. The machine sends neither.
+- What a trace holds is fixed at launch too, up to 0.31 its window as well. A plan that asks for more is refused. Stacks
+  name the modules, so they answer for both. An NPU's levels are those of vllm-ascend (never run here).
+- `delay_iterations` of n, n > 0, passes over n - 1 forwards, and 0 over none. The front end's trace knows no window.
+- A second start is a 409 from 0.32 on, and silence before: there a session of somebody else's can't be seen, and ends
+  with ours. A second stop is silence. The machine sends neither.
 - Waking the last region of memory un-pauses the scheduler, so it is paused again at once.
 - A reload that raises in a worker ends the server, so a source is checked before, and again just before the load.
 - A failed `reset_prefix_cache` is HTTP 200 with `success: false`.
@@ -23,7 +27,7 @@ from anyio import to_thread
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import Broadcast, ProfilePlan
+from schemas.commands import Broadcast, ProfilePlan, Window
 from schemas.errors import CheckpointError, EngineError, UnsupportedError
 from schemas.events import (
     Abort,
@@ -43,9 +47,9 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
-from workers.engines.front import RETRY_S, Front, Methods, part, patience_s, text, version_of
+from workers.engines.front import RETRY_S, Front, Methods, number, part, patience_s, text, version_of
 from workers.engines.http import HttpFront, Route
-from workers.traces import collected, make_fresh, moved
+from workers.traces import collected, make_fresh, moved, require_writable
 
 ROUTES: Final[Mapping[str, Route]] = {
     "start_profile": Route("POST", "/start_profile"),
@@ -71,19 +75,25 @@ ROUTES: Final[Mapping[str, Route]] = {
 }
 """The server's routes, by the names of `AsyncLLM`'s methods (vllm/entrypoints/**/api_router.py, 0.13 to 0.33)."""
 
+_KEYS: Final = {
+    "stack": "torch_profiler_with_stack",
+    "shapes": "torch_profiler_record_shapes",
+    "memory": "torch_profiler_with_memory",
+}
 NEEDS_DEV_MODE: Final = "launch the server with VLLM_SERVER_DEV_MODE=1"
 
 
 class Launch(Struct, frozen=True):
     """How the engine was launched, as far as it tells.
 
-    profiles_to: where torch traces are written; None when it was launched without a profiler.   frees: sleep frees
-    memory, or there is none to free.
+    profiles_to: where torch traces are written; None when it was launched without a profiler.   records: its
+    profiler's configuration.   frees: sleep frees memory, or there is none to free.
     """
 
     version: str
     instance: str | None
     model: str | None
+    device: str | None
     profiles_to: Path | None
     records: Mapping[str, object]
     frees: bool
@@ -172,7 +182,7 @@ class VllmEngine:
             case Abort():
                 await front.call("abort")
             case CheckProfile():
-                profile_arguments(call.plan, "", launch)
+                await self._check_profile(launch, call.plan)
             case StartProfile():
                 await self._start_profile(front, launch, call)
             case StopProfile():
@@ -269,6 +279,12 @@ class VllmEngine:
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 
+    async def _check_profile(self, launch: Launch, plan: ProfilePlan) -> None:
+        profile_arguments(plan, "", launch)
+        await to_thread.run_sync(require_writable, self._traces, "The agent")
+        assert launch.profiles_to is not None
+        await to_thread.run_sync(require_writable, launch.profiles_to, "vllm")
+
     async def _start_profile(self, front: Front, launch: Launch, call: StartProfile) -> None:
         plan = call.session.plan
         arguments = profile_arguments(plan, call.directory, launch)
@@ -304,6 +320,7 @@ def launched(info: Mapping[str, object], methods: Methods) -> Launch:
         version=text(info, "version") or "of unknown version",
         instance=text(config, "instance_id"),
         model=text(model, "model"),
+        device=text(part(config, "device_config"), "device"),
         profiles_to=Path(directory) if text(profiler, "profiler") == "torch" and directory else None,
         records=profiler,
         frees=frees,
@@ -359,27 +376,62 @@ def pause_arguments(call: Pause, launch: Launch) -> dict[str, object]:
 
 def profile_arguments(plan: ProfilePlan, directory: str, launch: Launch) -> dict[str, object]:
     """Of a start. Raises UnsupportedError for what this engine can't record, naming what to launch it with."""
-    takes, records = launch.methods["start_profile"], launch.records
-    what: str | None = None
-    if plan.by_stage or plan.merge:
-        what = "traces by stage, or merged, which vLLM does not write"
-    elif plan.with_stack and records.get("torch_profiler_with_stack") is False:
-        what = "stacks: launch it with torch_profiler_with_stack"
-    elif plan.record_shapes and records.get("torch_profiler_record_shapes") is False:
-        what = "shapes: launch it with torch_profiler_record_shapes"
-    elif "memory" in plan.activities and records.get("torch_profiler_with_memory") is False:
-        what = "memory: launch it with torch_profiler_with_memory"
-    elif plan.window is not None and not {"delay_iterations", "max_iterations"} <= takes:
-        what = "a window, which vLLM takes from 0.32 on"
-    if what is not None:
+    if why := lacks(launch).get(Operation.PROFILE):
+        raise UnsupportedError(f"vllm {launch.version} can't be profiled: {why}.")
+    if what := _unrecorded(plan, launch):
         raise UnsupportedError(f"vllm {launch.version} can't record {what}.")
-    arguments: dict[str, object] = {}
-    if "profile_prefix" in takes:
+    takes, arguments = launch.methods["start_profile"], dict[str, object]()
+    if "profile_prefix" in takes and directory:
         arguments["profile_prefix"] = directory.replace("/", ".")
-    if plan.window is not None:
-        arguments["delay_iterations"] = plan.window.start
-        arguments["max_iterations"] = plan.window.end - plan.window.start
+    if _bounded(takes):  # also without a window: there may be one that it was launched with
+        arguments["delay_iterations"], arguments["max_iterations"] = bounds(plan.window)
     return arguments
+
+
+def bounds(window: Window | None) -> tuple[int, int]:
+    """A window as delay and number of iterations; 0 iterations stands for no end."""
+    if window is None:
+        return 0, 0
+    return (window.start + 1 if window.start else 0), window.end - window.start
+
+
+def _bounded(takes: frozenset[str]) -> bool:
+    return {"delay_iterations", "max_iterations"} <= takes
+
+
+def _unrecorded(plan: ProfilePlan, launch: Launch) -> str | None:
+    """What the plan asks for and this engine, as it was launched, would not record."""
+    records, device = launch.records, launch.device
+    if plan.by_stage or plan.merge:
+        return "traces by stage, or merged, which vLLM does not write: change the plan"
+    if device is not None and "npu" in (plan.tool, *plan.activities) and device != "npu":
+        return f"what an NPU does: it runs on a {device}. Change the plan"
+    if device == "cpu" and "cuda" in plan.activities:
+        return "cuda: it runs on a CPU. Change the plan"
+    activities = records.get("torch_profiler_activities")
+    for one in sorted(plan.activities & {"cpu", "cuda"}):
+        if isinstance(activities, list) and one.upper() not in activities:
+            return f"{one}: launch it with torch_profiler_activities that have {one.upper()}"
+    contents = {
+        "stack": plan.with_stack,
+        "stack (it names the modules)": plan.with_modules,
+        "shapes": plan.record_shapes,
+        "memory": "memory" in plan.activities,
+    }
+    for what, wanted in contents.items():
+        key = _KEYS[what.partition(" ")[0]]
+        if wanted and records.get(key) is False:
+            return f"{what}: launch it with {key}"
+    if any(number(records, key) for key in ("wait_iterations", "warmup_iterations")):
+        return "all forward steps: launch it without wait_iterations and warmup_iterations"
+    held = tuple(number(records, key) or 0 for key in ("delay_iterations", "max_iterations"))
+    if (asked := bounds(plan.window)) != held and not _bounded(launch.methods["start_profile"]):
+        window = "start to stop" if plan.window is None else f"a window of [{plan.window.start}, {plan.window.end})"
+        return (
+            f"{window}, and before 0.32 the bounds are fixed at launch: launch it with delay_iterations={asked[0]} and "
+            f"max_iterations={asked[1]}, or use 0.32"
+        )
+    return None
 
 
 def fingerprint(checksums: object) -> str:
