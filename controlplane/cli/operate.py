@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -14,6 +15,7 @@ from controlplane.cli.explain import explain
 from controlplane.cli.tables import fleet_table, report_table
 from controlplane.operator import ask_status, submit
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
+from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.identity import Tag
 from schemas.wire import FleetStatus, Report
@@ -56,6 +58,25 @@ def status(bus: str, as_json: bool, timeout: float) -> None:
         fleet_table(Console(), fleet)
 
 
+def _read_config(context: click.Context, option: click.Parameter, file: Path | None) -> ProfilerConfig | None:
+    if file is None:
+        return None
+    from schemas.profiler_files import read
+
+    config, remarks = read(file)
+    for remark in remarks:
+        click.echo(f"{file}: {remark}", err=True)
+    return config
+
+
+_config = click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    callback=_read_config,
+    help="Takes the plan from a profiler configuration, verl's or ours.",
+)
+
+
 @click.group(short_help="Open or close a profiling session by hand; explain a configuration.")
 def profile() -> None:
     """Open or close a profiling session by hand, or explain what a configuration will profile."""
@@ -70,6 +91,7 @@ def profile() -> None:
 @click.option("--activity", "activities", multiple=True, type=click.Choice(["cpu", "cuda", "memory"]))
 @click.option("--with-stack", is_flag=True)
 @click.option("--record-shapes", is_flag=True)
+@_config
 @_publishes
 def profile_start(
     bus: str,
@@ -82,8 +104,15 @@ def profile_start(
     activities: tuple[Any, ...],
     with_stack: bool,
     record_shapes: bool,
+    config: ProfilerConfig | None,
 ) -> None:
-    """Open a session on every replica, or on those named."""
+    """Open a session on every replica and training rank, or on the replicas named."""
+    if config is not None:
+        if ranks is not None or window is not None or activities or with_stack or record_shapes:
+            raise ConfigError("--config says all of the plan: leave the other options out, or --config.")
+        command = ProfileCommand(action="start", step=step, plan=config.plan, roles=config.roles)
+        _submit(bus, as_json, replicas, timeout, command)
+        return
     try:
         plan = ProfilePlan(
             ranks=ranks,
@@ -111,6 +140,24 @@ def profile_stop(bus: str, as_json: bool, replicas: frozenset[int] | None, timeo
 def profile_collect(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, step: int) -> None:
     """After a stop: the answer names the traces that the other nodes wrote to their own disks."""
     _submit(bus, as_json, replicas, timeout, ProfileCommand(action="collect", step=step))
+
+
+@profile.command("check")
+@click.option("--step", type=click.IntRange(0), default=0, help="Any: steps are not asked about.")
+@_config
+@_publishes
+def profile_check(
+    bus: str,
+    as_json: bool,
+    replicas: frozenset[int] | None,
+    timeout: float,
+    step: int,
+    config: ProfilerConfig | None,
+) -> None:
+    """Ask everybody whether it could record what the plan says. Nothing is started."""
+    config = config or ProfilerConfig()
+    command = ProfileCommand(action="check", step=step, plan=config.plan, roles=config.roles)
+    _submit(bus, as_json, replicas, timeout, command)
 
 
 profile.add_command(explain)

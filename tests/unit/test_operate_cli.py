@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -125,6 +126,19 @@ def test_traces_of_the_other_nodes_are_asked_for_by_hand(plane: BlockingControlP
     outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
     assert outcomes["0.0"] == {"type": "skipped", "reason": "already"}
     assert outcomes["0.1"]["calls"] == ["collect_traces"]
+
+
+def test_a_configuration_is_checked_by_hand_and_says_who_is_meant(plane: BlockingControlPlane, tmp_path: Path) -> None:
+    (tmp_path / "profiler.yaml").write_text("steps: [1]\nrollout: {ranks: [77]}\nroles: {actor: {ranks: [0]}}\n")
+    config = ("--config", str(tmp_path / "profiler.yaml"))
+    said = rolloutctl("profile", "check", *config, "--json", bus=plane.address)
+    outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
+    assert outcomes["0.0"] == {"type": "skipped", "reason": "rank_not_selected"}
+    said = rolloutctl("profile", "start", "--step", "1", *config, "--ranks", "0", bus=plane.address)
+    assert said.returncode == 2 and "--config says all of the plan" in said.stderr
+    (tmp_path / "profiler.yaml").write_text("steps: [0]\nrollout: {rank: [77]}\n")
+    said = rolloutctl("profile", "check", *config, bus=plane.address)
+    assert said.returncode == 2 and "did you mean ranks?" in said.stderr
 
 
 @pytest.mark.parametrize(
