@@ -18,6 +18,8 @@ COMMANDS = {
     "demo": "controlplane.cli.demo:demo",
     "engine": "controlplane.cli.engine:engine",
     "log": "controlplane.cli.log:log",
+    "timeline": "controlplane.cli.timeline:timeline",
+    "report": "controlplane.cli.report:report",
     **{
         name: f"controlplane.cli.operate:{name}"
         for name in ("status", "profile", "pause", "resume", "flush", "sleep", "wake", "abort")

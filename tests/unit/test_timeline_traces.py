@@ -110,14 +110,15 @@ def test_what_is_missing_or_another_file_is_named_and_left_out(written: Written,
     told, events = merged(written.close(), root, copy)
     assert told.traces == (str(copy / "good.trace.json"),)
     assert len(ops(events)) == 3
-    nbytes, seen = len(torch_trace(OPS)), f"{_digest(root / altered.path)}…"
-    assert told.warnings == (
-        f"left out: the trace altered.trace.json: {root}/altered.trace.json has sha256 {seen}, the log says "
-        + f"{altered.sha256[:16]}…: another file",
-        f"left out: the trace longer.trace.json: {root}/longer.trace.json has {nbytes} bytes, the log says "
-        + f"{longer.nbytes}",
-        f"left out: the trace gone.trace.json: not found ({root}, {copy})",
-        "left out: the trace ../outside.trace.json: not a path below a traces root",
+    nbytes, seen, said = len(torch_trace(OPS)), f"{_digest(root / altered.path)}…", altered.sha256[:16]
+    assert told.warnings == tuple(
+        f"left out: the trace {one}"
+        for one in (
+            f"altered.trace.json: {root / altered.path} has sha256 {seen}, the log says {said}…: another file",
+            f"longer.trace.json: {root / longer.path} has {nbytes} bytes, the log says {longer.nbytes}",
+            f"gone.trace.json: not found ({root}, {copy})",
+            "../outside.trace.json: not a path below a traces root",
+        )
     )
 
 
