@@ -11,7 +11,7 @@ Rules
 Theory of operation. A command first passes *order* (`ORDER`, rows 1 to 3): is it of a living epoch, new, next in
 line? Those rows leave the position where it is, and row 3 holds the command until replay has filled the hole. From
 row 4 on the command is in order: it moves the position and changes what is desired, *also when it is skipped*. Then
-*eligibility* (`GATE`, rows 4 to 9), then the command's own rule (row 10, `workers/rules/commands.py`), which compares
+*eligibility* (`workers/rules/gate.py`, rows 4 to 9), then the command's own rule (row 10, `workers/rules/commands.py`), which compares
 what is desired with what the engine is (`workers/rules/settle.py`) and gives the calls to make.
 
 When nothing is left to do for a command and the engine is not as desired (a late joiner, a restart, a missed
@@ -20,14 +20,12 @@ command, the lease), the machine makes the same calls on its own account.
 The transition that is missing on purpose: an agent never serves before a snapshot has told it what is desired.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import Command, EngineCommand, ProfileCommand, UnknownCommand, WeightSync, lasting
-from schemas.desired import Desired, intend, orphaned
+from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync, lasting
+from schemas.desired import intend, orphaned
 from schemas.events import (
     Answer,
     AskSnapshot,
@@ -46,19 +44,17 @@ from schemas.events import (
     Need,
     Perform,
     Returned,
-    Settings,
     SnapshotReceived,
     StartAnew,
     Started,
     Tick,
 )
-from schemas.identity import ROLLOUT, Count, Identity, Positive
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.rules.commands import about_disk, lacking, rule
-from workers.rules.concede import NOTHING, Conceded, concede, remaining, renew
+from workers.rules.commands import rule
+from workers.rules.concede import NOTHING, concede, remaining, renew
+from workers.rules.gate import GATE, not_targeted
 from workers.rules.settle import (
     STEERED,
-    EngineState,
     anew,
     believe,
     holds,
@@ -69,6 +65,9 @@ from workers.rules.settle import (
     name,
     settle,
 )
+from workers.rules.state import NOTHING_TOLD, Activity, AgentState
+
+__all__ = ["GATE", "LOGIC", "REMEMBERED", "Activity", "AgentState", "decide", "next_deadline", "settled"]
 
 LOGIC = 2
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
@@ -80,111 +79,8 @@ REMEMBERED = 16
 _STALE_EPOCH = Skipped(Reason.STALE_EPOCH)
 _SUPERSEDED = Skipped(Reason.SUPERSEDED)
 _EXPIRED = Skipped(Reason.EXPIRED)
-_NOT_TARGETED = Skipped(Reason.NOT_TARGETED)
-_NOT_AN_ENGINE = Skipped(Reason.NOT_AN_ENGINE)
-_NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
-
-
-_NOTHING_TOLD = Returned()
-
-
-class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine calls under way: for a command, or (cause None) on the machine's own account.
-
-    calls: still to be made; the first is in flight.   made: names of those that returned well.   told: by them, of a
-    profiling session.
-    overdue: the deadline passed and the command was answered; the call in flight is still awaited.
-    """
-
-    cause: CommandReceived | None
-    calls: tuple[Call, ...]
-    call_id: Positive
-    deadline_ms: int
-    made: tuple[str, ...] = ()
-    told: Returned = _NOTHING_TOLD
-    overdue: bool = False
-
-
-class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything an agent knows. Nothing that can be derived is stored.
-
-    epoch, seq: newest bus epoch seen; last command applied in order.
-    conceded: what failed, and is not tried again unasked.
-    joined: a snapshot was applied in this incarnation.   astray: the lease ran out or histories diverged; only a
-    snapshot helps.   queue: in order, not decided yet.   held: after a hole.   needs: first seq asked for, 0 if none.
-    inhibited: settling failed and waits for something new before it is tried again.
-    interrupted: what was under way when the last incarnation ended; settled once the engine has been read.
-    """
-
-    identity: Identity = Identity(replica=0, node_rank=0)
-    incarnation: str = ""
-    settings: Settings = Settings()
-    epoch: Count = 0
-    seq: Count = 0
-    desired: Desired = Desired()
-    conceded: Conceded = NOTHING
-    engine: EngineState = EngineState()
-    joined: bool = False
-    astray: bool = False
-    queue: tuple[CommandReceived, ...] = ()
-    held: tuple[CommandReceived, ...] = ()
-    needs: Count = 0
-    activity: Activity | None = None
-    calls_made: Count = 0
-    answers: tuple[Answer, ...] = ()
-    inhibited: bool = False
-    interrupted: Activity | None = None
-
 
 Effects = list[Effect]
-
-
-class Row(NamedTuple):
-    """One row of the decision table."""
-
-    number: int
-    when: Callable[[AgentState, CommandReceived], bool]
-    then: Callable[[AgentState, CommandReceived], Outcome]
-
-
-def _not_targeted(state: AgentState, event: CommandReceived) -> bool:
-    return event.target.replicas is not None and not event.target.names(state.identity)
-
-
-def _not_meant(state: AgentState, event: CommandReceived) -> bool:
-    if state.identity.role != ROLLOUT and isinstance(event.command, WeightSync | EngineCommand):
-        return True
-    return _not_targeted(state, event)
-
-
-def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
-    return Failed(
-        ErrorKind.TOKENIZER_MISSING,
-        f"replica {state.identity.replica} has no tokenizer manager on its node rank 0, so nobody can command its "
-        "engine. The engine was not called: look at its launch.",
-    )
-
-
-def _unsupported(state: AgentState, event: CommandReceived) -> bool:
-    return lacking(event.command, state.engine) is not None
-
-
-def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
-    if isinstance(event.command, UnknownCommand):
-        message = f"this agent knows no command {event.command.tag!r}: it is older than its bus."
-        return Failed(ErrorKind.UNSUPPORTED, message)
-    has = ", ".join(sorted(state.engine.operations)) or "none"
-    lacks = lacking(event.command, state.engine)
-    return Failed(ErrorKind.UNSUPPORTED, f"{state.engine.name} has no operation {lacks}; it has: {has}.")
-
-
-GATE: tuple[Row, ...] = (  # the first row that holds wins; row 4 is asked when the command's turn comes
-    Row(5, _not_meant, lambda s, e: _NOT_TARGETED if _not_targeted(s, e) else _NOT_AN_ENGINE),
-    Row(6, lambda s, e: s.identity.node_rank > 0 and not about_disk(e.command), lambda s, e: _NOT_PRIMARY),
-    # row 7 (tokenizer unknown: hold) has no outcome of its own: see `_turn`
-    Row(8, lambda s, e: s.identity.node_rank == 0 and s.engine.tokenizer == "absent", _tokenizer_missing),
-    Row(9, _unsupported, _say_unsupported),
-)
 
 
 def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, ...]]:
@@ -357,13 +253,13 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
 def _must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
     """Row 7: a primary whose engine still launches holds its commands until it knows, or until their time is over."""
     launching = state.identity.node_rank == 0 and state.engine.tokenizer == "unknown"
-    return launching and not _not_targeted(state, event) and now_ms < event.at_ms + event.ttl_ms
+    return launching and not not_targeted(state, event) and now_ms < event.at_ms + event.ttl_ms
 
 
 def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
     """Decide one command that is in order. It changes what is desired whatever the outcome. seq: the new position."""
     before, conceded = state.desired, state.conceded
-    targeted = not _not_targeted(state, event)
+    targeted = not not_targeted(state, event)
     desired = intend(before, event.command, targeted, state.identity)
     if targeted and conceded is not NOTHING:
         conceded = renew(conceded, event.command, before)
@@ -396,7 +292,7 @@ def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effe
 def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
     """Rows 4 and 7: the time is over. A session must not open in a step that nobody chose; the rest is settled late."""
     launching = state.identity.node_rank == 0 and state.engine.tokenizer == "unknown"
-    if launching and not _not_targeted(state, event):
+    if launching and not not_targeted(state, event):
         return _answer(state, event, _not_ready(state), 7, effects)
     state = _concede(state, event.command) if isinstance(event.command, ProfileCommand) else state
     return _answer(state, event, _EXPIRED, 4, effects)
@@ -478,7 +374,7 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
     cause = activity.cause
     if cause is not None and not activity.overdue:
         acted = _acted(state, cause, made)
-        if told is not _NOTHING_TOLD:
+        if told is not NOTHING_TOLD:
             acted = replace(acted, auto_stopped=told.auto_stopped, traces=told.traces, untraced=told.untraced)
             acted = replace(acted, hook_running=True) if told.hook_running else acted
         state = _answer(state, cause, acted, 10, effects)
