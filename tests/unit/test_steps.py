@@ -1,6 +1,7 @@
 """The steps of a trainer: what is published around them, what follows an answer, and what never holds them up."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -41,7 +42,8 @@ class Bus:
         return ticket
 
     def let_go(self) -> None:
-        for ticket, report in self.open:
+        while self.open:
+            ticket, report = self.open.pop()
             ticket.resolve(report)
 
 
@@ -130,6 +132,36 @@ def test_an_error_of_the_step_is_its_own_and_the_session_is_closed() -> None:
     with pytest.raises(ZeroDivisionError), Step(profiling, 0):
         raise ZeroDivisionError
     assert bus.published == ["check 0", "start 0", "stop 0"]
+
+
+def test_the_work_of_a_step_begins_when_everybody_records_and_the_step_ends_when_everybody_has_written() -> None:
+    """Whatever is generated in a profiled step is in its trace, and nothing of the next step is."""
+    bus = Bus(held=["start", "stop"])
+    course: list[str] = []
+    asked = threading.Semaphore(0)
+
+    def trainer() -> None:
+        with Step(profiling, 0):
+            course.append("work")
+        course.append("next")
+
+    def publish(command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
+        ticket = bus.publish(command, target, timeout_ms)
+        if command.action in bus.held:
+            asked.release()
+        return ticket
+
+    profiling = Profiling(ProfilerConfig(steps=(0,)), publish, lambda: FLEET)
+    thread = threading.Thread(target=trainer)
+    thread.start()
+    asked.acquire()
+    course.append("recording")
+    bus.let_go()
+    asked.acquire()
+    course.append("written")
+    bus.let_go()
+    thread.join()
+    assert course == ["recording", "work", "written", "next"]
 
 
 def test_steps_are_counted_from_0() -> None:
