@@ -101,7 +101,10 @@ class References:
         if not colon:
             found = self._find(self._absolute(inner, path))
             if found is _MISSING:
-                raise ConfigError(f"{here} refers to {inner.strip()}, and nothing stands there: give it a value")
+                raise ConfigError(
+                    f"{here} refers to {inner.strip()}, and nothing stands there: give it a value, or write "
+                    "\\${ where no reference is meant"
+                )
             return found
         if resolver not in RESOLVERS:
             raise ConfigError(

@@ -230,12 +230,12 @@ def written(config: ProfilerConfig) -> dict[str, object]:
     if config.timeout_ms != top.timeout_ms:
         said["timeout_ms"] = config.timeout_ms
     if config.save_path:
-        said["save_path"] = config.save_path
+        said["save_path"] = _escaped(config.save_path)
     said["rollout"] = _plan_written(config.plan, bool(config.finish_hook_cmd))
     if config.roles:
         said["roles"] = {role: _plan_written(plan, bool(config.finish_hook_cmd)) for role, plan in config.roles.items()}
     if config.finish_hook_cmd:
-        said["finish"] = {"hook": config.finish_hook_cmd}
+        said["finish"] = {"hook": _escaped(config.finish_hook_cmd)}
     return said
 
 
@@ -259,9 +259,7 @@ def _plan_written(plan: ProfilePlan, hooked: bool) -> dict[str, object]:
         said["schedule"] = msgspec.to_builtins(plan.schedule)
     if plan.options is not None:
         fields = msgspec.structs.asdict(plan.options)
-        said["options"] = {
-            key: sorted(value) if isinstance(value, frozenset) else value for key, value in fields.items()
-        }
+        said["options"] = {key: _escaped(value) for key, value in fields.items()}
     if plan.layout != "step":
         said["layout"] = plan.layout
     finish: dict[str, object] = {"relocate": True} if plan.finish.relocate else {}
@@ -270,6 +268,13 @@ def _plan_written(plan: ProfilePlan, hooked: bool) -> dict[str, object]:
     if plan.finish.hook_all_ranks or plan.finish.hook_ranks:
         finish["ranks"] = "all" if plan.finish.hook_all_ranks else _spelled(plan.finish.hook_ranks)
     return said | ({"finish": finish} if finish else {})
+
+
+def _escaped(value: object) -> object:
+    """The value, no text of which is taken for a reference."""
+    if isinstance(value, frozenset):
+        return sorted(str(_escaped(one)) for one in value)
+    return value.replace("${", r"\${") if isinstance(value, str) else value
 
 
 def runs(numbers: "frozenset[int] | tuple[int, ...]") -> list[tuple[int, int]]:

@@ -74,8 +74,14 @@ def test_what_is_still_to_be_given_is_not_there() -> None:
         ({"x": "${y}", "y": "${z}", "z": "a ${x}"}, "x refers to itself: x -> y -> z -> x"),
         ({"x": {"y": "${x}"}}, "x.y refers to itself: x.y -> x.y"),
         ({"x": "${oc.select:x,1}"}, "x refers to itself: x -> x"),
-        ({"x": "${a.b}"}, "x refers to a.b, and nothing stands there: give it a value"),
-        ({"x": "${y}", "y": "???"}, "x refers to y, and nothing stands there: give it a value"),
+        (
+            {"x": "${a.b}"},
+            "x refers to a.b, and nothing stands there: give it a value, or write \\${ where no reference is meant",
+        ),
+        (
+            {"x": "${y}", "y": "???"},
+            "x refers to y, and nothing stands there: give it a value, or write \\${ where no reference is meant",
+        ),
         (
             {"x": "${now:%Y}"},
             (

@@ -180,8 +180,8 @@ configs = st.builds(
     steps=some.map(lambda steps: tuple(sorted(steps))),
     continuous=st.booleans(),
     timeout_ms=st.integers(1, 99_999),
-    save_path=st.text("/a.:# '", max_size=9),
-    finish_hook_cmd=st.text("$a:#'\" \n", max_size=9),
+    save_path=st.text("/a.:# '${}", max_size=9),
+    finish_hook_cmd=st.text("${}a:#'\" \n", max_size=9),
 )
 
 
@@ -361,3 +361,22 @@ def test_merged_keys_are_no_double_ones() -> None:
     assert read("rollout: &common\n  ranks: [1]\nroles:\n  a:\n    <<: *common\n    ranks: [2]\n").roles[
         "a"
     ].ranks == frozenset({2})
+
+
+@pytest.mark.parametrize("text", ["${a}", r"\${a}", "${", "$${b}/${c}"])
+def test_what_looks_like_a_reference_and_is_none_is_written_as_none(text: str) -> None:
+    options = PrecisionDebugger(config_path=text, stages=frozenset({text}))
+    plan = ProfilePlan(tool="precision_debugger", options=options)
+    config = ProfilerConfig(plan=plan, save_path=text, finish_hook_cmd=text)
+    assert read(profiler_files.yaml_text(config)) == config
+
+
+def test_a_variable_of_the_hook_s_shell_needs_a_backslash_if_it_has_braces() -> None:
+    assert (
+        read({"finish": {"hook": r"send \${VERL_PROFILE_SAVE_PATH}"}}).finish_hook_cmd
+        == "send ${VERL_PROFILE_SAVE_PATH}"
+    )
+    assert refused({"finish": {"hook": "send ${VERL_PROFILE_SAVE_PATH}"}}) == (
+        "finish.hook refers to VERL_PROFILE_SAVE_PATH, and nothing stands there: give it a value, or write \\${ where no "
+        "reference is meant"
+    )
