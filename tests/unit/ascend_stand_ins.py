@@ -1,0 +1,172 @@
+"""What tools `npu` and `precision_debugger` call, with the signatures of the packages themselves, which need Ascend.
+
+`test_profiler_wheels.py` compares these signatures with the source of torch_npu 2.14.0 and mindstudio-probe 26.2.0.
+Each stand-in notes its calls, and writes a file where the package would.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+Calls = list[tuple[Any, ...]]
+
+
+class ExperimentalConfig:
+    def __init__(
+        self,
+        profiler_level: int = 0,
+        aic_metrics: int = 1,
+        l2_cache: bool = False,
+        msprof_tx: bool = False,
+        mstx: bool = False,
+        data_simplification: bool = True,
+        record_op_args: bool = False,
+        op_attr: bool = False,
+        gc_detect_threshold: float | None = None,
+        export_type: str | list[str] = "text",
+        host_sys: list[str] | None = None,
+        mstx_domain_include: list[str] | None = None,
+        mstx_domain_exclude: list[str] | None = None,
+        sys_io: bool = False,
+        sys_interconnection: bool = False,
+    ) -> None:
+        self.level, self.excluded = profiler_level, mstx_domain_exclude
+
+
+class NpuProfile:
+    calls: Calls = []
+
+    def __init__(
+        self,
+        *,
+        activities: Iterable[Any] | None = None,
+        schedule: Callable[[int], Any] | None = None,
+        on_trace_ready: Callable[..., Any] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        with_modules: bool = False,
+        experimental_config: Any = None,
+        execution_trace_observer: Any = None,
+        custom_trace_id_callback: Callable[[], str] | None = None,
+        use_cuda: bool | None = None,
+    ) -> None:
+        self._ready = on_trace_ready
+        self.calls.append(("profile", tuple(activities or ()), with_stack, experimental_config.level))
+
+    def start(self) -> None:
+        self.calls.append(("start",))
+
+    def step(self) -> None:
+        self.calls.append(("step",))
+
+    def stop(self) -> None:
+        self.calls.append(("stop",))
+        if self._ready is not None:
+            self._ready(self)
+
+
+def tensorboard_trace_handler(
+    dir_name: str | None = None, worker_name: str | None = None, analyse_flag: bool = True, async_mode: bool = False
+) -> Callable[[Any], None]:
+    def ready(profile: Any) -> None:
+        folder = Path(dir_name or ".") / "host_1_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+        folder.mkdir(parents=True)
+        (folder / "ascend_pytorch_profiler_0.db").write_bytes(b"a database")
+
+    return ready
+
+
+def range_start(message: str, stream: Any = None, domain: str = "default") -> int:
+    NpuProfile.calls.append(("range", message))
+    return len(NpuProfile.calls)
+
+
+def range_end(range_id: int, domain: str = "default") -> None:
+    NpuProfile.calls.append(("end",))
+
+
+class Debugger:
+    """As msprobe's: one per process, and the first directory is kept."""
+
+    calls: Calls = []
+    instance: "Debugger | None" = None
+
+    def __new__(cls, *_: Any, **__: Any) -> "Debugger":
+        if cls.instance is None:
+            cls.instance = super().__new__(cls)
+            cls.instance.service = ModuleType("service")
+            cls.instance.service.config = ModuleType("config")
+        return cls.instance
+
+    service: Any
+
+    def __init__(
+        self,
+        config_path: str | None = None,
+        task: str | None = None,
+        dump_path: str | None = None,
+        level: str | None = None,
+        step: Any = None,
+    ) -> None:
+        if not hasattr(self.service.config, "dump_path"):
+            self.service.config.dump_path = dump_path
+
+    @classmethod
+    def start(
+        cls, model: Any = None, token_range: Any = None, rank_id: Any = None, scheduled_tokens: Any = None
+    ) -> None:
+        assert cls.instance is not None
+        folder = Path(cls.instance.service.config.dump_path)
+        cls.calls.append(("start", folder.name, model))
+        (folder / "step0" / "rank0").mkdir(parents=True)
+        (folder / "step0" / "rank0" / "dump.json").write_text("{}")
+
+    @classmethod
+    def stop(cls) -> None:
+        cls.calls.append(("stop",))
+
+    @classmethod
+    def step(cls) -> None:
+        cls.calls.append(("step",))
+
+
+def npu(patch: pytest.MonkeyPatch) -> Calls:
+    """Put a stand-in of torch_npu where it would be imported from; return what is called of it."""
+    top, api, core, mstx = (ModuleType(name) for name in ("torch_npu", "profiler", "npu", "mstx"))
+    api.__dict__.update(
+        profile=NpuProfile,
+        tensorboard_trace_handler=tensorboard_trace_handler,
+        _ExperimentalConfig=ExperimentalConfig,
+        ProfilerActivity=_named(CPU="cpu", NPU="npu"),
+        ProfilerLevel=_named(Level_none="none", Level0="0", Level1="1", Level2="2"),
+        ExportType=_named(Db="db", Text="text"),
+    )
+    mstx.__dict__.update(range_start=range_start, range_end=range_end)
+    core.__dict__.update(mstx=mstx)
+    top.__dict__.update(profiler=api, npu=core)
+    patch.setitem(sys.modules, "torch_npu", top)
+    patch.setattr(NpuProfile, "calls", [])
+    return NpuProfile.calls
+
+
+def msprobe(patch: pytest.MonkeyPatch) -> Calls:
+    """The same for msprobe."""
+    top, api = ModuleType("msprobe"), ModuleType("msprobe.pytorch")
+    api.__dict__.update(PrecisionDebugger=Debugger)
+    patch.setitem(sys.modules, "msprobe", top)
+    patch.setitem(sys.modules, "msprobe.pytorch", api)
+    patch.setattr(Debugger, "calls", [])
+    patch.setattr(Debugger, "instance", None)
+    return Debugger.calls
+
+
+def _named(**names: str) -> ModuleType:
+    module = ModuleType("names")
+    module.__dict__.update(names)
+    return module

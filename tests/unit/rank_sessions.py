@@ -1,0 +1,95 @@
+"""A training rank's profiler as the agent commands it, without a bus: from a thread of its own, beside the test's."""
+
+import gzip
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from schemas.commands import ProfilePlan
+from schemas.desired import Session, trace_directory
+from schemas.events import EngineCall, Returned, StartProfile, StopProfile
+from schemas.identity import Identity
+from workers.profilers import RankProfiler
+
+LAYER = torch.nn.Linear(4, 4)
+
+
+def work() -> None:
+    """A forward and a backward."""
+    LAYER(torch.randn(2, 4)).sum().backward()
+
+
+class Commanded:
+    """The profiler of rank 3 of 8."""
+
+    def __init__(self, root: Path, role: str = "actor", model: object | None = None) -> None:
+        self.identity = Identity(replica=3, node_rank=0, role=role)
+        self.root = root.resolve()
+        self.profiler = RankProfiler(self.identity, traces=root, world_size=8, model=model)
+        self._open: StopProfile | None = None
+
+    def ask(self, call: EngineCall) -> "Future[Returned]":
+        """Have it performed as an agent does it: on another thread, with a loop of its own."""
+        done: Future[Returned] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(anyio.run(self.profiler.perform, call, 5.0))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return done
+
+    def start(self, plan: ProfilePlan | None = None, step: int = 3) -> None:
+        session = Session(step, plan or ProfilePlan())
+        directory = trace_directory(step, session.plan, self.identity)
+        self._open = StopProfile(session, directory)
+        self.ask(StartProfile(session, directory)).result(60)
+
+    def stopping(self) -> "Future[Returned]":
+        """A stop that is under way, and has been seen by the profiler."""
+        assert self._open is not None
+        session = self.profiler._session
+        done = self.ask(self._open)
+        until(lambda: done.done() or session is None or session.closing)
+        return done
+
+    def stop(self) -> Returned:
+        return self.stopping().result(60)
+
+    def traces(self, returned: Returned) -> dict[str, dict[str, Any]]:
+        """What the traces of an outcome hold, by file name. All of them are JSON and of this rank."""
+        assert {one.rank for one in returned.traces} <= {self.identity.replica}
+        return {Path(one.path).name: read(self.root / one.path) for one in returned.traces}
+
+    def close(self) -> None:
+        anyio.run(self.profiler.close)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    moment = threading.Event()
+    while not holds():
+        moment.wait(0.001)
+
+
+def read(file: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    return told
+
+
+def stages(trace: dict[str, Any]) -> list[str]:
+    """The spans in a trace, in order of their beginning."""
+    spans = [one for one in trace["traceEvents"] if one.get("cat") == "user_annotation"]
+    return [one["name"] for one in sorted(spans, key=lambda one: float(one["ts"]))]
+
+
+def operators(trace: dict[str, Any]) -> int:
+    return sum(one.get("cat") == "cpu_op" for one in trace["traceEvents"])

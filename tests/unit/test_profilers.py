@@ -1,0 +1,481 @@
+"""A training rank is profiled: which stages are recorded, by which thread, and what can never stop a training step."""
+
+import asyncio
+import os
+import resource
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from schemas.commands import ProfilePlan, Schedule
+from schemas.desired import Session
+from schemas.errors import ConfigError, EngineError, UnsupportedError
+from schemas.events import Pause, Returned, StartProfile
+from tests.unit.rank_sessions import Commanded, operators, read, stages, work
+from workers.profilers import annotate, mini_batch
+from workers.profilers.torch_tool import action
+from workers.profilers.writing import MOST_WAITING, TraceFile
+
+WHOLE = "e2e.rank3.pt.trace.json.gz"
+DISCRETE = ProfilePlan(discrete=True)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Commanded]:
+    commanded = Commanded(tmp_path)
+    yield commanded
+    commanded.close()
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+@annotate("update_actor", role="actor")
+def update_actor() -> None:
+    work()
+
+
+def named(returned: Returned) -> list[str]:
+    return [Path(one.path).name for one in returned.traces]
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def test_a_session_is_one_trace_of_all_that_its_stages_did(rank: Commanded) -> None:
+    update_actor()  # before the session
+    rank.start()
+    update_actor()
+    with annotate("log_prob"):
+        work()
+        update_actor()
+    returned = rank.stop()
+    update_actor()
+    (path,) = [one.path for one in returned.traces]
+    assert path == f"global_step_3/actor_rank_3/{WHOLE}"
+    trace = rank.traces(returned)[WHOLE]
+    assert stages(trace) == ["update_actor", "log_prob", "update_actor"]
+    assert trace["distributedInfo"] == {"backend": "none", "rank": 3, "world_size": 8}
+    assert trace["rolloutctl"] == {"role": "actor", "rank": 3, "step": 3, "scope": "e2e"}
+    links = [one["id"] for one in trace["traceEvents"] if one.get("cat") == "fwdbwd" and one["ph"] == "s"]
+    assert len(links) == len(set(links)) == 9  # three forwards, each of which has three links to its backward
+
+
+def test_discrete_is_one_trace_of_each_stage(rank: Commanded) -> None:
+    rank.start(DISCRETE)
+    update_actor()
+    update_actor()
+    with annotate("log prob/ref"):
+        update_actor()
+    traces = rank.traces(rank.stop())
+    assert {name: stages(trace) for name, trace in traces.items()} == {
+        "update_actor.rank3.pt.trace.json.gz": ["update_actor"],
+        "update_actor.2.rank3.pt.trace.json.gz": ["update_actor"],
+        "log-prob-ref.rank3.pt.trace.json.gz": ["log prob/ref", "update_actor"],
+    }
+
+
+def test_only_stages_of_the_role_are_recorded(rank: Commanded) -> None:
+    rank.start()
+    with annotate("update_critic", role="critic"):
+        work()
+    update_actor()
+    assert stages(rank.traces(rank.stop())[WHOLE]) == ["update_actor"]
+
+
+def test_a_session_without_a_stage_left_no_trace_and_says_so(rank: Commanded) -> None:
+    rank.start()
+    work()
+    assert rank.stop() == Returned(untraced=(3,))
+
+
+def test_stacks_shapes_and_memory_are_recorded_when_asked_for(rank: Commanded) -> None:
+    rank.start(ProfilePlan(with_stack=True, record_shapes=True, activities=frozenset({"cpu", "memory"})))
+    update_actor()
+    events = rank.traces(rank.stop())[WHOLE]["traceEvents"]
+    kinds = {one.get("cat") for one in events}
+    assert "python_function" in kinds
+    assert any("Input Dims" in one.get("args", {}) for one in events)
+    assert any(one.get("name") == "[memory]" for one in events)
+
+
+def test_the_files_of_verls_layout_lie_in_the_root_under_verls_names(rank: Commanded) -> None:
+    plan = ProfilePlan(discrete=True, layout="verl", schedule=Schedule(active=1, skip_first=1, repeat=1))
+    rank.start(plan, step=7)
+    with annotate("update_actor", scheduled=True):
+        for _ in range(3):
+            work()
+            mini_batch()
+    update_actor()
+    first, second = sorted(one.path for one in rank.stop().traces)
+    pid = os.getpid()
+    assert first.startswith(f"actor_update_actor_step7_rank3-of-8_pid{pid}_20") and first.endswith(".json.gz")
+    assert [one.endswith("_mb1.json.gz") for one in (first, second)].count(True) == 1
+
+
+def test_coroutines_that_interleave_are_recorded_by_the_stage_that_came_first(rank: Commanded) -> None:
+    order: list[str] = []
+
+    async def run() -> None:
+        held = asyncio.Event()
+
+        @annotate("first")
+        async def first() -> None:
+            await held.wait()
+            work()
+            order.append("first")
+
+        @annotate("second")
+        async def second() -> None:
+            work()
+            held.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            order.append("second")
+
+        await asyncio.gather(first(), second())
+
+    rank.start(DISCRETE)
+    asyncio.run(run())
+    assert order == ["first", "second"]  # the one that was recorded ended inside of the other
+    traces = rank.traces(rank.stop())
+    assert list(traces) == ["first.rank3.pt.trace.json.gz"]
+    assert operators(traces["first.rank3.pt.trace.json.gz"]) > 20
+
+
+def test_the_thread_that_enters_a_stage_is_the_one_that_is_recorded(rank: Commanded) -> None:
+    rank.start(DISCRETE)
+    inside, leave = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with annotate("elsewhere"):
+            work()
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    inside.wait(60)
+    with annotate("here"):  # another thread's stage is recorded now
+        work()
+    leave.set()
+    thread.join()
+    with annotate("after"):
+        work()
+    traces = rank.traces(rank.stop())
+    assert {name.partition(".")[0]: stages(trace) for name, trace in traces.items()} == {
+        "elsewhere": ["elsewhere"],
+        "after": ["after"],
+    }
+
+
+# --- mini-batches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_a_schedule_records_the_mini_batches_it_names(rank: Commanded, discrete: bool) -> None:
+    rank.start(ProfilePlan(discrete=discrete, schedule=Schedule(active=2, wait=1, warmup=1, skip_first=1)))
+    with annotate("update", scheduled=True):
+        for index in range(11):
+            with record_function(f"mini-batch {index}"):
+                work()
+            mini_batch()
+    traces = rank.traces(rank.stop())
+    scope = "update" if discrete else "e2e"
+    assert {name: stages(trace) for name, trace in traces.items()} == {
+        f"{scope}.rank3.mb3-4.pt.trace.json.gz": ["mini-batch 3", "mini-batch 4"],
+        f"{scope}.rank3.mb7-8.pt.trace.json.gz": ["mini-batch 7", "mini-batch 8"],
+    }
+
+
+def test_a_window_that_the_stage_cuts_short_holds_what_there_was_of_it(rank: Commanded) -> None:
+    rank.start(ProfilePlan(discrete=True, schedule=Schedule(active=5, skip_first=1)))
+    with annotate("update", scheduled=True):
+        for index in range(3):
+            with record_function(f"mini-batch {index}"):
+                work()
+            mini_batch()
+    with annotate("short", scheduled=True):
+        work()
+    traces = rank.traces(rank.stop())
+    assert {name: stages(trace) for name, trace in traces.items()} == {
+        "update.rank3.mb1-2.pt.trace.json.gz": ["mini-batch 1", "mini-batch 2"]
+    }
+
+
+def test_a_stage_that_is_not_scheduled_is_recorded_in_full(rank: Commanded) -> None:
+    rank.start(ProfilePlan(discrete=True, schedule=Schedule(active=1, skip_first=9)))
+    update_actor()
+    mini_batch()
+    assert named(rank.stop()) == ["update_actor.rank3.pt.trace.json.gz"]
+
+
+def test_mini_batches_are_counted_over_all_stages_of_a_session(rank: Commanded) -> None:
+    rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=3, repeat=1)))
+    for _ in range(3):
+        with annotate("update", scheduled=True):
+            for _ in range(2):
+                work()
+                mini_batch()
+    assert named(rank.stop()) == ["e2e.rank3.mb3-3.pt.trace.json.gz"]
+
+
+@pytest.mark.parametrize("repeat", [0, 1, 2])
+@pytest.mark.parametrize(("wait", "warmup", "active"), [(0, 0, 1), (2, 0, 1), (0, 1, 2), (1, 2, 3)])
+@pytest.mark.parametrize("skip_first", [0, 3])
+def test_a_schedule_counts_as_torch_does(repeat: int, wait: int, warmup: int, active: int, skip_first: int) -> None:
+    wanted = Schedule(active=active, wait=wait, warmup=warmup, repeat=repeat, skip_first=skip_first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it advises a warm-up
+        torchs = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
+    assert [action(wanted, index) for index in range(30)] == [torchs(index) for index in range(30)]
+
+
+# --- stops ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_in_the_middle_of_a_stage_takes_effect_where_the_thread_passes_next(rank: Commanded) -> None:
+    rank.start()
+    with annotate("update"):
+        with record_function("before"):
+            work()
+        stopping = rank.stopping()
+        work()
+        assert not stopping.done()
+        with annotate("inner"), record_function("after"):
+            work()
+        traces = rank.traces(stopping.result(60))
+    assert stages(traces[WHOLE]) == ["update", "before"]
+
+
+def test_a_stop_takes_effect_between_mini_batches(rank: Commanded) -> None:
+    rank.start()
+    with annotate("update"):
+        work()
+        stopping = rank.stopping()
+        mini_batch()
+        assert named(stopping.result(60)) == [WHOLE]
+
+
+def test_a_session_can_be_opened_again_after_it_was_closed(rank: Commanded) -> None:
+    for step in range(3, 6):
+        rank.start(step=step)
+        update_actor()
+        assert [one.path for one in rank.stop().traces] == [f"global_step_{step}/actor_rank_3/{WHOLE}"]
+
+
+def test_the_end_of_the_rank_writes_what_was_recorded_and_waits_for_no_stage(rank: Commanded) -> None:
+    rank.start()
+    update_actor()
+    entered, leave = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with annotate("never ends"):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    entered.wait(60)
+    rank.close()
+    assert stages(read(rank.root / "global_step_3" / "actor_rank_3" / WHOLE)) == ["update_actor"]
+    leave.set()
+    thread.join()
+
+
+# --- a training step is never hurt ------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_raises_is_recorded_and_its_error_is_its_own(rank: Commanded) -> None:
+    rank.start(DISCRETE)
+    with pytest.raises(ZeroDivisionError), annotate("bad"):
+        work()
+        raise ZeroDivisionError
+    with annotate("good"):
+        work()
+    assert named(rank.stop()) == ["bad.rank3.pt.trace.json.gz", "good.rank3.pt.trace.json.gz"]
+
+
+def test_somebody_elses_profiler_is_left_alone(rank: Commanded) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as theirs:
+        with pytest.raises(EngineError, match="started by somebody else"):
+            rank.start()
+        update_actor()
+    assert any(one.name == "aten::linear" for one in theirs.events())
+
+
+def test_somebody_elses_profiler_that_came_later_is_left_alone_and_told(rank: Commanded) -> None:
+    rank.start(DISCRETE)
+    with profile(activities=[ProfilerActivity.CPU]) as theirs, annotate("twice"):
+        update_actor()
+    update_actor()
+    assert any(one.name == "aten::linear" for one in theirs.events())
+    with pytest.raises(EngineError, match=r"stage twice is not recorded: .*somebody else.* 1 traces were written"):
+        rank.stop()
+
+
+def test_two_ranks_of_one_process_are_not_recorded_at_once(rank: Commanded, tmp_path: Path) -> None:
+    critic = Commanded(tmp_path, "critic")
+    rank.start()
+    critic.start()
+    with annotate("update_critic", role="critic"):
+        update_actor()
+    assert stages(critic.traces(critic.stop())[WHOLE]) == ["update_critic", "update_actor"]
+    with pytest.raises(EngineError, match="another rank of this process is recorded"):
+        rank.stop()
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """A disk that is full: what is written past the limit fails, for real."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_the_trace_and_nothing_else(rank: Commanded) -> None:
+    rank.start()
+    with files_of_at_most(1000):
+        update_actor()
+        with pytest.raises(
+            EngineError, match=r"was not written: torch wrote \d+ bytes to .*, which are no whole trace"
+        ):
+            rank.stop()
+    assert list((rank.root / "global_step_3" / "actor_rank_3").iterdir()) == []
+    rank.start(step=4)
+    update_actor()
+    assert len(rank.stop().traces) == 1
+
+
+class Recorded:
+    """What torch would write, of a size that fills a disk."""
+
+    def export_chrome_trace(self, path: str) -> None:
+        noise = os.urandom(100_000).hex()
+        Path(path).write_text(f'{{"traceEvents": [\n{{"name": "{noise}"}}\n],\n"traceName": "{path}"\n}}')
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_full_disk_of_the_traces_leaves_nothing_half_written(tmp_path: Path) -> None:
+    file = tmp_path / "one.json.gz"
+    file.touch()
+    with files_of_at_most(resource.RLIM_INFINITY):
+        trace = TraceFile(file)
+        with pytest.raises(EngineError, match="one.json.gz was not written: .*File too large"):
+            trace.add(Recorded())
+            trace.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_takes_long_to_write_holds_up_no_step(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is not written before all other stages have come and gone."""
+    gate, export = threading.Event(), profile.export_chrome_trace
+
+    def slow(self: profile, path: str) -> None:
+        gate.wait(60)
+        export(self, path)
+
+    monkeypatch.setattr(profile, "export_chrome_trace", slow)
+    rank.start(DISCRETE)
+    for _ in range(4):
+        update_actor()
+    stopping = rank.stopping()
+    assert not stopping.done()
+    gate.set()
+    assert len(stopping.result(60).traces) == 4
+
+
+def test_recordings_that_are_not_written_in_time_are_bounded_and_told(
+    rank: Commanded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun, export = threading.Event(), threading.Event(), profile.export_chrome_trace
+
+    def slow(self: profile, path: str) -> None:
+        begun.set()
+        gate.wait(60)
+        export(self, path)
+
+    monkeypatch.setattr(profile, "export_chrome_trace", slow)
+    rank.start(DISCRETE)
+    update_actor()
+    begun.wait(60)  # it is out of the queue
+    for _ in range(MOST_WAITING + 2):
+        update_actor()
+    gate.set()
+    with pytest.raises(
+        EngineError, match=rf"recordings wait to be written, .* \(2 times\).* {MOST_WAITING + 1} traces"
+    ):
+        rank.stop()
+
+
+def test_nothing_is_ever_written_over(rank: Commanded) -> None:
+    folder = rank.root / "global_step_3" / "actor_rank_3"
+    folder.mkdir(parents=True)
+    (folder / WHOLE).write_text("of an earlier run")
+    with pytest.raises(EngineError, match="holds files already"):
+        rank.start()
+    assert (folder / WHOLE).read_text() == "of an earlier run"
+
+
+def test_a_child_of_the_process_has_no_part_in_the_session(rank: Commanded) -> None:
+    rank.start(DISCRETE)
+    with annotate("parent"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Pythons warn of threads, which is what this is about
+            child = os.fork()
+        if child == 0:
+            with annotate("child"):
+                pass
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        work()
+    assert named(rank.stop()) == ["parent.rank3.pt.trace.json.gz"]
+
+
+# --- annotations ------------------------------------------------------------------------------------------------------
+
+
+def test_an_annotated_function_is_the_same_function(rank: Commanded) -> None:
+    @annotate("sum")
+    def add(one: int, *more: int, key: int = 0) -> int:
+        """Adds."""
+        return sum(more, one) + key
+
+    assert add(1, 2, key=3) == 6 and add.__name__ == "add" and add.__doc__ == "Adds."
+    rank.start()
+    assert add(1, 2, key=3) == 6
+    assert stages(rank.traces(rank.stop())[WHOLE]) == ["sum"]
+
+
+def test_a_stage_that_is_entered_again_ends_when_the_outer_one_does(rank: Commanded) -> None:
+    stage = annotate("again")
+    with stage:  # before the session
+        rank.start(DISCRETE)
+        with stage, stage:
+            work()
+    assert [stages(one) for one in rank.traces(rank.stop()).values()] == [["again", "again"]]
+
+
+def test_a_generator_is_refused() -> None:
+    with pytest.raises(ConfigError, match="annotate the function that consumes it"):
+
+        @annotate("lazy")
+        def lazy() -> Iterator[int]:
+            yield 1
+
+
+def test_a_training_rank_is_profiled_and_nothing_else(rank: Commanded) -> None:
+    with pytest.raises(UnsupportedError, match="profiled, and nothing else"):
+        rank.ask(Pause("abort")).result(60)
+
+
+def test_no_trace_is_put_outside_of_the_root(rank: Commanded) -> None:
+    with pytest.raises(EngineError, match="outside of the traces root"):
+        rank.ask(StartProfile(Session(3, ProfilePlan()), "../elsewhere")).result(60)
