@@ -199,11 +199,13 @@ class Draft:
 
     def _whose(self, name: str, file: TraceFile) -> str:
         place, rank = self._survey.places.get(name), file.told.trace.rank
+        step = f", step {file.told.step}" if file.told.step is not None else ""
         if place is None:
-            return f"agent {name}"
+            return f"agent {name}{step}"
         if rank is None:
             rank = place.global_ranks.start + (file.rank or 0)
-        return f"replica {place.replica} rank {rank}" if place.role == ROLLOUT else f"{place.role} rank {rank}"
+        whose = f"replica {place.replica} rank {rank}" if place.role == ROLLOUT else f"{place.role} rank {rank}"
+        return f"{whose}{step}"
 
     def _in_order(self, name: str) -> tuple[str, int, int]:
         place = self._survey.places.get(name)

@@ -24,10 +24,11 @@ from controlplane.events import (
     Publish,
     StatusReceived,
 )
+from schemas.commands import ProfileCommand
 from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Outcome, Trace
-from schemas.wire import HOSTILE, Clock, effects_decoder, event_decoder
+from schemas.wire import HOSTILE, Clock, decode_command, effects_decoder, event_decoder
 
 MS = 1_000_000
 """Nanoseconds."""
@@ -62,12 +63,14 @@ class ToldTrace(NamedTuple):
     """A trace file as an agent told of it. told_ns: when, on the bus's clock.
 
     trace: its size, digest and rank.   paths: relative to the traces root; more than one when it was moved.
+    step: of the session, where the log tells.
     """
 
     peer: str
     trace: Trace
     told_ns: int
     paths: tuple[str, ...]
+    step: int | None
 
 
 class Offset(NamedTuple):
@@ -194,6 +197,7 @@ class Survey:
         self._published: dict[int, int] = {}
         self._answered: dict[tuple[str, int], int] = {}
         self._sent: dict[tuple[str, int], int] = {}  # the same answers, by the clocks of their agents
+        self._steps: dict[int, int] = {}
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
         for one in decoded(entries, self.unreadable):
@@ -231,10 +235,13 @@ class Survey:
                     self._remember(self._answered, key, at_ns)
                     if (sent_ms := self._sent.get(key)) is not None:
                         self.clock(answer.peer).before(at_ns, sent_ms)
-                    self._tell(answer.peer, answer.outcome, at_ns)
+                    self._tell(answer.peer, answer.seq, answer.outcome, at_ns)
         for effect in one.effects:
             if isinstance(effect, Publish):
                 self._remember(self._published, effect.seq, at_ns)
+                command = decode_command(effect.envelope.body)
+                if isinstance(command, ProfileCommand) and command.action != "finish":
+                    self._remember(self._steps, effect.seq, command.step)
 
     def _agent(self, one: AgentRecord) -> None:
         event, peer = one.event, one.peer
@@ -253,18 +260,18 @@ class Survey:
                 if (arrived_ns := self._answered.get((peer, effect.seq))) is not None:
                     clock.before(arrived_ns, event.at_ms)
                 self._remember(self._sent, (peer, effect.seq), event.at_ms)
-                self._tell(peer, effect.outcome, one.at_ns)
+                self._tell(peer, effect.seq, effect.outcome, one.at_ns)
 
-    def _tell(self, peer: str, outcome: Outcome, at_ns: int) -> None:
+    def _tell(self, peer: str, seq: int, outcome: Outcome, at_ns: int) -> None:
         for trace in outcome.traces if isinstance(outcome, Acted) else ():
             key = peer.partition("/")[0], trace.sha256
             known = self.traces.get(key)
             if known is None:
-                self.traces[key] = ToldTrace(peer, trace, at_ns, (trace.path,))
+                self.traces[key] = ToldTrace(peer, trace, at_ns, (trace.path,), self._steps.get(seq))
             elif trace.path not in known.paths:
                 self.traces[key] = known._replace(paths=(trace.path, *known.paths))
 
-    def _remember(self, moments: dict[K, int], key: K, moment: int) -> None:
-        moments.setdefault(key, moment)
-        if len(moments) > REMEMBERED * max(1, len(self.clocks)):
-            del moments[next(iter(moments))]
+    def _remember(self, known: dict[K, int], key: K, value: int) -> None:
+        known.setdefault(key, value)
+        if len(known) > REMEMBERED * max(1, len(self.clocks)):
+            del known[next(iter(known))]

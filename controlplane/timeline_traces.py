@@ -145,6 +145,8 @@ class TorchTrace:
             ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
             event["ts"] = ts_ns / 1000
             self.before += ts_ns < 0
+        if event.get("s") == "g":  # of all that this file shows, and that is one process among others here
+            event["s"] = "p"
         for name in ("id", "bind_id"):
             if name in event:
                 event[name] = self._arrow(event[name])

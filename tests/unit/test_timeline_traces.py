@@ -76,9 +76,9 @@ def test_processes_say_whose_they_are(written: Written, tmp_path: Path) -> None:
         written.profiles(peer, 80, 20, trace)
     _, events = merged(written.close(), root)
     assert processes(events) == [
-        *("actor rank 3: 0", "actor rank 3: python"),
-        *("replica 0 rank 0: 0", "replica 0 rank 0: python"),
-        *("replica 0 rank 1: 0", "replica 0 rank 1: python"),
+        *("actor rank 3, step 1: 0", "actor rank 3, step 1: python"),
+        *("replica 0 rank 0, step 1: 0", "replica 0 rank 0, step 1: python"),
+        *("replica 0 rank 1, step 1: 0", "replica 0 rank 1, step 1: python"),
     ]
 
 
