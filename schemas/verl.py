@@ -131,6 +131,11 @@ def _rollout_plan(section: Section, ranks: RankUnit, layout: Layout, remarks: li
             f"{tool.key('contents')} asks for a trace of each stage and there is no window: SGLang makes those only "
             "of a given number of forward steps, so its agents answer unsupported; write step_start and step_end"
         )
+    if plan.enabled and "cuda" in plan.activities and "cpu" not in plan.activities:
+        remarks.append(
+            f"{tool.key('contents')} names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them "
+            "record the CPU too; name both for that"
+        )
     everybody = section.flag("all_ranks")
     if not everybody and (ranks == "replica" or not section.numbers("ranks")):
         # Where nobody is named, replica 0 is: the one of rank 0, with the traces of all its ranks.

@@ -377,6 +377,6 @@ def test_a_variable_of_the_hook_s_shell_needs_a_backslash_if_it_has_braces() -> 
         == "send ${VERL_PROFILE_SAVE_PATH}"
     )
     assert refused({"finish": {"hook": "send ${VERL_PROFILE_SAVE_PATH}"}}) == (
-        "finish.hook refers to VERL_PROFILE_SAVE_PATH, and nothing stands there: give it a value, or write \\${ where no "
-        "reference is meant"
+        "finish.hook refers to VERL_PROFILE_SAVE_PATH, and nothing stands there: give it a value, or write \\${ where "
+        "no reference is meant"
     )

@@ -67,6 +67,10 @@ def test_a_file_with_every_key_of_verl() -> None:
     nsys = "global_profiler.global_tool_config.nsys"
     advice = "training processes are launched with such options, and not by us; give them to `nsys profile` there"
     assert [str(one.message) for one in said] == [
+        (
+            f"{TORCH}.contents names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them record the CPU "
+            "too; name both for that"
+        ),
         f"{nsys}.controller_nsight_options is not acted on: {advice}",
         f"{nsys}.worker_nsight_options is not acted on: {advice}",
     ]
@@ -140,14 +144,14 @@ def test_defaults_resolve_and_stay_within_what_is_allowed() -> None:
 
 
 def test_rollouts_are_heirs_of_the_actor_as_in_verl() -> None:
-    tool = {"contents": ["cuda", "shapes"], "discrete": True, "profile_token_start": 1, "profile_token_end": 2}
+    tool = {"contents": ["cpu", "shapes"], "discrete": True, "profile_token_start": 1, "profile_token_end": 2}
     with pytest.warns(ConfigWarning, match="has a window that is not acted on"):
         config = ProfilerConfig.from_verl(
             actor(ranks=[4], relocate_results=True, finish_hook_all_ranks=True, tool_config={"torch": tool})
         )
     inherited = config.plan
     assert (inherited.enabled, inherited.ranks, inherited.record_shapes) == (True, frozenset({4}), True)
-    assert (inherited.discrete, inherited.activities) == (True, frozenset({"cuda"}))
+    assert (inherited.discrete, inherited.activities) == (True, frozenset({"cpu"}))
     assert inherited.finish == Finish(relocate=True, hook_all_ranks=True)
     assert inherited.window is None
 
@@ -357,7 +361,7 @@ def test_an_npu_s_window_is_read_from_its_own_section() -> None:
     ],
 )
 def test_torch_s_activities(contents: list[str], engine: set[str], rank: set[str]) -> None:
-    config = ProfilerConfig.from_verl(actor(tool_config={"torch": {"contents": contents}}))
+    config = verl.read(actor(tool_config={"torch": {"contents": contents}}), {}).config
     assert set[str](config.plan.activities) == engine
     assert set[str](config.roles["actor"].activities) == rank
 

@@ -103,6 +103,13 @@ def test_remarks_are_warnings_on_the_line_that_asked() -> None:
             "global_profiler.steps names steps and no section has enable: true: nothing is profiled",
         ),
         (
+            rollout({"contents": ["gpu", "stack"]}),
+            (
+                f"{TORCH}.contents names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them "
+                f"record the CPU too; name both for that"
+            ),
+        ),
+        (
             rollout({"contents": ["profile-by-stage"]}),
             (
                 f"{TORCH}.contents asks for a trace of each stage and there is no window: SGLang makes those only "
