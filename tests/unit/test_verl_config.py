@@ -68,8 +68,8 @@ def test_a_file_with_every_key_of_verl() -> None:
     advice = "training processes are launched with such options, and not by us; give them to `nsys profile` there"
     assert [str(one.message) for one in said] == [
         (
-            f"{TORCH}.contents names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them record the CPU "
-            "too; name both for that"
+            f"{TORCH}.contents names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them record the "
+            "CPU too; name both for that"
         ),
         f"{nsys}.controller_nsight_options is not acted on: {advice}",
         f"{nsys}.worker_nsight_options is not acted on: {advice}",
