@@ -41,6 +41,7 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 ONE_TARGET = (
     *("--only-binary=:all:", "--python-version=3.11", "--implementation=cp", "--abi=cp311", "--abi=abi3", "--abi=none"),
     *("--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64"),
+    "--platform=manylinux_2_17_x86_64",
 )
 """The wheel that is read is the same on every machine that reads it."""
 

@@ -18,6 +18,7 @@ from schemas.config import AgentConfig, ProfilerConfig
 from schemas.desired import refuse_profile
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
+from schemas.outcomes import Reason
 from schemas.sockets import Context
 from workers.agent import Agent
 from workers.profilers.session import RankProfiler
@@ -66,7 +67,7 @@ class TrainingRank:
         if not root:
             raise ConfigError("traces: a training rank needs a directory for them, or `save_path` in its configuration")
         plan = profiler.roles.get(role)
-        if plan is not None and refuse_profile(plan, None, self.identity) is None:
+        if plan is not None and refuse_profile(plan, None, self.identity) in (None, Reason.TOOL_UNSUPPORTED):
             require(plan)
         self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
         self.failure: RolloutctlError | None = None

@@ -1,0 +1,282 @@
+"""The tools of a training rank: which plan can't be honoured here, and what each tool calls.
+
+No Ascend machine and no Nsight Systems are needed: what is called is held against the signature of the real function.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schemas.commands import (
+    Npu,
+    PrecisionDebugger,
+    ProfilePlan,
+    Schedule,
+    ToolOptions,
+    TorchMemory,
+    Window,
+)
+from schemas.config import ProfilerConfig
+from schemas.errors import ConfigError, EngineError, UnsupportedError
+from schemas.events import CheckProfile, Returned
+from tests.unit import ascend_stand_ins
+from tests.unit.rank_sessions import Commanded, work
+from workers.profilers import TrainingRank, annotate, tools
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Commanded]:
+    commanded = Commanded(tmp_path, model="the model")
+    yield commanded
+    commanded.close()
+
+
+def plan(tool: str, options: ToolOptions | None = None, **settings: Any) -> ProfilePlan:
+    return ProfilePlan(tool=tool, options=options, **settings)
+
+
+REFUSED = [
+    (plan("torch", window=Window(0, 3)), "a window counts the forwards of an engine"),
+    (plan("torch", by_stage=True), "by_stage and merge are for engines"),
+    (plan("torch", activities=frozenset({"npu"})), "activity npu is recorded by tool npu"),
+    (plan("torch", Npu()), "its options are those of Npu"),
+    (plan("nsys", schedule=Schedule(active=1)), "only tool torch has a schedule"),
+    (plan("perf"), "a training rank has no such tool, but: npu, nsys, precision_debugger, torch, torch_memory"),
+    (plan("npu"), "torch_npu is not installed: .*pip install torch-npu"),
+    (plan("precision_debugger"), "it needs `config_path`"),
+    (plan("precision_debugger", PrecisionDebugger(config_path="/nowhere.json")), "/nowhere.json, and no such file"),
+    (plan("precision_debugger", PrecisionDebugger(config_path=__file__)), "msprobe.pytorch is not installed"),
+]
+if not CUDA:
+    REFUSED += [
+        (plan("torch", activities=frozenset({"cuda"})), "torch sees no CUDA device"),
+        (plan("torch_memory"), "torch sees no CUDA device"),
+        (plan("nsys"), "torch sees no CUDA device"),
+    ]
+
+
+@pytest.mark.parametrize(("asked", "why"), REFUSED)
+def test_what_cant_be_done_here_is_said_when_it_is_asked_for(
+    rank: Commanded, tmp_path: Path, asked: ProfilePlan, why: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        rank.ask(CheckProfile(asked)).result(60)
+    with pytest.raises(UnsupportedError, match=why):
+        rank.start(asked)
+    config = ProfilerConfig(roles={"actor": asked}, steps=(500,), save_path=str(tmp_path))
+    with pytest.raises(UnsupportedError, match=why):
+        TrainingRank(
+            bus="tcp://127.0.0.1:5555", role="actor", rank=3, world_size=8, state_dir=tmp_path, profiler=config
+        )
+
+
+def test_what_is_asked_of_other_ranks_and_roles_concerns_nobody_here(tmp_path: Path) -> None:
+    others = {"critic": plan("perf"), "actor": plan("perf", ranks=frozenset({1}))}
+    config = ProfilerConfig(roles=others, steps=(500,), save_path=str(tmp_path))
+    TrainingRank(bus="tcp://127.0.0.1:5555", role="actor", rank=3, world_size=8, state_dir=tmp_path, profiler=config)
+
+
+def test_a_torch_that_is_too_old_is_named(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "torch_version", lambda: "2.5.1")
+    with pytest.raises(UnsupportedError, match=r"torch is 2\.5\.1, and 2\.6 is the oldest"):
+        rank.ask(CheckProfile(plan("torch"))).result(60)
+
+
+def test_what_can_be_done_is_answered_with_yes(rank: Commanded) -> None:
+    assert rank.ask(CheckProfile(plan("torch", discrete=True))).result(60) == Returned()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"role": "rollout"}, "that of the engines"),
+        ({"role": "Actor!"}, "Actor!"),
+        ({"rank": 8}, "rank 8 is not below world_size 8"),
+        ({"traces": None}, "needs a directory"),
+    ],
+)
+def test_a_rank_that_cant_be_is_an_error_at_once(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+    right: dict[str, Any] = {
+        "bus": "tcp://127.0.0.1:5555",
+        "role": "actor",
+        "rank": 3,
+        "world_size": 8,
+        "traces": tmp_path,
+    }
+    with pytest.raises(ConfigError, match=why):
+        TrainingRank(state_dir=tmp_path, **(right | settings))
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def as_if(patch: pytest.MonkeyPatch, calls: list[str], owner: Any, name: str, act: Callable[..., Any]) -> None:
+    """In the place of one of torch's functions: takes just what that takes, and notes it."""
+    signature = inspect.signature(getattr(owner, name))
+
+    def stands_in(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        said = ", ".join(f"{key}={value}" for key, value in given.items() if not str(value).startswith("/"))
+        calls.append(f"{name}({said})")
+        return act(*args)
+
+    patch.setattr(owner, name, stands_in)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A CUDA device that notes what is called; the functions are the installed torch's."""
+    calls: list[str] = []
+    nothing = lambda *_: None  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    as_if(monkeypatch, calls, torch.cuda, "device", lambda *_: nullcontext())
+    as_if(monkeypatch, calls, torch.cuda.memory, "_record_memory_history", nothing)
+    as_if(monkeypatch, calls, torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"a snapshot"))
+    as_if(monkeypatch, calls, torch.cuda.profiler, "start", nothing)
+    as_if(monkeypatch, calls, torch.cuda.profiler, "stop", nothing)
+    as_if(monkeypatch, calls, torch.cuda.nvtx, "range_start", lambda _: 1)
+    as_if(monkeypatch, calls, torch.cuda.nvtx, "range_end", nothing)
+    return calls
+
+
+def test_the_history_of_the_allocator_is_dumped_at_the_stop(rank: Commanded, cuda: list[str]) -> None:
+    rank.start(plan("torch_memory", TorchMemory(max_entries=7, context="alloc", stacks="python")))
+    with annotate("update"):
+        work()
+    (trace,) = rank.stop().traces
+    assert cuda == [
+        "_record_memory_history(enabled=all, context=alloc, stacks=python, max_entries=7)",
+        "_dump_snapshot()",
+        "_record_memory_history(enabled=None)",
+    ]
+    assert trace.path.startswith("global_step_3/actor_rank_3/memory.rank3.step3.pid") and trace.rank == 3
+    assert [one.suffix for one in (rank.root / trace.path).parent.iterdir()] == [".pickle"]
+
+
+def test_one_snapshot_covers_as_many_steps_as_asked_for(rank: Commanded, cuda: list[str]) -> None:
+    told = []
+    for step in (3, 4):
+        rank.start(plan("torch_memory", TorchMemory(snapshot_steps=2)), step=step)
+        told.append(rank.stop())
+    assert told[0] == Returned(untraced=(3,))
+    assert [".step3-4." in one.path for one in told[1].traces] == [True]
+    assert [one.partition("(")[0] for one in cuda] == [
+        *("_record_memory_history", "_dump_snapshot", "_record_memory_history")
+    ]
+
+
+def test_a_snapshot_that_cant_be_written_is_told_and_the_history_ends(
+    rank: Commanded, cuda: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    as_if(monkeypatch, cuda, torch.cuda.memory, "_dump_snapshot", full)
+    rank.start(plan("torch_memory"))
+    with pytest.raises(EngineError, match="memory snapshot .* was not written: .*No space left"):
+        rank.stop()
+    assert cuda[-1] == "_record_memory_history(enabled=None)"
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_nsys_records_in_ranges_and_stages_are_marked(rank: Commanded, cuda: list[str], discrete: bool) -> None:
+    rank.start(plan("nsys", discrete=discrete))
+    with pytest.raises(ZeroDivisionError), annotate("first"):
+        raise ZeroDivisionError
+    with annotate("second"):
+        pass
+    assert rank.stop() == Returned()
+    marks = "range_start(msg={0}) range_end(range_id=1)"
+    ranges = ("start()", "device(device=5) stop()")
+    first, second = (marks.format(one) for one in ("first", "second"))
+    apart = [ranges[0], first, ranges[1], ranges[0], second, ranges[1]]
+    assert " ".join(cuda) == " ".join(apart if discrete else [ranges[0], first, second, ranges[1]])
+
+
+if CUDA:
+
+    def test_a_snapshot_of_a_real_allocator_is_a_file(rank: Commanded) -> None:
+        rank.start(plan("torch_memory"))
+        kept = torch.ones(1024, device="cuda")
+        (trace,) = rank.stop().traces
+        assert trace.nbytes > 1000 and kept.sum() == 1024
+
+    def test_kernels_are_recorded(rank: Commanded) -> None:
+        rank.start(plan("torch", activities=frozenset({"cpu", "cuda"})))
+        with annotate("update"):
+            (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
+        (trace,) = rank.traces(rank.stop()).values()
+        assert any(one.get("cat") == "kernel" for one in trace["traceEvents"])
+
+
+# --- Ascend, by stand-ins ---------------------------------------------------------------------------------------------
+
+
+def test_an_npu_stage_is_a_profile_of_its_own(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = ascend_stand_ins.npu(monkeypatch)
+    asked = plan("npu", Npu(level="level1"), activities=frozenset({"cpu", "npu"}), with_stack=True)
+    rank.start(asked)
+    with pytest.raises(ZeroDivisionError), annotate("update"):
+        raise ZeroDivisionError
+    with annotate("log_prob"):
+        pass
+    paths = [one.path for one in rank.stop().traces]
+    profiled = ("profile", ("cpu", "npu"), True, "1")
+    assert calls == [
+        *(profiled, ("start",), ("range", "update"), ("end",), ("step",), ("stop",)),
+        *(profiled, ("start",), ("range", "log_prob"), ("end",), ("step",), ("stop",)),
+    ]
+    file = "host_1_ascend_pt/ASCEND_PROFILER_OUTPUT/ascend_pytorch_profiler_0.db"
+    assert paths == [f"global_step_3/actor_rank_3/{stage}/{file}" for stage in ("1-update", "2-log_prob")]
+
+
+def test_a_tool_that_left_nothing_is_told(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
+    ascend_stand_ins.npu(monkeypatch)
+    monkeypatch.setattr(ascend_stand_ins.NpuProfile, "stop", lambda self: None)  # it swallows its own errors
+    rank.start(plan("npu"))
+    with annotate("update"):
+        pass
+    with pytest.raises(EngineError, match="left nothing in"):
+        rank.stop()
+
+
+def test_precision_is_watched_in_the_stages_that_the_plan_names(
+    rank: Commanded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = ascend_stand_ins.msprobe(monkeypatch)
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    options = PrecisionDebugger(config_path=str(config), stages=frozenset({"actor_update", "ref"}))
+    for step in (3, 4):
+        rank.start(plan("precision_debugger", options), step=step)
+        with annotate("log_prob"):
+            pass
+        with pytest.raises(ZeroDivisionError), annotate("actor_update"):
+            raise ZeroDivisionError
+        with annotate("ref", model="another"):
+            pass
+        assert [one.path for one in rank.stop().traces] == [
+            f"global_step_{step}/actor_rank_3/{stage}/step0/rank0/dump.json" for stage in ("actor_update", "ref")
+        ]
+    once = [("start", "actor_update", "the model"), ("stop",), ("step",), ("start", "ref", "another"), ("stop",)]
+    assert calls == [*once, ("step",), *once, ("step",)]
+
+
+def test_a_strict_plan_fails_for_stages_that_never_came(
+    rank: Commanded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ascend_stand_ins.msprobe(monkeypatch)
+    options = PrecisionDebugger(config_path=__file__, stages=frozenset({"actor_updaet"}), strict=True)
+    rank.start(plan("precision_debugger", options))
+    with annotate("actor_update"):
+        pass
+    with pytest.raises(EngineError, match=r"never came: actor_updaet; those that came: actor_update\."):
+        rank.stop()
