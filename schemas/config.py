@@ -79,10 +79,10 @@ class ProfilerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         source: a mapping (a DictConfig, say), a file, or a text of YAML.
         ranks: what the rollouts' `ranks` are: global GPU ranks, or up to verl 0.9.0 indices of replicas.
         layout: of the directories of traces; verl's own two on request.
-        Warns (`schemas.profiler_files.ConfigWarning`) of what nothing follows from. Raises ConfigError, with the key,
-        the value and what is allowed. `schemas.verl` says what becomes of what.
+        Warns (`schemas.profiler.files.ConfigWarning`) of what nothing follows from. Raises ConfigError, with the key,
+        the value and what is allowed. `schemas.profiler.verl` says what becomes of what.
         """
-        from schemas.profiler_files import read_verl, warn
+        from schemas.profiler.files import read_verl, warn
 
         config, remarks = read_verl(source, ranks, layout)
         warn(remarks)
@@ -90,10 +90,10 @@ class ProfilerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def from_yaml(cls, source: Mapping[str, Any] | PurePath | str) -> "ProfilerConfig":
-        """From our own YAML, which `schemas.profiler_yaml` describes: a file, a text, or a mapping of the same keys.
+        """From our own YAML (`schemas.profiler.own_yaml` describes it): a file, a text, or a mapping of the same keys.
 
         Raises ConfigError, with the key, the value and what is allowed.
         """
-        from schemas.profiler_files import read_yaml
+        from schemas.profiler.files import read_yaml
 
         return read_yaml(source)

@@ -19,14 +19,15 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 70
 PURE = (
     *("schemas/identity.py", "schemas/commands.py", "schemas/desired.py", "schemas/outcomes.py"),
     *("schemas/events.py", "schemas/wire.py", "schemas/config.py", "schemas/errors.py"),
-    *("schemas/sections.py", "schemas/interpolation.py", "schemas/verl*.py", "schemas/profiler_yaml.py"),
+    *("schemas/profiler/sections.py", "schemas/profiler/interpolation.py"),
+    *("schemas/profiler/verl*.py", "schemas/profiler/own_yaml.py"),
     *("controlplane/coordinator.py", "controlplane/fleet.py", "controlplane/weights.py", "controlplane/events.py"),
     *("controlplane/profiling.py", "controlplane/entries.py", "controlplane/replay.py", "controlplane/invariants.py"),
     *("workers/machine.py", "workers/engine.py", "workers/rules/*.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no chance. A name may be ahead of its file."""
 
-READERS = ("schemas/profiler_files.py",)
+READERS = ("schemas/profiler/files.py",)
 """What a constructor of a pure module may load on use: it makes the value out of a file."""
 
 PURE_MAY_IMPORT = {
@@ -380,7 +381,7 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (pure_imports, "workers/machine.py", "from schemas.sockets import Socket", "not pure"),
     (pure_imports, "workers/machine.py", "from schemas import records", "not pure"),
     (pure_imports, "workers/rules/a.py", "from ..agent import Agent", "workers.agent"),
-    (pure_imports, "schemas/config.py", "from schemas.profiler_files import read_yaml", "not pure"),
+    (pure_imports, "schemas/config.py", "from schemas.profiler.files import read_yaml", "not pure"),
     (pure_expressions, "workers/machine.py", "x = 0.5", "float"),
     (pure_expressions, "workers/machine.py", "x = hash('a')", "hash()"),
     (pure_expressions, "workers/machine.py", "for x in {1, 2}: pass", "sort it"),
@@ -421,7 +422,7 @@ PASSED: list[tuple[Rule, str, str]] = [
     (pure_imports, "workers/machine.py", "from pathlib import PurePosixPath\nfrom collections.abc import Callable"),
     (pure_imports, "controlplane/coordinator.py", "from controlplane import fleet\nfrom schemas.wire import encode"),
     (pure_imports, "workers/rules/a.py", "from .settle import settle\nfrom workers.rules import settle"),
-    (pure_imports, "schemas/config.py", "def f():\n    from schemas.profiler_files import read_yaml"),
+    (pure_imports, "schemas/config.py", "def f():\n    from schemas.profiler.files import read_yaml"),
     (pure_expressions, "workers/machine.py", "x = sorted({1, 2})\ny = 1 in {1, 2}\nfor z in sorted(set(x)): pass"),
     (file_size, "workers/agent.py", "x = 1\n" * MOST_LINES),
     (function_size, "workers/agent.py", LONG_FUNCTION.replace("    x = 1\n", "", 1)),

@@ -166,7 +166,7 @@ def _profiler(options: EngineOptions) -> ProfilerConfig:
     """What this node has to know of profiling: where traces go, the hook, and what the engine is to record."""
     config = ProfilerConfig(plan=ProfilePlan(enabled=False))
     if options["profiler"] is not None:
-        from schemas.profiler_files import read
+        from schemas.profiler.files import read
 
         config, remarks = read(options["profiler"])
         for remark in remarks:

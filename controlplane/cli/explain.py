@@ -6,12 +6,12 @@ from pathlib import Path
 import click
 
 from controlplane.profiling import sessions
-from schemas import profiler_files, verl
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, TorchMemory
 from schemas.config import ProfilerConfig
 from schemas.desired import ENGINE_TOOLS, trace_directory
 from schemas.identity import Identity
-from schemas.profiler_yaml import runs
+from schemas.profiler import files, verl
+from schemas.profiler.own_yaml import runs
 
 CONTENTS = {"with_stack": "stacks", "with_modules": "modules", "record_shapes": "shapes"}
 ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU", "memory": "memory"}
@@ -51,11 +51,11 @@ def explain(
     if not as_verl and (ranks or layout):
         raise click.UsageError("--ranks and --layout go with --verl; our own YAML says both itself.")
     if as_verl:
-        config, remarks = profiler_files.read_verl(file, ranks or "global", layout or "step")
+        config, remarks = files.read_verl(file, ranks or "global", layout or "step")
     else:
-        config, remarks = profiler_files.read_yaml(file), []
+        config, remarks = files.read_yaml(file), []
     if as_yaml:
-        click.echo(profiler_files.yaml_text(config), nl=False)
+        click.echo(files.yaml_text(config), nl=False)
     else:
         click.echo("\n".join(told(config, gpus_per_replica)))
         if as_verl and config.plan.enabled and config.plan.tool in ENGINE_TOOLS and not config.plan.discrete:

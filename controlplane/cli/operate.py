@@ -61,7 +61,7 @@ def status(bus: str, as_json: bool, timeout: float) -> None:
 def _read_config(context: click.Context, option: click.Parameter, file: Path | None) -> ProfilerConfig | None:
     if file is None:
         return None
-    from schemas.profiler_files import read
+    from schemas.profiler.files import read
 
     config, remarks = read(file)
     for remark in remarks:

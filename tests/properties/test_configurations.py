@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import profiler_yaml, verl
 from schemas.commands import ProfileCommand
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
+from schemas.profiler import own_yaml, verl
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 VERL: list[dict[str, Any]] = [
@@ -83,15 +83,15 @@ def test_verl_s(base: dict[str, Any], data: st.DataObject, ranks: verl.RankUnit)
         return
     assert sendable(config)
     assert all(remarks) and len(set(remarks)) == len(remarks)
-    assert profiler_yaml.read(profiler_yaml.written(config), {}) == config
+    assert own_yaml.read(own_yaml.written(config), {}) == config
 
 
 @given(altered(OURS))
 def test_ours(tree: dict[str, Any]) -> None:
     try:
-        config = profiler_yaml.read(tree, {})
+        config = own_yaml.read(tree, {})
     except ConfigError as error:
         assert str(error)
         return
     assert sendable(config)
-    assert profiler_yaml.read(profiler_yaml.written(config), {}) == config
+    assert own_yaml.read(own_yaml.written(config), {}) == config

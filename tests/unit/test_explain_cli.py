@@ -11,7 +11,7 @@ from controlplane.cli.__main__ import cli
 from controlplane.cli.explain import told
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule
 from schemas.config import ProfilerConfig
-from schemas.profiler_files import read_verl, read_yaml
+from schemas.profiler.files import read_verl, read_yaml
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from schemas.errors import ConfigError
-from schemas.interpolation import References, overlay
-from schemas.sections import EnvironmentText, Section, literal, split
+from schemas.profiler.interpolation import References, overlay
+from schemas.profiler.sections import EnvironmentText, Section, literal, split
 
 TREE: dict[str, Any] = {
     "a": {"b": {"c": 3}, "same": "${.b.c}", "up": "${..top}", "list": [1, "${a.b.c}", {"x": "${top}"}]},

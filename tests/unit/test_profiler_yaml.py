@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import profiler_files
 from schemas.commands import (
     Finish,
     Npu,
@@ -20,7 +19,8 @@ from schemas.commands import (
 )
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
-from schemas.profiler_yaml import runs, written
+from schemas.profiler import files
+from schemas.profiler.own_yaml import runs, written
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BOTH = frozenset({"cpu", "cuda"})
@@ -188,7 +188,7 @@ configs = st.builds(
 @given(configs)
 def test_everything_that_can_be_said_is_read_back_from_what_is_written(config: ProfilerConfig) -> None:
     assert read(written(config)) == config
-    assert read(profiler_files.yaml_text(config)) == config
+    assert read(files.yaml_text(config)) == config
 
 
 @given(st.frozensets(st.integers(0, 500), max_size=60))
@@ -368,7 +368,7 @@ def test_what_looks_like_a_reference_and_is_none_is_written_as_none(text: str) -
     options = PrecisionDebugger(config_path=text, stages=frozenset({text}))
     plan = ProfilePlan(tool="precision_debugger", options=options)
     config = ProfilerConfig(plan=plan, save_path=text, finish_hook_cmd=text)
-    assert read(profiler_files.yaml_text(config)) == config
+    assert read(files.yaml_text(config)) == config
 
 
 def test_a_variable_of_the_hook_s_shell_needs_a_backslash_if_it_has_braces() -> None:

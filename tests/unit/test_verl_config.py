@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from schemas import verl
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule, TorchMemory, Window
 from schemas.config import ProfilerConfig
-from schemas.profiler_files import ConfigWarning
-from schemas.verl_keys import CONTENTS, DEFAULTS, TOOLS
+from schemas.profiler import verl
+from schemas.profiler.files import ConfigWarning
+from schemas.profiler.verl_keys import CONTENTS, DEFAULTS, TOOLS
 from tests.unit.verl_trees import ROLLOUT, TORCH, actor, plan, refused, remarks, rollout
 
 CONFIGS = Path(__file__).parents[1] / "configs"

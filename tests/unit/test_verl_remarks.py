@@ -8,7 +8,7 @@ import pytest
 
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
-from schemas.profiler_files import ConfigWarning
+from schemas.profiler.files import ConfigWarning
 from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, critic, nested, refused, remarks, rollout
 
 # --- remarks ----------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from schemas.config import ProfilerConfig
 from schemas.desired import RANK_TOOLS
 from schemas.errors import ConfigError
 from schemas.identity import ROLLOUT, Role
-from schemas.interpolation import References
-from schemas.sections import COUNTS, Section, is_list, is_whole, shown
+from schemas.profiler.interpolation import References
+from schemas.profiler.sections import COUNTS, Section, is_list, is_whole, shown
 
 LAYOUTS: Final = ("step", "verl_step", "verl")
 ACTIVITIES: Final[Mapping[str, Activity]] = {"cpu": "cpu", "cuda": "cuda", "memory": "memory", "npu": "npu"}

@@ -1,7 +1,7 @@
 """verl's configuration of profiling, as ours. Pure.
 
 Rule 1  What the user wrote is what is recorded. No window is widened or cut; one that can't be kept is an error.
-Rule 2  Where the file says nothing, verl's own defaults and inheritance hold (`schemas.verl_keys.DEFAULTS`).
+Rule 2  Where the file says nothing, verl's own defaults and inheritance hold (`schemas.profiler.verl_keys.DEFAULTS`).
 Rule 3  A wrong value is an error, in a section that is switched off too: it is switched on one day.
 Rule 4  What nothing follows from, an unknown key or one that is not acted on, is a remark.
 
@@ -32,9 +32,9 @@ from schemas.commands import (
 )
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
-from schemas.interpolation import References, overlay
-from schemas.sections import Section, is_list, is_whole, meant, shown
-from schemas.verl_keys import (
+from schemas.profiler.interpolation import References, overlay
+from schemas.profiler.sections import Section, is_list, is_whole, meant, shown
+from schemas.profiler.verl_keys import (
     CONTENTS,
     DEFAULTS,
     GLOBAL_KEYS,

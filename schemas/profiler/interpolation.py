@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from schemas.errors import ConfigError
-from schemas.sections import EnvironmentText, is_list, literal, meant, shown, split
+from schemas.profiler.sections import EnvironmentText, is_list, literal, meant, shown, split
 
 RESOLVERS: Final = ("oc.select", "oc.env")
 ABSENT: Final = "???"

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from schemas import profiler_yaml, verl
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
-from schemas.sections import is_list
+from schemas.profiler import own_yaml, verl
+from schemas.profiler.sections import is_list
 
 VERLS = frozenset({"global_profiler", "actor_rollout_ref"})
 """Sections that only a configuration of verl has."""
@@ -35,8 +35,8 @@ def read_verl(source: Source, ranks: verl.RankUnit = "global", layout: verl.Layo
 
 
 def read_yaml(source: Source) -> ProfilerConfig:
-    """See `profiler_yaml.read`."""
-    return profiler_yaml.read(_tree(source), os.environ)
+    """See `own_yaml.read`."""
+    return own_yaml.read(_tree(source), os.environ)
 
 
 def read(source: Source) -> verl.Reading:
@@ -44,7 +44,7 @@ def read(source: Source) -> verl.Reading:
     tree = _tree(source)
     if tree.keys() & VERLS:
         return verl.read(tree, os.environ)
-    return verl.Reading(profiler_yaml.read(tree, os.environ), [])
+    return verl.Reading(own_yaml.read(tree, os.environ), [])
 
 
 def warn(remarks: list[str]) -> None:
@@ -55,7 +55,7 @@ def warn(remarks: list[str]) -> None:
 
 def yaml_text(config: ProfilerConfig) -> str:
     """The configuration as our own YAML."""
-    text: str = yaml.safe_dump(profiler_yaml.written(config), sort_keys=False, default_flow_style=None, width=110)
+    text: str = yaml.safe_dump(own_yaml.written(config), sort_keys=False, default_flow_style=None, width=110)
     return text
 
 
