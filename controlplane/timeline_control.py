@@ -88,7 +88,7 @@ class Arrows:
 
 
 class BusTrack:
-    """The bus's own process. published: where the issue of each command was drawn, on the bus's clock."""
+    """The bus's own process. published: until when the issue of each command was drawn, on the bus's clock."""
 
     def __init__(self, lanes: Lanes, zero_ns: int, arrows: Arrows) -> None:
         self.published: dict[int, int] = {}
@@ -147,12 +147,13 @@ class BusTrack:
         if isinstance(command, ProfileCommand) and command.action == "start":
             yield from self._end_session(at_ns, {"unfinished": True})
             self._session = Span(self._lanes, "profiling", f"profile step {command.step}", at_ns)
-        args: dict[str, object] = {"kind": "issue", "seq": effect.seq, "epoch": effect.epoch}
+        args: dict[str, object] = {"kind": "command", "seq": effect.seq, "epoch": effect.epoch}
         if effect.envelope.target.replicas is not None:
             args["replicas"] = sorted(effect.envelope.target.replicas, key=str)
         name = f"{_named(command)} (seq {effect.seq})"
         span = self._open[effect.seq] = Span(self._lanes, thread, name, at_ns, args, inside)
-        self.published.setdefault(effect.seq, span.at_ns)
+        span.inner_ns = span.at_ns + 2 * SHORTEST_NS
+        self.published.setdefault(effect.seq, span.inner_ns)
 
     def _conclude(self, report: Report, at_ns: int) -> Drawn:
         said = {one.agent: _short(one.conclusion) for one in report.outcomes}
@@ -165,9 +166,20 @@ class BusTrack:
         span = self._open.pop(seq, None)
         if span is not None:
             span.args.update(args)
-            drawn = span.end(at_ns, self._zero_ns)
-            yield drawn
-            yield from self._arrows.issued(seq, drawn)
+            yield span.end(at_ns, self._zero_ns)
+            # A slice of its own: viewers draw an arrow from the end of one slice to the beginning of the other.
+            issue = TraceEvent(
+                ph="X",
+                pid=self._lanes.pid,
+                tid=span.tid,
+                name=f"issue (seq {seq})",
+                cat=CATEGORY,
+                ts=us(span.at_ns + SHORTEST_NS - self._zero_ns),
+                dur=us(SHORTEST_NS),
+                args={"kind": "issue", "seq": seq},
+            )
+            yield issue
+            yield from self._arrows.issued(seq, issue)
 
     def _end_sync(self, at_ns: int, args: dict[str, object]) -> Drawn:
         if self._sync is None:

@@ -35,7 +35,7 @@ def timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
 
 
 def slices(events: list[Event], process: str, thread: str) -> list[Event]:
-    """By time: those on the threads of a name, of the processes whose names begin so."""
+    """By time: those on the threads of a name, of the processes whose names begin so. Without the marks of issues."""
     named: dict[str, dict[int, str]] = {"process_name": {}, "thread_name": {}}
     for event in events:
         if event["ph"] == "M" and event["name"] in named:
@@ -45,6 +45,7 @@ def slices(events: list[Event], process: str, thread: str) -> list[Event]:
         one
         for one in events
         if one["ph"] in "Xi"
+        and one.get("args", {}).get("kind") != "issue"
         and named["process_name"][one["pid"]].startswith(process)
         and named["thread_name"][one["tid"]] == thread
     ]
@@ -63,7 +64,7 @@ def written(tmp_path: Path) -> Written:
 def test_every_recorded_run_gives_a_timeline(recorded: Path, tmp_path: Path) -> None:
     _, events = timeline(Path(shutil.copy(recorded, tmp_path / "run.db")))
     kinds = {event["args"]["kind"] for event in events if "kind" in event.get("args", {})}
-    assert kinds == {"issue", "outcome", "decide", "effect"}
+    assert kinds == {"command", "issue", "outcome", "decide", "effect"}
     assert {event.get("cat") for event in events if event["ph"] != "M"} == {"rolloutctl"}
     assert [event for event in events if event["ph"] == "C"]
 
