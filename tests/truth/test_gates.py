@@ -1,0 +1,39 @@
+"""The gates of verl as we state them, beside verl's own code, in every case."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.truth import gates
+from tests.truth.cases import RANKS, ROLLOUTS, every, stands
+from tests.truth.verl_code import imported, source
+from tests.truth.verl_runs import Runs
+
+pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """verl's code, and a directory for what its tools write."""
+    with imported(source()) as verl:
+        yield Runs(verl, Path(tmp_path_factory.mktemp("profile")))
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_of_verl_does_what_we_say_of_it(runs: Runs, engine: gates.Engine) -> None:
+    wrong = [
+        f"{case}: we say {said!r}, it {did!r}"
+        for case in every(ROLLOUTS)
+        if stands(engine, case) and (said := gates.server(engine, case)) != (did := runs.server(engine, case))
+    ]
+    assert not wrong, f"{len(wrong)} cases\n" + "\n".join(wrong[:20])
+
+
+def test_a_training_rank_of_verl_does_what_we_say_of_it(runs: Runs) -> None:
+    wrong = [
+        f"{case}: we say {said!r}, it {did!r}"
+        for case in every(RANKS)
+        if (said := gates.rank(case)) != (did := runs.rank(case))
+    ]
+    assert not wrong, f"{len(wrong)} cases\n" + "\n".join(wrong[:20])
