@@ -1,118 +1,40 @@
-"""A real SGLang on the CPU under real agents: one replica over two nodes, each operation by its effect.
-
-Replica 0 has two nodes (`--tp 2 --nnodes 2`), and the agent of each launched its server. Replica 1 is a judge of
-another kind beside it, which goes on whatever becomes of the first. A trainer's bus commands both.
-"""
+"""A real SGLang on the CPU under real agents: one replica over two nodes, each operation by its effect."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
-from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from controlplane.cli.laws import replay_log
 from controlplane.invariants import verify
 from controlplane.log import RunLog
 from schemas.checkpoints import build_manifest
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
-from schemas.config import ProfilerConfig
 from schemas.errors import CommandError
 from schemas.identity import InFlight, Operation
 from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped, Trace
 from tests.engines.groups import sender
-from tests.engines.models import save_model, save_weights, weights
-from tests.engines.reports import BUS, acted, conclusions, events, failed
+from tests.engines.models import save_weights, weights
+from tests.engines.reports import acted, conclusions, events, failed
 from tests.engines.servers import (
-    AgentProcess,
-    Request,
     answers,
-    command,
-    complete,
-    environment,
     free_port,
     probed,
     wait_for,
 )
+from tests.engines.sglang_fleet import SGLangFleet
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
 
-STEPS = ProfilerConfig(steps=(40,), timeout_ms=60_000)
 
-
-class Fleet:
-    """The replica over two nodes, the judge, and the trainer's end."""
-
-    def __init__(self, folder: Path, open_: ExitStack) -> None:
-        self.folder, self.version = folder, 0
-        self.model = str(save_model(folder / "a", 1))
-        save_weights(folder / "b", weights(2))
-        save_weights(folder / "c", weights(3))
-        self.plane: BlockingControlPlane = open_.enter_context(
-            ControlPlane.blocking(
-                "tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder, profiler=STEPS
-            )
-        )
-        meet = f"127.0.0.1:{free_port()}"
-        self.urls = []
-        for node_rank in (0, 1):
-            port = free_port()
-            self.urls.append(f"http://127.0.0.1:{port}")
-            variables = environment("sglang") | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-            server = ["env", *(f"{name}={value}" for name, value in variables.items())]
-            server += command("sglang", folder / "a", port, "--tp", "2")
-            options = ("--engine", "sglang", "--url", self.urls[-1], "--launch", "--dist-init", meet, "--", *server)
-            open_.enter_context(AgentProcess(self.plane.address, folder, f"0.{node_rank}", 2, *options))
-        judge = ("--engine", "tiny", "--mode", "colocated")
-        open_.enter_context(AgentProcess(self.plane.address, folder, "1.0", 1, *judge))
-        self.plane.wait_for_agents(3, timeout=300)
-
-    def tokens(self, tokens: int = 8) -> list[int]:
-        """Greedy tokens of the replica."""
-        return complete("sglang", self.urls[0], "hello", tokens, self.model)
-
-    def tokenizers(self) -> dict[str, str]:
-        """What each agent last saw."""
-        return {one.agent: one.status.tokenizer for one in self.plane.status().agents if one.status is not None}
-
-    def label(self) -> str:
-        """Which weights the engine says that it serves."""
-        return str(httpx.get(f"{self.urls[0]}/model_info").json()["weight_version"])
-
-    def request(self, tokens: int) -> Request:
-        """One to the replica."""
-        return Request("sglang", self.urls[0], self.model, tokens)
-
-    def slow_down(self, seconds: float) -> None:
-        """Make each forward last longer."""
-        httpx.post(f"{self.urls[0]}/slow_down", json={"forward_sleep_time": seconds or None}).raise_for_status()
-
-    def profiled(self, step: int, plan: ProfilePlan, tokens: int) -> tuple[Acted, Acted]:
-        """A session while one request runs; what node rank 0 says of its end, and node rank 1 of what it left."""
-        acted(self.plane.start_profile(step, plan, replicas=[0]))
-        self.tokens(tokens)
-        stopped = acted(self.plane.stop_profile(step, replicas=[0], timeout=60))
-        return stopped, acted(self.plane.collect_traces(step, plan, replicas=[0]), "0.1")
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as open_:
-        yield Fleet(tmp_path_factory.mktemp("sglang"), open_)
-
-
-@pytest.fixture(autouse=True)
-def at_rest(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails half way must not leave the next one an engine that is paused, asleep or slow."""
-    yield
+@pytest.fixture
+def fleet(sglang_fleet: SGLangFleet, request: pytest.FixtureRequest) -> Iterator[SGLangFleet]:
+    """At rest before and after."""
+    yield sglang_fleet
     if "blocks_it" not in request.fixturenames:
-        fleet.slow_down(0)
-        fleet.plane.wake()
-        fleet.plane.resume()
+        sglang_fleet.rest()
 
 
 @pytest.fixture
@@ -130,14 +52,14 @@ def steps(folder: Path, trace: Trace) -> Counter[str]:
 # --- who acts ---------------------------------------------------------------------------------------------------------
 
 
-def test_health_says_nothing_and_server_info_tells_which_node_has_the_tokenizer(fleet: Fleet) -> None:
+def test_health_says_nothing_and_server_info_tells_which_node_has_the_tokenizer(fleet: SGLangFleet) -> None:
     wait_for("both are healthy", lambda: all(answers(f"{url}/health") for url in fleet.urls))
     assert [answers(f"{url}/server_info") for url in fleet.urls] == [True, False]
     wanted = {"0.0": "present", "0.1": "absent", "1.0": "present"}
     wait_for(f"the agents say {wanted}", lambda: fleet.tokenizers() == wanted)
 
 
-def test_probe_tells_what_each_node_is(fleet: Fleet) -> None:
+def test_probe_tells_what_each_node_is(fleet: SGLangFleet) -> None:
     code, found = probed(fleet.urls[0])
     assert code == 0 and (found["kind"], found["version"]) == ("sglang", "0.5.23")
     assert (found["node_rank"], found["nnodes"], found["world"], found["tokenizer"]) == (0, 2, 2, "present")
@@ -146,7 +68,7 @@ def test_probe_tells_what_each_node_is(fleet: Fleet) -> None:
     assert code == 1 and found["tokenizer"] == "absent" and "node rank 0" in found["note"]
 
 
-def test_profile_broadcast_to_both_nodes_is_one_call_and_two_traces(fleet: Fleet) -> None:
+def test_profile_broadcast_to_both_nodes_is_one_call_and_two_traces(fleet: SGLangFleet) -> None:
     started = fleet.plane.start_profile(1, replicas=[0])
     assert acted(started).calls == ("start_profile",)
     assert conclusions(started)["0.1"] == Skipped(Reason.NOT_PRIMARY)
@@ -167,7 +89,7 @@ def test_profile_broadcast_to_both_nodes_is_one_call_and_two_traces(fleet: Fleet
     assert conclusions(stopped_twice)["0.0"] == Skipped(Reason.NOT_PROFILING)
 
 
-def test_step_of_a_trainer_collects_by_itself(fleet: Fleet) -> None:
+def test_step_of_a_trainer_collects_by_itself(fleet: SGLangFleet) -> None:
     with fleet.plane.step(40):
         fleet.tokens(4)
     *_, collected = fleet.plane.profile_reports
@@ -178,32 +100,32 @@ def test_step_of_a_trainer_collects_by_itself(fleet: Fleet) -> None:
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def test_window_holds_the_forward_passes_that_were_asked_for_and_its_end_is_no_failure(fleet: Fleet) -> None:
+def test_window_holds_the_forward_passes_that_were_asked_for_and_its_end_is_no_failure(fleet: SGLangFleet) -> None:
     stopped, collected = fleet.profiled(2, ProfilePlan(window=Window(0, 3)), tokens=10)
     assert stopped.auto_stopped  # SGLang answers such a stop with a bare 500
     for trace in (*stopped.traces, *collected.traces):
         assert steps(fleet.folder, trace) == Counter(EXTEND=1, DECODE=2)
 
 
-def test_window_that_was_not_filled_leaves_no_session_open(fleet: Fleet) -> None:
+def test_window_that_was_not_filled_leaves_no_session_open(fleet: SGLangFleet) -> None:
     stopped, _ = fleet.profiled(3, ProfilePlan(window=Window(0, 50)), tokens=4)
     assert not stopped.auto_stopped
     stopped, _ = fleet.profiled(4, ProfilePlan(), tokens=4)
     assert steps(fleet.folder, stopped.traces[0]) == Counter(EXTEND=1, DECODE=3)
 
 
-def test_stages_are_recorded_apart(fleet: Fleet) -> None:
+def test_stages_are_recorded_apart(fleet: SGLangFleet) -> None:
     stopped, collected = fleet.profiled(5, ProfilePlan(by_stage=True, window=Window(0, 2)), tokens=8)
     names = {trace.path.rpartition("-TP-")[2] for trace in (*stopped.traces, *collected.traces)}
     assert names == {f"{rank}-{stage}.trace.json.gz" for rank in (0, 1) for stage in ("EXTEND", "DECODE")}
 
 
-def test_traces_of_both_ranks_are_merged_when_that_is_asked_for(fleet: Fleet) -> None:
+def test_traces_of_both_ranks_are_merged_when_that_is_asked_for(fleet: SGLangFleet) -> None:
     stopped, _ = fleet.profiled(6, ProfilePlan(merge=True), tokens=4)
     assert any(Path(trace.path).name.startswith("merged-") for trace in stopped.traces)
 
 
-def test_shapes_and_stacks_are_recorded_when_asked_for_and_only_then(fleet: Fleet) -> None:
+def test_shapes_and_stacks_are_recorded_when_asked_for_and_only_then(fleet: SGLangFleet) -> None:
     plain, _ = fleet.profiled(7, ProfilePlan(), tokens=2)
     rich, _ = fleet.profiled(8, ProfilePlan(record_shapes=True, with_stack=True, window=Window(0, 2)), tokens=4)
     found = {}
@@ -223,12 +145,12 @@ def test_shapes_and_stacks_are_recorded_when_asked_for_and_only_then(fleet: Flee
         (ProfilePlan(activities=frozenset({"cpu", "cuda"})), "it runs on a CPU"),
     ],
 )
-def test_what_it_can_not_record_is_refused_before_it_is_asked(fleet: Fleet, plan: ProfilePlan, why: str) -> None:
+def test_what_it_can_not_record_is_refused_before_it_is_asked(fleet: SGLangFleet, plan: ProfilePlan, why: str) -> None:
     refused = failed(fleet.plane.start_profile(9, plan, replicas=[0]))
-    assert refused.error is ErrorKind.ENGINE_ERROR and why in refused.message
+    assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
 
 
-def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: Fleet) -> None:
+def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: SGLangFleet) -> None:
     bogus = ProfilePlan(activities=frozenset({"BOGUS"}))  # type: ignore[arg-type]
     with pytest.raises(CommandError, match="BOGUS"):
         fleet.plane.start_profile(10, bogus)
@@ -237,7 +159,7 @@ def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: Fleet) 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_from_disk_change_what_both_ranks_make(fleet: Fleet) -> None:
+def test_weights_from_disk_change_what_both_ranks_make(fleet: SGLangFleet) -> None:
     launched = fleet.tokens()
     report = fleet.plane.sync_weights(1, Checkpoint("b"), timeout=60)
     assert report.loaded == (0,)
@@ -248,7 +170,7 @@ def test_weights_from_disk_change_what_both_ranks_make(fleet: Fleet) -> None:
     assert fleet.tokens() == launched and fleet.label() == "2"
 
 
-def test_weights_come_through_a_group_of_the_trainer_and_both_ranks(fleet: Fleet) -> None:
+def test_weights_come_through_a_group_of_the_trainer_and_both_ranks(fleet: SGLangFleet) -> None:
     assert fleet.plane.sync_weights(3, Checkpoint("c"), timeout=60).loaded == (0,)
     from_disk = fleet.tokens()
     assert fleet.plane.sync_weights(4, Checkpoint("b"), timeout=60).loaded == (0,)
@@ -261,7 +183,7 @@ def test_weights_come_through_a_group_of_the_trainer_and_both_ranks(fleet: Fleet
     assert fleet.tokens() == from_disk and fleet.label() == "5"
 
 
-def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: Fleet) -> None:
+def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: SGLangFleet) -> None:
     others = Broadcast(host="127.0.0.1", port=1, group="others", replicas=(3,), backend="gloo")
     manifest = build_manifest(fleet.folder / "c", content=False)
     report = fleet.plane.sync_weights(6, others, manifest=manifest, timeout=30)
@@ -279,7 +201,9 @@ def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: Flee
 
 
 @pytest.mark.parametrize(("mode", "survives"), [("abort", False), ("wait", True), ("keep", True)])
-def test_pause_does_with_requests_in_flight_what_its_mode_says(fleet: Fleet, mode: InFlight, survives: bool) -> None:
+def test_pause_does_with_requests_in_flight_what_its_mode_says(
+    fleet: SGLangFleet, mode: InFlight, survives: bool
+) -> None:
     fleet.slow_down(0.02)
     request = fleet.request(100).running()
     acted(fleet.plane.pause(mode, replicas=[0], timeout=60))
@@ -293,7 +217,7 @@ def test_pause_does_with_requests_in_flight_what_its_mode_says(fleet: Fleet, mod
     assert late.tokens() == 4
 
 
-def test_flush_is_asked_for_again_until_requests_have_ended(fleet: Fleet) -> None:
+def test_flush_is_asked_for_again_until_requests_have_ended(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.05)
     request = fleet.request(100).running()
     refused = failed(fleet.plane.flush(replicas=[0], timeout=2))
@@ -304,7 +228,7 @@ def test_flush_is_asked_for_again_until_requests_have_ended(fleet: Fleet) -> Non
     assert request.tokens() == 100
 
 
-def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
+def test_abort_ends_what_runs_and_pauses_nothing(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.02)
     request = fleet.request(200).running()
     acted(fleet.plane.abort_requests(replicas=[0]))
@@ -312,7 +236,7 @@ def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
     assert len(fleet.tokens(4)) == 4
 
 
-def test_memory_is_released_and_taken_back_by_tags(fleet: Fleet) -> None:
+def test_memory_is_released_and_taken_back_by_tags(fleet: SGLangFleet) -> None:
     before = fleet.tokens()
     assert acted(fleet.plane.sleep(["kv_cache"], replicas=[0])).calls == ("pause", "sleep")
     assert acted(fleet.plane.sleep(["weights"], replicas=[0])).calls == ("sleep",)
@@ -328,7 +252,7 @@ def test_memory_is_released_and_taken_back_by_tags(fleet: Fleet) -> None:
 
 
 def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_nobody_else(
-    fleet: Fleet, blocks_it: None
+    fleet: SGLangFleet, blocks_it: None
 ) -> None:
     """Stacks of an idle scheduler, which spins: some seconds of it take SGLang a minute to write."""
     acted(fleet.plane.start_profile(90, ProfilePlan(with_stack=True), replicas=[0]))
@@ -342,6 +266,6 @@ def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_n
     assert not any(isinstance(one, Missing) for one in conclusions(flushed).values())
 
 
-def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: Fleet, blocks_it: None) -> None:
+def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: SGLangFleet, blocks_it: None) -> None:
     assert list(verify(RunLog.read(fleet.folder / "run.db"))) == []
     assert replay_log(RunLog.read(fleet.folder / "run.db")).compared > 100

@@ -1,15 +1,9 @@
-"""A real vLLM on the CPU under real agents: each operation by its effect, and what becomes of a server that dies.
+"""A real vLLM on the CPU under real agents: each operation by its effect, and what becomes of a server that dies."""
 
-Replica 0 has two nodes: a server that this test started with an agent beside it, and an agent on a node without a front
-end. Replica 1 has one node, whose agent launched its server. A trainer's bus commands both.
-"""
-
-import json
 import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -17,10 +11,7 @@ import psutil
 import pytest
 import torch
 
-from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from controlplane.cli.laws import replay_log
-from controlplane.events import SyncReport
 from controlplane.invariants import verify
 from controlplane.log import RunLog
 from schemas.checkpoints import build_manifest
@@ -28,21 +19,13 @@ from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.errors import CheckpointError
 from schemas.identity import InFlight, Operation
 from schemas.outcomes import Acted, ErrorKind, Reason, Skipped, Trace
-from schemas.wire import Status
-from tests.engines.models import save_model, save_weights, weights
-from tests.engines.reports import BUS, acted, conclusions, events, failed
+from tests.engines.models import save_weights, weights
+from tests.engines.reports import acted, conclusions, events, failed
 from tests.engines.servers import (
-    AgentProcess,
-    Door,
-    EngineServer,
-    Request,
-    command,
-    complete,
-    environment,
-    free_port,
     probed,
     wait_for,
 )
+from tests.engines.vllm_fleet import VllmFleet
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
 
@@ -51,77 +34,11 @@ LONG = 600
 """Tokens of a request that is still running when a command comes."""
 
 
-class Fleet:
-    """Two replicas of vLLM, four processes that serve them, and the trainer's end."""
-
-    def __init__(self, folder: Path, open_: ExitStack) -> None:
-        self.folder = folder
-        save_model(folder / "a", 1)
-        save_weights(folder / "b", weights(2))
-        save_weights(folder / "c", weights(3))
-        self.version = 0
-        self.first = open_.enter_context(EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0")))
-        self.door = open_.enter_context(Door(self.first.port))
-        self.plane: BlockingControlPlane = open_.enter_context(
-            ControlPlane.blocking("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
-        )
-        bus, port = self.plane.address, free_port()
-        self.second_url = f"http://127.0.0.1:{port}"
-        launched = command("vllm", folder / "a", port, *_profiler(folder / "raw-1"))
-        launch = ["env", *(f"{name}={value}" for name, value in environment("vllm").items()), *launched]
-        kind = ("--engine", "vllm")
-        self.agents = [
-            open_.enter_context(AgentProcess(bus, folder, "0.0", 2, *kind, "--url", self.door.url)),
-            open_.enter_context(AgentProcess(bus, folder, "0.1", 2, *kind)),
-            open_.enter_context(
-                AgentProcess(bus, folder, "1.0", 1, *kind, "--url", self.second_url, "--launch", "--", *launch)
-            ),
-        ]
-        self.plane.wait_for_agents(3, timeout=300)
-
-    def sync(self, path: str, *, content: bool = False, quorum: int | None = None, timeout: float = 30) -> SyncReport:
-        self.version += 1
-        return self.plane.sync_weights(self.version, Checkpoint(path), content=content, quorum=quorum, timeout=timeout)
-
-    def tokens(self) -> tuple[list[int], list[int]]:
-        """Greedy tokens of both replicas."""
-        return self.first.complete(), complete("vllm", self.second_url, "hello", 8, str(self.folder / "a"))
-
-    def request(self, tokens: int) -> Request:
-        """One to the first server."""
-        return Request("vllm", self.first.url, self.first.model, tokens)
-
-    def status(self, agent: str) -> Status:
-        """What an agent last said of itself."""
-        (line,) = (one for one in self.plane.status().agents if one.agent == agent)
-        assert line.status is not None
-        return line.status
-
-    def wait_ready(self) -> None:
-        self.plane.wait_for_agents(3, timeout=120)
-
-
-def _profiler(folder: Path) -> list[str]:
-    folder.mkdir()
-    return [
-        "--profiler-config",
-        json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False}),
-    ]
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as open_:
-        yield Fleet(tmp_path_factory.mktemp("vllm"), open_)
-
-
-@pytest.fixture(autouse=True)
-def at_rest(fleet: Fleet) -> Iterator[None]:
-    """A test that fails half way must not leave the next one an engine that is paused, asleep or frozen."""
-    yield
-    fleet.first.thaw()
-    fleet.plane.wake()
-    fleet.plane.resume()
+@pytest.fixture
+def fleet(vllm_fleet: VllmFleet) -> Iterator[VllmFleet]:
+    """At rest before and after."""
+    yield vllm_fleet
+    vllm_fleet.rest()
 
 
 def passes(folder: Path, traces: tuple[Trace, ...]) -> Counter[str]:
@@ -132,7 +49,7 @@ def passes(folder: Path, traces: tuple[Trace, ...]) -> Counter[str]:
     return Counter("prompt" if one[1] != "0" else "token" for one in found if one)
 
 
-def test_probe_tells_what_the_server_is(fleet: Fleet) -> None:
+def test_probe_tells_what_the_server_is(fleet: VllmFleet) -> None:
     code, found = probed(fleet.first.url)
     assert code == 0 and (found["kind"], found["version"], found["tokenizer"]) == ("vllm", "0.32.0", "present")
     assert set(found["has"]) == set(Operation) and found["model"] == fleet.first.model
@@ -141,7 +58,7 @@ def test_probe_tells_what_the_server_is(fleet: Fleet) -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet: Fleet) -> None:
+def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet: VllmFleet) -> None:
     launched = fleet.tokens()
     assert launched[0] == launched[1]
     report = fleet.sync("b", content=True)
@@ -158,7 +75,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
     assert fleet.tokens() == launched
 
 
-def test_replica_that_loaded_goes_back_when_too_few_did(fleet: Fleet) -> None:
+def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VllmFleet) -> None:
     before = fleet.tokens()
     fleet.door.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=2, timeout=6)
@@ -186,7 +103,7 @@ def _broken(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut off", "wrong dtype", "wrong shape", "missing tensor", "no directory", "outside"])
-def test_bad_checkpoint_never_reaches_the_engine(fleet: Fleet, how: str) -> None:
+def test_bad_checkpoint_never_reaches_the_engine(fleet: VllmFleet, how: str) -> None:
     before, name = fleet.tokens(), how.replace(" ", "-")
     manifest = build_manifest(fleet.folder / "b", content=False)
     if how == "outside":
@@ -210,7 +127,7 @@ def test_bad_checkpoint_never_reaches_the_engine(fleet: Fleet, how: str) -> None
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-def test_paused_engine_starts_no_request(fleet: Fleet) -> None:
+def test_paused_engine_starts_no_request(fleet: VllmFleet) -> None:
     assert set(fleet.plane.pause().acted) == {"0.0", "1.0"}
     assert httpx.get(f"{fleet.first.url}/is_paused").json() == {"is_paused": True}
     request = fleet.request(4)
@@ -222,7 +139,7 @@ def test_paused_engine_starts_no_request(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(("mode", "survives"), [("abort", False), ("keep", True)])
-def test_pause_aborts_or_keeps_requests_in_flight(fleet: Fleet, mode: InFlight, survives: bool) -> None:
+def test_pause_aborts_or_keeps_requests_in_flight(fleet: VllmFleet, mode: InFlight, survives: bool) -> None:
     with fleet.first.slowed():
         request = fleet.request(LONG).running()
         acted(fleet.plane.pause(mode, replicas=[0]))
@@ -232,14 +149,14 @@ def test_pause_aborts_or_keeps_requests_in_flight(fleet: Fleet, mode: InFlight, 
     assert (request.tokens() == LONG) == survives
 
 
-def test_pause_waits_for_requests_in_flight(fleet: Fleet) -> None:
+def test_pause_waits_for_requests_in_flight(fleet: VllmFleet) -> None:
     request = fleet.request(LONG).running()
     acted(fleet.plane.pause("wait", replicas=[0], timeout=60))
     assert request.tokens() == LONG
     acted(fleet.plane.resume(replicas=[0]))
 
 
-def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
+def test_abort_ends_what_runs_and_pauses_nothing(fleet: VllmFleet) -> None:
     with fleet.first.slowed():
         request = fleet.request(LONG).running()
         acted(fleet.plane.abort_requests(replicas=[0]))
@@ -250,7 +167,7 @@ def test_abort_ends_what_runs_and_pauses_nothing(fleet: Fleet) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: Fleet) -> None:
+def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: VllmFleet) -> None:
     before = fleet.tokens()
     assert acted(fleet.plane.sleep()).calls == ("pause", "sleep")
     assert httpx.get(f"{fleet.first.url}/is_sleeping").json() == {"is_sleeping": True}
@@ -263,7 +180,7 @@ def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: Fleet) ->
     assert fleet.tokens() == before
 
 
-def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: Fleet) -> None:
+def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VllmFleet) -> None:
     fleet.sync("c")
     before = fleet.tokens()
     acted(fleet.plane.sleep(discard=True))
@@ -274,7 +191,7 @@ def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: Flee
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def test_session_records_front_end_and_workers_and_its_traces_are_brought_home(fleet: Fleet) -> None:
+def test_session_records_front_end_and_workers_and_its_traces_are_brought_home(fleet: VllmFleet) -> None:
     report = fleet.plane.start_profile(1, replicas=[0])
     assert acted(report).calls == ("start_profile",)
     assert conclusions(report)["0.1"] == Skipped(Reason.NOT_PRIMARY)
@@ -295,7 +212,7 @@ def test_session_records_front_end_and_workers_and_its_traces_are_brought_home(f
     [(2, Window(0, 3), Counter(prompt=1, token=2)), (3, Window(2, 5), Counter(token=3))],
 )
 def test_window_holds_the_forward_passes_that_were_asked_for(
-    fleet: Fleet, step: int, window: Window, found: Counter[str]
+    fleet: VllmFleet, step: int, window: Window, found: Counter[str]
 ) -> None:
     acted(fleet.plane.start_profile(step, ProfilePlan(window=window), replicas=[0]))
     fleet.first.complete(tokens=10)
@@ -304,14 +221,14 @@ def test_window_holds_the_forward_passes_that_were_asked_for(
     assert stopped.auto_stopped
 
 
-def test_session_of_somebody_else_is_reported_and_left_alone(fleet: Fleet) -> None:
+def test_session_of_somebody_else_is_reported_and_left_alone(fleet: VllmFleet) -> None:
     assert httpx.post(f"{fleet.first.url}/start_profile").status_code == 200
     refused = failed(fleet.plane.start_profile(4, replicas=[0]))
     assert refused.error is ErrorKind.ENGINE_ERROR and "409" in refused.message
     assert httpx.post(f"{fleet.first.url}/stop_profile", timeout=120).status_code == 200
 
 
-def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: Fleet) -> None:
+def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: VllmFleet) -> None:
     shapes = failed(fleet.plane.start_profile(5, ProfilePlan(record_shapes=True), replicas=[0]))
     assert "torch_profiler_record_shapes" in shapes.message
     stages = failed(fleet.plane.start_profile(6, ProfilePlan(by_stage=True), replicas=[0]))
@@ -321,7 +238,7 @@ def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: Fleet) -
 # --- servers that hang and die ----------------------------------------------------------------------------------------
 
 
-def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: Fleet) -> None:
+def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: VllmFleet) -> None:
     fleet.door.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=1, timeout=6)
     assert report.status == "committed" and report.quarantined == (0,)
@@ -336,7 +253,7 @@ def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: Fl
 
 
 def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committed_version_when_it_is_back(
-    fleet: Fleet,
+    fleet: VllmFleet,
 ) -> None:
     fleet.door.on["/collective_rpc"] = fleet.first.kill
     report = fleet.sync("b", quorum=1, timeout=20)
@@ -349,7 +266,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
     assert len(set(map(tuple, fleet.tokens()))) == 1
 
 
-def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: Fleet) -> None:
+def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: VllmFleet) -> None:
     agent = fleet.agents[2]
     server = next(one for one in agent.family() if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
     before = fleet.tokens()
@@ -364,6 +281,6 @@ def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet
     assert alive == []
 
 
-def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: Fleet) -> None:
+def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: VllmFleet) -> None:
     assert list(verify(RunLog.read(fleet.folder / "run.db"))) == []
     assert replay_log(RunLog.read(fleet.folder / "run.db")).compared > 100

@@ -123,13 +123,13 @@ class Recording:
         try:
             profiler.stop()
             profiler.export_chrome_trace(str(self.file))
-        except FileNotFoundError:  # torch 2.13 removes what it could not write to the end
+        except (OSError, RuntimeError) as error:
+            self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
+        if not self.file.exists():  # torch 2.13 removes what it could not write to the end, as often as not in silence
             self._failure = EngineError(
                 f"the trace {self.file} was not written to its end, and torch removed it: is the disk full? The "
                 "session is closed."
             )
-        except (OSError, RuntimeError) as error:
-            self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
 
     def _release(self) -> None:
         if self._owner:

@@ -1,0 +1,21 @@
+"""Fleets of real engines take most of a minute to launch: one of each kind serves all tests of a run."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.engines.sglang_fleet import SGLangFleet
+from tests.engines.vllm_fleet import VllmFleet
+
+
+@pytest.fixture(scope="session")
+def vllm_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFleet]:
+    with ExitStack() as open_:
+        yield VllmFleet(tmp_path_factory.mktemp("vllm"), open_)
+
+
+@pytest.fixture(scope="session")
+def sglang_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangFleet]:
+    with ExitStack() as open_:
+        yield SGLangFleet(tmp_path_factory.mktemp("sglang"), open_)

@@ -1,0 +1,167 @@
+"""Plans for sessions, as verl's configuration writes them, and what lies in the traces that come of them.
+
+A forward pass is told by what it computed: `P5` read a prompt of 5 tokens, `D` made one token. `WORK` is what an engine
+is given in a session: requests one after the other, each with a prompt of another length, so that a window which is
+off by one holds other passes than those that were asked for.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterable
+from itertools import count
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from schemas.commands import ProfilePlan
+from schemas.outcomes import Acted, Trace
+from schemas.profiler.verl import read
+from workers.engines.tiny_profile import FORWARD
+
+Events = list[dict[str, object]]
+Generate = Callable[[list[int], int], object]
+"""Have an engine read a prompt and make so many tokens."""
+
+WORK: Final = (5, 6, 7)
+"""Lengths of the prompts; two tokens are made of each."""
+PASSES: Final = ["P5", "D", "P6", "D", "P7", "D"]
+
+_NAMES: Final = (
+    re.compile(r"execute_context_(?P<prompts>\d+)\((?P<tokens>\d+)\)_generation_\d+\(\d+\)"),
+    re.compile(r"step\[(?P<prompts>EXTEND|DECODE) bs=\d+(?: toks=(?P<tokens>\d+))?.*\]"),
+)
+_fresh = count(1)
+
+
+class Found(NamedTuple):
+    """What is in one trace."""
+
+    passes: list[str]
+    stacks: bool
+    modules: bool
+    shapes: bool
+    memory: bool
+
+    @property
+    def contents(self) -> frozenset[str]:
+        """In the words of a configuration; modules come with stacks."""
+        assert self.stacks == self.modules
+        held = {"stack": self.stacks, "shapes": self.shapes, "memory": self.memory}
+        return frozenset(one for one, is_there in held.items() if is_there)
+
+
+def torch_plan(
+    *contents: str, window: tuple[int, int] | None = None, discrete: bool = True, ranks: tuple[int, ...] = ()
+) -> ProfilePlan:
+    """The plan that verl's configuration stands for. ranks: none for all of them."""
+    tool: dict[str, object] = {"contents": list(contents), "discrete": discrete}
+    if window is not None:
+        tool |= {"step_start": window[0], "step_end": window[1]}
+    whose = {"all_ranks": not ranks, "ranks": list(ranks)}
+    profiler = {"enable": True, "tool": "torch", **whose, "tool_config": {"torch": tool}}
+    return read({"actor_rollout_ref": {"rollout": {"profiler": profiler}}}, {}).config.plan
+
+
+def work(generate: Generate) -> None:
+    """Do `WORK`. No prompt begins as another did, so that no cache shortens it."""
+    for length in WORK:
+        generate([next(_fresh) % 250 + 1] * length, 2)
+
+
+def of_rank(said: Acted, rank: int | None, kind: str = ".trace.json") -> list[Trace]:
+    """Those of an outcome's traces that are of this rank; None for a front end's."""
+    return [one for one in said.traces if one.rank == rank and kind in one.path and "merged-" not in one.path]
+
+
+def look(root: Path, trace: Trace) -> Found:
+    """What is in a trace. root: what its path is relative to."""
+    events = sorted(read_events(root / trace.path), key=lambda one: float(str(one.get("ts", 0))))
+    arguments = [one["args"] for one in events if isinstance(one.get("args"), dict)]
+    return Found(
+        passes=_passes(events),
+        stacks=any(one.get("cat") == "python_function" for one in events),
+        modules=any(str(one.get("name")).startswith("nn.Module: ") for one in events),
+        shapes=any(isinstance(one, dict) and one.get("Input Dims") for one in arguments),
+        memory=any(one.get("name") == "[memory]" for one in events),
+    )
+
+
+def read_events(file: Path) -> Events:
+    """Of a trace, packed or not."""
+    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    found: Events = json.loads(raw)["traceEvents"]
+    return found
+
+
+def _passes(events: Iterable[dict[str, object]]) -> list[str]:
+    events = [one for one in events if one.get("ph") == "X"]
+    forwards = [one for one in events if one.get("name") == FORWARD]
+    if forwards:
+        return [_tiny_pass(one, events) for one in forwards]
+    found = (pattern.fullmatch(str(one.get("name"))) for one in events for pattern in _NAMES)
+    return ["D" if one["prompts"] in ("0", "DECODE") else f"P{one['tokens']}" for one in found if one]
+
+
+def _tiny_pass(forward: dict[str, object], events: Events) -> str:
+    """By the shape of what is embedded in it; `?` where shapes were not recorded."""
+    start, lasts = float(str(forward["ts"])), float(str(forward["dur"]))
+    for one in events:
+        if one.get("name") == "aten::embedding" and start <= float(str(one["ts"])) <= start + lasts:
+            arguments = one.get("args")
+            dims = arguments.get("Input Dims") if isinstance(arguments, dict) else None
+            if dims:
+                tokens = dims[1][1]
+                return f"P{tokens}" if tokens > 1 else "D"
+            break
+    return "?"
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One line of a table. refused: what an engine that can't do it says, by engine."""
+
+    window: tuple[int, int] | None
+    contents: tuple[str, ...]
+    refused: dict[str, str]
+
+    @property
+    def plan(self) -> ProfilePlan:
+        return torch_plan(*self.contents, window=self.window)
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """What the trace holds besides its passes."""
+        return frozenset(self.contents) & {"stack", "shapes", "memory"}
+
+    @property
+    def passes(self) -> list[str]:
+        return PASSES if self.window is None else PASSES[slice(*self.window)]
+
+
+_BY_STAGE = {"tiny": "by stage", "vllm": "by stage, or merged"}
+_LATER = {"sglang": "Begin the window at 0"}
+
+ORTHOGONAL: Final = {
+    "whole session": Row(None, ("cpu",), {}),
+    "first pass, stacks, shapes": Row((0, 1), ("cpu", "stack", "shapes"), {}),
+    "by stage, shapes": Row((0, 2), ("cpu", "shapes", "profile-by-stage"), _BY_STAGE),
+    "merged, stacks": Row((0, 2), ("cpu", "stack", "merge-profiles"), {"tiny": "merged", "vllm": "merged"}),
+    "by stage, merged": Row((0, 3), ("cpu", "profile_by_stage", "merge_profiles"), _BY_STAGE),
+    "second pass, shapes": Row((1, 2), ("cpu", "shapes"), _LATER),
+    "later passes, stacks, shapes, memory": Row(
+        (2, 5), ("cpu", "stack", "shapes", "memory"), {"sglang": "memory: it runs on a CPU"}
+    ),
+    "cuda": Row((0, 2), ("cpu", "cuda"), {"tiny": "torch sees no GPU", "vllm": "runs on a CPU", "sglang": "on a CPU"}),
+    "by stage without a window": Row(
+        None, ("cpu", "stack", "profile-by-stage"), _BY_STAGE | {"sglang": "by stage without a window"}
+    ),
+}
+"""The factors of verl's pull request 5025: first and last step, by stage, merge, stack, shapes, activities."""
+
+CONTENTS: Final = {"plain": ("cpu",), "detailed": ("cpu", "stack", "shapes")}
+MATRIX: Final = [
+    (discrete, contents, ranks) for discrete in (False, True) for contents in CONTENTS for ranks in ((1,), ())
+]
+"""The factors of verl's pull request 4320, of an engine on a CPU; the step that is profiled is 2."""

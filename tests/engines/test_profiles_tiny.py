@@ -1,0 +1,241 @@
+"""Profiles of the tiny engine through a trainer's bus and agents: each plan by what its traces hold."""
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from anyio import to_thread
+from msgspec.structs import replace
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from controlplane import ControlPlane
+from schemas.commands import Finish, ProfileCommand, ProfilePlan, Window
+from schemas.desired import Session
+from schemas.errors import EngineError
+from schemas.events import Resume, StartProfile, StopProfile
+from schemas.identity import Identity
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from tests.engines.profiles import (
+    CONTENTS,
+    MATRIX,
+    ORTHOGONAL,
+    PASSES,
+    Found,
+    Row,
+    look,
+    of_rank,
+    torch_plan,
+    work,
+)
+from tests.engines.reports import BUS, acted, conclusions, failed
+from tests.engines.servers import AgentProcess
+from workers.engines.tiny import TinyEngine
+from workers.engines.tiny_server import TinyClient
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The engine has threads of its own: one loop is enough here."""
+    return "asyncio"
+
+
+class Fleet:
+    """Two replicas of one rank each, every one in a process of its own, and the trainer's end."""
+
+    def __init__(self, folder: Path, open_: ExitStack) -> None:
+        self.root, self.step = folder / "traces", 100
+        self.plane = open_.enter_context(
+            ControlPlane.blocking("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
+        )
+        self.agents, self._clients = [], []
+        for replica in (0, 1):
+            front = f"ipc://{folder}/front-{replica}"
+            options = ("--engine", "tiny", "--serve", front, "--finish-hook", "true")
+            self.agents.append(
+                open_.enter_context(AgentProcess(self.plane.address, folder, f"{replica}.0", 1, *options))
+            )
+            self._clients.append(open_.enter_context(TinyClient(front, timeout_s=30)))
+        self.plane.wait_for_agents(2, timeout=60)
+
+    def work(self) -> None:
+        """`WORK` on both replicas, with no prefix kept of what they did before."""
+        self.plane.flush()
+        for client in self._clients:
+            work(partial(_generate, client))
+
+
+def _generate(client: TinyClient, prompt: list[int], tokens: int) -> None:
+    client.generate([[one % 32 for one in prompt]], tokens)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as open_:
+        yield Fleet(tmp_path_factory.mktemp("tiny"), open_)
+
+
+def session(fleet: Fleet, plan: ProfilePlan, replica: int = 0) -> tuple[Acted, list[Found]]:
+    """One session on one replica, and what is in the traces of its rank."""
+    fleet.step += 1
+    acted(fleet.plane.start_profile(fleet.step, plan, replicas=[replica]), f"{replica}.0")
+    fleet.work()
+    stopped = acted(fleet.plane.stop_profile(fleet.step, replicas=[replica]), f"{replica}.0")
+    return stopped, [look(fleet.root, one) for one in of_rank(stopped, replica)]
+
+
+def refusals(fleet: Fleet, plan: ProfilePlan) -> list[Failed]:
+    """What is said when it is asked whether the plan can be honoured, and when it is to be."""
+    fleet.step += 1
+    checked = fleet.plane.publish(ProfileCommand(action="check", step=fleet.step, plan=plan), replicas=[0])
+    return [failed(checked), failed(fleet.plane.start_profile(fleet.step, plan, replicas=[0]))]
+
+
+@pytest.mark.parametrize("row", ORTHOGONAL.values(), ids=ORTHOGONAL)
+def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(fleet: Fleet, row: Row) -> None:
+    if (why := row.refused.get("tiny")) is not None:
+        for refused in refusals(fleet, row.plan):
+            assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
+        return
+    acted(fleet.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[0]))
+    stopped, (found,) = session(fleet, row.plan)
+    assert found.contents == row.wanted
+    assert found.passes == (row.passes if "shapes" in row.wanted else ["?"] * len(row.passes))
+    assert stopped.auto_stopped == (row.window is not None) and stopped.untraced == ()
+
+
+@pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
+def test_step_2_of_the_ranks_asked_for(fleet: Fleet, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
+    plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks)
+    plan = replace(plan, steps=frozenset({2}))
+    early = conclusions(fleet.plane.start_profile(1, plan))
+    assert set(early.values()) <= {Skipped(Reason.STEP_NOT_SELECTED), Skipped(Reason.RANK_NOT_SELECTED)}
+    started = conclusions(fleet.plane.start_profile(2, plan))
+    fleet.work()
+    stopped = fleet.plane.stop_profile(2)
+    for replica in (0, 1):
+        if ranks and replica not in ranks:
+            assert started["0.0"] == Skipped(Reason.RANK_NOT_SELECTED)
+            assert conclusions(stopped)["0.0"] == Skipped(Reason.NOT_PROFILING)
+            continue
+        said = acted(stopped, f"{replica}.0")
+        (found,) = (look(fleet.root, one) for one in of_rank(said, replica))
+        assert len(found.passes) == len(PASSES) and found.contents == frozenset(CONTENTS[contents]) - {"cpu"}
+    shutil.rmtree(fleet.root / "global_step_2")
+
+
+@pytest.mark.parametrize("tool", ["torch", "npu"])
+def test_what_an_npu_does_is_refused(fleet: Fleet, tool: str) -> None:
+    for refused in refusals(fleet, ProfilePlan(tool=tool, activities=frozenset({"cpu", "npu"}))):
+        assert refused.error is ErrorKind.UNSUPPORTED and "NPU" in refused.message
+
+
+def test_modules_are_named_by_stacks(fleet: Fleet) -> None:
+    _, (found,) = session(fleet, ProfilePlan(with_modules=True))
+    assert found.modules
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [(0, 1), (1, 3), (5, 6)])
+def test_window_is_these_passes_and_no_other(fleet: Fleet, window: tuple[int, int]) -> None:
+    stopped, (found,) = session(fleet, torch_plan("cpu", "shapes", window=window))
+    assert found.passes == PASSES[slice(*window)] and stopped.auto_stopped
+
+
+@pytest.mark.parametrize(("window", "passes"), [((2, 50), PASSES[2:]), ((49, 50), None)])
+def test_window_that_is_not_filled_leaves_no_session(
+    fleet: Fleet, window: tuple[int, int], passes: list[str] | None
+) -> None:
+    stopped, found = session(fleet, torch_plan("cpu", "shapes", window=window))
+    assert [one.passes for one in found] == ([passes] if passes else [])
+    assert not stopped.auto_stopped and stopped.untraced == (() if passes else (0,))
+    _, (after,) = session(fleet, torch_plan("cpu", "shapes"))
+    assert after.passes == PASSES
+
+
+# --- where traces lie, and end up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["verl", "verl_step"])
+def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(fleet: Fleet, layout: str) -> None:
+    plan = ProfilePlan(layout=layout, finish=Finish(relocate=True, hook=True))  # type: ignore[arg-type]
+    fleet.step += 2
+    steps, left = (fleet.step - 1, fleet.step), []
+    for step in steps:
+        acted(fleet.plane.start_profile(step, plan, replicas=[0]))
+        fleet.work()
+        left += of_rank(acted(fleet.plane.stop_profile(step, replicas=[0])), 0)
+    places = ["agent_loop_rollout_replica_0"] * 2
+    if layout == "verl_step":
+        places = [f"rollout_step_{step}/agent_loop_replica_0" for step in steps]
+    assert [one.path.rpartition("/")[0] for one in left] == places
+    bytes_of = [(fleet.root / one.path).read_bytes() for one in left]
+    finish = ProfileCommand(action="finish", step=fleet.step, plan=plan, sessions=steps)
+    ended = acted(fleet.plane.publish(finish, replicas=[0])).traces
+    assert [one.path for one in ended] == [f"rollout-replica0_{one.path.rpartition('/')[2]}" for one in left]
+    assert [(fleet.root / one.path).read_bytes() for one in ended] == bytes_of
+    assert not any((fleet.root / place).exists() for place in places)
+
+
+# --- when something goes wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("window", [None, Window(0, 1)])
+async def test_profiler_of_somebody_else_in_the_process_is_told_and_loses_nothing(
+    tmp_path: Path, window: Window | None
+) -> None:
+    front, place = f"ipc://{tmp_path}/front", Identity(replica=0, node_rank=0)
+    engine = TinyEngine(place, checkpoints=tmp_path, traces=tmp_path, serve=front)
+    await engine.open()
+    opened = Session(1, ProfilePlan(window=window))
+    with TinyClient(front) as client, profile(activities=[ProfilerActivity.CPU]) as theirs:
+        await engine.perform(Resume(), 10)
+        with pytest.raises(EngineError, match="somebody else's records here"):
+            await engine.perform(StartProfile(opened, "1"), 10)
+        with record_function("theirs"):
+            await to_thread.run_sync(client.generate, [[1, 2]], 2)
+    assert "theirs" in {one.name for one in theirs.events()}
+    await engine.perform(StartProfile(opened, "1"), 10)
+    with TinyClient(front) as client:
+        await to_thread.run_sync(client.generate, [[1, 2]], 2)
+    ended = await engine.perform(StopProfile(opened, "1"), 10)
+    assert [len(look(tmp_path, one).passes) for one in ended.traces] == [2 if window is None else 1]
+    await engine.close()
+
+
+def test_disk_that_is_full_fails_the_stop_and_nothing_else(fleet: Fleet) -> None:
+    fleet.step += 1
+    acted(fleet.plane.start_profile(fleet.step, torch_plan("cpu", "stack", "shapes"), replicas=[0]))
+    fleet.work()
+    engine = psutil.Process(fleet.agents[0].process.pid)
+    no_limit = engine.rlimit(resource.RLIMIT_FSIZE)
+    largest = max(one.stat().st_size for one in (fleet.root.parent / "state").iterdir())
+    engine.rlimit(resource.RLIMIT_FSIZE, (largest + 50_000, no_limit[1]))
+    try:
+        full = failed(fleet.plane.stop_profile(fleet.step, replicas=[0]))
+    finally:
+        engine.rlimit(resource.RLIMIT_FSIZE, no_limit)
+    assert full.error is ErrorKind.ENGINE_ERROR and "is the disk full?" in full.message
+    assert conclusions(fleet.plane.stop_profile(fleet.step, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+    _, (found,) = session(fleet, ProfilePlan())
+    assert len(found.passes) == len(PASSES)
+
+
+def test_root_that_can_not_be_written_is_told_before_the_first_step(fleet: Fleet) -> None:
+    apart = fleet.root.with_name("apart")
+    fleet.root.mkdir(exist_ok=True)
+    fleet.root.rename(apart)
+    fleet.root.write_text("a file")
+    try:
+        for refused in refusals(fleet, ProfilePlan()):
+            assert refused.error is ErrorKind.ENGINE_ERROR and str(fleet.root) in refused.message
+    finally:
+        fleet.root.unlink()
+        apart.rename(fleet.root)

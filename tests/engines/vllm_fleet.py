@@ -1,0 +1,98 @@
+"""Two replicas of a real vLLM on the CPU under real agents, for all tests that command one.
+
+Replica 0 has two nodes: a server that is started here with an agent beside it, and an agent on a node without a front
+end. Replica 1 has one node, whose agent launched its server. A trainer's bus commands both.
+"""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from controlplane import ControlPlane
+from controlplane.blocking import BlockingControlPlane
+from controlplane.events import SyncReport
+from schemas.commands import Checkpoint
+from schemas.wire import Status
+from tests.engines.models import save_model, save_weights, weights
+from tests.engines.reports import BUS
+from tests.engines.servers import (
+    AgentProcess,
+    Door,
+    EngineServer,
+    Request,
+    command,
+    complete,
+    environment,
+    free_port,
+)
+
+NOTHING: Final = {"with_stack": False}
+EVERYTHING: Final = {"with_stack": True, "record_shapes": True, "with_memory": True}
+"""What the profilers of replica 0 and of replica 1 are launched to record; vLLM can't be told later."""
+
+
+class VllmFleet:
+    """Two replicas of vLLM, four processes that serve them, and the trainer's end."""
+
+    def __init__(self, folder: Path, open_: ExitStack) -> None:
+        self.folder = folder
+        save_model(folder / "a", 1)
+        save_weights(folder / "b", weights(2))
+        save_weights(folder / "c", weights(3))
+        self.version = 0
+        self.first = open_.enter_context(
+            EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0", NOTHING))
+        )
+        self.door = open_.enter_context(Door(self.first.port))
+        self.plane: BlockingControlPlane = open_.enter_context(
+            ControlPlane.blocking("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
+        )
+        bus, port = self.plane.address, free_port()
+        self.second_url = f"http://127.0.0.1:{port}"
+        launched = command("vllm", folder / "a", port, *_profiler(folder / "raw-1", EVERYTHING))
+        launch = ["env", *(f"{name}={value}" for name, value in environment("vllm").items()), *launched]
+        kind = ("--engine", "vllm")
+        self.agents = [
+            open_.enter_context(AgentProcess(bus, folder, "0.0", 2, *kind, "--url", self.door.url)),
+            open_.enter_context(AgentProcess(bus, folder, "0.1", 2, *kind)),
+            open_.enter_context(
+                AgentProcess(bus, folder, "1.0", 1, *kind, "--url", self.second_url, "--launch", "--", *launch)
+            ),
+        ]
+        self.plane.wait_for_agents(3, timeout=300)
+
+    def sync(self, path: str, *, content: bool = False, quorum: int | None = None, timeout: float = 30) -> SyncReport:
+        """Bring the fleet to the weights in a folder."""
+        self.version += 1
+        return self.plane.sync_weights(self.version, Checkpoint(path), content=content, quorum=quorum, timeout=timeout)
+
+    def tokens(self) -> tuple[list[int], list[int]]:
+        """Greedy tokens of both replicas."""
+        return self.first.complete(), complete("vllm", self.second_url, "hello", 8, str(self.folder / "a"))
+
+    def request(self, tokens: int) -> Request:
+        """One to the first server."""
+        return Request("vllm", self.first.url, self.first.model, tokens)
+
+    def status(self, agent: str) -> Status:
+        """What an agent last said of itself."""
+        (line,) = (one for one in self.plane.status().agents if one.agent == agent)
+        assert line.status is not None
+        return line.status
+
+    def wait_ready(self) -> None:
+        """Until all agents can be commanded."""
+        self.plane.wait_for_agents(3, timeout=120)
+
+    def rest(self) -> None:
+        """A test that fails half way must not leave the next one an engine that is paused, asleep or frozen."""
+        self.first.thaw()
+        self.plane.wake()
+        self.plane.resume()
+
+
+def _profiler(folder: Path, records: dict[str, bool]) -> list[str]:
+    folder.mkdir()
+    config = {"profiler": "torch", "torch_profiler_dir": str(folder)}
+    return ["--profiler-config", json.dumps(config | {f"torch_profiler_{key}": on for key, on in records.items()})]
