@@ -1,5 +1,6 @@
 """The gates of verl as we state them, beside verl's own code, in every case."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """verl's code, and a directory for what its tools write."""
+    logging.getLogger("verl").setLevel(logging.ERROR)
     with imported(source()) as verl:
         yield Runs(verl, Path(tmp_path_factory.mktemp("profile")))
 

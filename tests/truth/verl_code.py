@@ -1,7 +1,7 @@
-"""verl 0.9.1 itself, as far as it decides who profiles: taken out of its wheel and run, over stand-ins for what it calls.
+"""verl 0.9.1 itself, as far as it decides who profiles: out of its wheel, run over stand-ins for what it calls.
 
-Its modules of profiling are imported as they are. Of the servers, which can't be imported without Ray and an engine, the
-two methods are taken, and those lines of `__init__` that build what the methods ask; of the trainers, the lines that
+Its modules of profiling are imported as they are. Of the servers, which need Ray and an engine to be imported, the two
+methods are taken, and those lines of `__init__` that build what the methods ask; of the trainers, the lines that
 decide for which steps anything is sent at all. Nothing of it is kept in this repository.
 
     trainer (its lines) ──▶ server (its methods) ──▶ a front end that answers as SGLang's or vLLM's does

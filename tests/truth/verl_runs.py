@@ -10,15 +10,14 @@ from tests.truth.cases import (
     ABSENT,
     AGAIN,
     ALL,
-    ANYWAY,
     ENDED,
-    LISTED,
     MINE,
+    NEVER,
     NEXT,
     NOBODY_FIRST,
     NONE,
     NULL,
-    PRESENT,
+    OTHERS,
     ROUTER,
     SOON,
     START,
@@ -89,6 +88,15 @@ class AsyncLLM:
             raise RuntimeError("Profiling is not enabled.")
 
 
+class Router:
+    """What SGLang puts in the place of several tokenizer managers: it passes on what they say."""
+
+    calls = 0
+
+    def generate(self) -> None:
+        """It takes no part in that."""
+
+
 class Runs:
     """Cases, one by one. Each is a process of its own as far as verl can tell."""
 
@@ -109,30 +117,29 @@ class Runs:
         )
         server.node_rank, server.replica_rank = int(case.node), _index(case)
         server.configure()
-        front = self._front(engine, case.front)
+        front = _front(engine, case)
         attribute = {"sglang": "tokenizer_manager", "vllm": "engine"}[engine]
-        if case.node != "0" or case.front == ABSENT:
-            front = None
-        stands = front is not None and case.front != SOON
-        if stands or (engine == "sglang" and case.front in (ABSENT,)):
-            setattr(server, attribute, front if stands else None)
+        if engine == "sglang" and front is None and case.front != NEVER:
+            setattr(server, attribute, None)  # so it is after a launch that brought none
+        elif front is not None and case.front != SOON:
+            setattr(server, attribute, front)
         manager = SimpleNamespace(
             start_profile=lambda: driven(server.start_profile()), stop_profile=lambda: driven(server.stop_profile())
         )
-        sent, calls = False, 0
+        sent, before = False, 0
         for number, (action, step) in enumerate(HISTORIES[case.command]):
-            if number and case.front == SOON and front is not None:
+            if number and front is not None:
                 setattr(server, attribute, front)
-            if number and case.command == ENDED and front is not None and case.front not in (ROUTER,):
-                front.generate()
-            calls = getattr(front, "calls", 0)
+                if case.command == ENDED:
+                    front.generate()
+            before = front.calls if front is not None else 0
             try:
                 sent = self._send(case, action, step, manager, SimpleNamespace(start_profile=_no, stop_profile=_no))
             except (AttributeError, RuntimeError) as error:
                 return f"raises {type(error).__name__}"
         if not sent:
             return gates.NOT_ASKED
-        if getattr(front, "calls", 0) > calls:
+        if front is not None and front.calls > before:
             return gates.ACTS
         return gates.WARNED if self._warnings else gates.NOTHING
 
@@ -171,16 +178,9 @@ class Runs:
 
     def _send(self, case: Case, action: str, step: int, manager: Any, group: Any) -> bool:
         """What the trainer does in this step. Returns whether anything came of it to those that are asked."""
-        if case.step == ANYWAY:
-            what = manager or group
-            {
-                "start": what.start_profile,
-                "stop": what.stop_profile if manager else lambda: group.stop_profile(False),
-            }[action]()
-            return True
         sent: list[str] = []
         trainer = self._trainer()
-        steps = {LISTED: [STEP - 1, STEP], NONE: None}.get(case.step, [9])
+        steps = {OTHERS: [9], NONE: None}.get(case.step, [STEP - 1, STEP])  # nobody else looks at them
         trainer.config = SimpleNamespace(global_profiler=SimpleNamespace(steps=steps, profile_continuous_steps=False))
         trainer.global_steps, trainer.total_training_steps = step, 100
         trainer.use_reference_policy = trainer.use_critic = trainer.prev_step_profile = False
@@ -196,18 +196,20 @@ class Runs:
             trainer._stop_profiling()
         return bool(sent)
 
-    def _front(self, engine: str, front: str) -> Any:
-        if front == ROUTER or (front == UNABLE and engine == "sglang"):
-            return SimpleNamespace()
-        if front in (PRESENT, SOON, UNABLE):
-            return TokenizerManager() if engine == "sglang" else AsyncLLM(able=front != UNABLE)
-        return None
-
     def _section(self, case: Case, numbers: list[int], window: tuple[int, int] | None = None) -> Any:
         tool = {NULL: None, UNKNOWN: "perf"}.get(case.tool, case.tool)
         options = self._verl.options(tool, case.discrete == "yes", window)
         ranks = {ALL: None, MINE: numbers, THEIRS: [9 * WORLD]}.get(case.ranks, [])
         return self._verl.section(tool, case.enable == "yes", ranks, options, self._save)
+
+
+def _front(engine: str, case: Case) -> TokenizerManager | AsyncLLM | Router | None:
+    """What stands at this node once the engine is up. verl has none on the other nodes of a replica."""
+    if case.node != "0" or case.front in (ABSENT, NEVER):
+        return None
+    if engine == "vllm":
+        return AsyncLLM(able=case.front != UNABLE)
+    return Router() if case.front in (ROUTER, UNABLE) else TokenizerManager()
 
 
 def _index(case: Case) -> int:
