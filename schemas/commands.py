@@ -14,15 +14,21 @@ RelativePath = Annotated[str, Meta(max_length=512)]
 """A path relative to a root that the *agent* configures. Never absolute, no `..`: the agent refuses both."""
 
 
-class Window(Struct, frozen=True):
-    """Forward steps to record, counted from the session's start, 0-based and half open: [start, end)."""
+class Window(Struct, frozen=True, omit_defaults=True):
+    """Forward steps to record, counted from the session's start, 0-based and half open: [start, end).
+
+    end: None for the end of the session.
+    """
 
     start: Count
-    end: Positive
+    end: Positive | None = None
 
     def __post_init__(self) -> None:
-        if self.end <= self.start:
-            raise ValueError(f"window [{self.start}, {self.end}) is empty: end must be larger than start")
+        if self.end is not None and self.end <= self.start:
+            raise ValueError(f"window {self} is empty: end must be larger than start")
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {'…' if self.end is None else self.end})"
 
 
 class Schedule(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -133,6 +133,8 @@ def _recorded(plan: ProfilePlan, rollout: bool) -> str:
         if plan.window is None:
             return "the whole session, from its start to its stop"
         start, end = plan.window.start, plan.window.end
+        if end is None:
+            return f"forward steps from {start} on, counted from the session's start, to its stop"
         many = "one forward step" if end - start == 1 else f"{end - start} forward steps"
         return f"forward steps [{start}, {end}) of each session, counted from its start: {many}"
     whole = "each annotated stage, in a trace of its own" if plan.discrete else "the whole session, in one trace"

@@ -142,13 +142,13 @@ def _some(section: Section, name: str) -> frozenset[int] | None:
 
 
 def _window(section: Section) -> Window | None:
-    allowed = "two whole numbers [start, end) of which the end is larger, such as [0, 4]"
+    allowed = "two whole numbers [start, end) of which the end is larger, such as [0, 4], or [4, null] without an end"
     bounds = section.items("window", allowed)
     if bounds is None:
         return None
     if len(bounds) == 2:
         start, end = bounds
-        if is_whole(start) and is_whole(end) and 0 <= start < end:
+        if is_whole(start) and start >= 0 and (end is None or (is_whole(end) and start < end)):
             return Window(start, end)
     raise section.wrong("window", allowed)
 

@@ -1,6 +1,6 @@
 """verl's configuration of profiling, as ours. Pure.
 
-Rule 1  What the user wrote is what is recorded. No window is widened or cut; one that can't be kept is an error.
+Rule 1  What the user wrote is what is recorded. No window is widened or cut; one that can't be is an error.
 Rule 2  Where the file says nothing, verl's own defaults and inheritance hold (`schemas.profiler.verl_keys.DEFAULTS`).
 Rule 3  A wrong value is an error, in a section that is switched off too: it is switched on one day.
 Rule 4  What nothing follows from, an unknown key or one that is not acted on, is a remark.
@@ -15,7 +15,7 @@ On an NPU an empty list takes the CPU alone, and `contents: null` takes everythi
 """
 
 from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from msgspec.structs import replace
 
@@ -31,6 +31,7 @@ from schemas.commands import (
     Window,
 )
 from schemas.config import ProfilerConfig
+from schemas.desired import ENGINE_TOOLS
 from schemas.errors import ConfigError
 from schemas.profiler.interpolation import References, overlay
 from schemas.profiler.sections import Section, is_list, is_whole, meant, shown
@@ -56,7 +57,6 @@ from schemas.profiler.verl_keys import (
 
 RankUnit = Literal["global", "replica"]
 Layout = Literal["step", "verl_step", "verl"]
-_NO_END: Final = "an open end can't be kept: give both, or neither for the whole session"
 
 
 class Reading(NamedTuple):
@@ -103,8 +103,12 @@ def read(
             asked.append(_Asked(section, plan))
             if plan.enabled:
                 roles[role] = plan
+    plan = asked[0].plan
+    if any(one.finish.hook for one in roles.values()):
+        # As in verl: the hook is the training ranks', and with engines on their nodes would run there twice.
+        plan = replace(plan, finish=Finish(relocate=plan.finish.relocate))
     config = ProfilerConfig(
-        plan=asked[0].plan,
+        plan=plan,
         roles=roles,
         steps=tuple(sorted(steps)),
         continuous=continuous,
@@ -237,11 +241,7 @@ def _window(tool: Section) -> Window | None:
             )
         end = (start or 0) + number
     if end is None:
-        if start:
-            key = next(iter(starts))
-            other = key.replace("start", "end")
-            raise ConfigError(f"{tool.key(key)} is {start} and {other} is not set: {_NO_END}")
-        return None
+        return Window(start) if start else None
     if end <= (start or 0):
         beside = f"{next(iter(starts))} is {start}" if starts else "the start is not set, which is 0"
         raise ConfigError(
@@ -335,6 +335,11 @@ def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, r
         remarks.append(
             f"global_profiler.profile_continuous_steps is true and {', '.join(discrete)} is discrete, which "
             "verl's manual rules out: rollouts have one session over each run of steps, ranks a trace of each stage"
+        )
+    if config.plan.enabled and config.roles and not config.plan.discrete and config.plan.tool in ENGINE_TOOLS:
+        remarks.append(
+            f"{ROLLOUT} is switched on (by itself, or with the actor) and not discrete: verl does not profile its "
+            f"engines then and says nothing; here each session is recorded as a whole. For none, write enable: false"
         )
     remarks += [
         f"{one.section.key('enable')} is true and {one.section.key('tool')} is null: nothing is profiled there"

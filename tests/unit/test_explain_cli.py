@@ -98,7 +98,7 @@ def test_a_wrong_value_ends_with_2_and_one_line(tmp_path: Path) -> None:
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr == (
         "rolloutctl: rollout.window is [4, 4]: allowed is two whole numbers [start, end) of which the end is "
-        "larger, such as [0, 4]\n"
+        "larger, such as [0, 4], or [4, null] without an end\n"
     )
 
 

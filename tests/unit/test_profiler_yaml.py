@@ -205,7 +205,8 @@ def test_a_window_is_what_was_written_or_an_error(start: int, end: int) -> None:
     else:
         assert refused(tree) == (
             f"rollout.window is [{start}, {end}]: allowed is two whole numbers [start, end) of which the end is "
-            f"larger, such as [0, 4]"
+            f"larger, such as [0, 4], "
+            "or [4, null] without an end"
         )
 
 
@@ -254,14 +255,16 @@ PLAN = (
             {"rollout": {"window": 4}},
             (
                 "rollout.window is 4: allowed is a list of two whole numbers [start, end) of which the end is "
-                "larger, such as [0, 4]"
+                "larger, such as [0, 4], "
+                "or [4, null] without an end"
             ),
         ),
         (
             {"rollout": {"window": [1, 2, 3]}},
             (
                 "rollout.window is [1, 2, 3]: allowed is two whole numbers [start, end) of which the end is "
-                "larger, such as [0, 4]"
+                "larger, such as [0, 4], "
+                "or [4, null] without an end"
             ),
         ),
         (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from schemas import verl
+from schemas.profiler import verl
 from schemas.commands import ProfilePlan
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
@@ -24,7 +24,9 @@ def rollout(torch: Mapping[str, object] | None = None, **profiler: object) -> di
 def actor(**profiler: object) -> dict[str, Any]:
     """A file that profiles the actor, and so, as verl has it, the rollouts too, in step 1."""
     section = {"enable": True, **profiler}
-    return {"global_profiler": {"tool": "torch", "steps": [1]}, "actor_rollout_ref": {"actor": {"profiler": section}}}
+    tools = {tool: {"discrete": True} for tool in ("torch", "npu")}  # without it verl leaves its engines alone
+    roles = {"actor": {"profiler": section}, "rollout": {"profiler": {"tool_config": tools}}}
+    return {"global_profiler": {"tool": "torch", "steps": [1]}, "actor_rollout_ref": roles}
 
 
 def critic(tool: str, **options: object) -> dict[str, Any]:

@@ -419,7 +419,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: L
     elif lacking or (plan.tool == "npu" and launch.device not in (None, "npu")):
         asked = ", ".join(sorted(lacking)) or "with tool npu"
         what = f"{asked}: it runs on a {(launch.device or '').upper()}. Change the plan"
-    elif plan.by_stage and window is None:
+    elif plan.by_stage and (window is None or window.end is None):
         what = "by stage without a window: give the number of forward steps of each stage"
     elif window is not None and window.start > 0:
         what = (
@@ -436,7 +436,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: L
         "with_stack": plan.with_stack or plan.with_modules,
         "record_shapes": plan.record_shapes,
     }
-    if window is not None:
+    if window is not None and window.end is not None:
         arguments["num_steps"] = window.end + (1 if one_short(launch.version) and not plan.by_stage else 0)
     if plan.by_stage:
         arguments["profile_by_stage"] = True

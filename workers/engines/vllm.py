@@ -392,7 +392,7 @@ def bounds(window: Window | None) -> tuple[int, int]:
     """A window as delay and number of iterations; 0 iterations stands for no end."""
     if window is None:
         return 0, 0
-    return (window.start + 1 if window.start else 0), window.end - window.start
+    return (window.start + 1 if window.start else 0), (window.end - window.start if window.end is not None else 0)
 
 
 def _bounded(takes: frozenset[str]) -> bool:
@@ -426,7 +426,7 @@ def _unrecorded(plan: ProfilePlan, launch: Launch) -> str | None:
         return "all forward steps: launch it without wait_iterations and warmup_iterations"
     held = tuple(number(records, key) or 0 for key in ("delay_iterations", "max_iterations"))
     if (asked := bounds(plan.window)) != held and not _bounded(launch.methods["start_profile"]):
-        window = "start to stop" if plan.window is None else f"a window of [{plan.window.start}, {plan.window.end})"
+        window = "start to stop" if plan.window is None else f"a window of {plan.window}"
         return (
             f"{window}, and before 0.32 the bounds are fixed at launch: launch it with delay_iterations={asked[0]} and "
             f"max_iterations={asked[1]}, or use 0.32"
