@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from schemas.profiler import verl
 from schemas.commands import ProfilePlan
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
+from schemas.profiler import verl
 
 TORCH = "actor_rollout_ref.rollout.profiler.tool_config.torch"
 ROLLOUT = "actor_rollout_ref.rollout.profiler"
