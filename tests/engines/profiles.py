@@ -75,7 +75,12 @@ def of_rank(said: Acted, rank: int | None, kind: str = ".trace.json") -> list[Tr
 
 def look(root: Path, trace: Trace) -> Found:
     """What is in a trace. root: what its path is relative to."""
-    events = sorted(read_events(root / trace.path), key=lambda one: float(str(one.get("ts", 0))))
+    return look_into(root / trace.path)
+
+
+def look_into(file: Path) -> Found:
+    """What is in a trace."""
+    events = sorted(read_events(file), key=lambda one: float(str(one.get("ts", 0))))
     arguments = [one["args"] for one in events if isinstance(one.get("args"), dict)]
     return Found(
         passes=_passes(events),

@@ -157,6 +157,15 @@ def complete(kind: str, url: str, prompt: str, tokens: int, model: str, limit_s:
     return list(said["choices"][0]["token_ids"] or [] if kind == "vllm" else said["output_ids"])
 
 
+def generate(kind: str, url: str, prompt: list[int], tokens: int, model: str) -> None:
+    """Have a prompt of token ids continued greedily."""
+    path, body = _asked(kind, "", tokens, model)
+    named = "prompt" if kind == "vllm" else "text"
+    del body[named]
+    body |= {"prompt" if kind == "vllm" else "input_ids": prompt}
+    httpx.post(url + path, json=body, timeout=60).raise_for_status()
+
+
 class Request(threading.Thread):
     """One request in flight, streamed: `begun` when its first token is there, `made` tokens so far."""
 

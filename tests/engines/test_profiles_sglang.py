@@ -1,0 +1,218 @@
+"""Profiles of a real SGLang over two nodes: each plan by what the traces of both ranks hold, or refused in words."""
+
+import shutil
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from schemas.commands import Finish, ProfileCommand, ProfilePlan, Window
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from tests.engines.profiles import CONTENTS, MATRIX, ORTHOGONAL, PASSES, Row, look, look_into, of_rank, torch_plan, work
+from tests.engines.reports import acted, conclusions, failed
+from tests.engines.servers import generate
+from tests.engines.sglang_fleet import SGLangFleet
+
+pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
+
+NODES = ("0.0", "0.1")
+
+
+class Bench:
+    """The fleet, and the step of the next session."""
+
+    step = 100
+
+    def __init__(self, fleet: SGLangFleet) -> None:
+        self.plane, self.url, self.model = fleet.plane, fleet.urls[0], fleet.model
+        self.root = fleet.folder / "traces"
+
+    def work(self) -> None:
+        self.plane.flush(replicas=[0])
+        work(self.generate)
+
+    def generate(self, prompt: list[int], tokens: int) -> None:
+        generate("sglang", self.url, prompt, tokens, self.model)
+
+    def start(self, plan: ProfilePlan) -> None:
+        Bench.step += 1
+        acted(self.plane.start_profile(self.step, plan, replicas=[0]))
+
+    def stop(self, plan: ProfilePlan) -> tuple[Acted, Acted]:
+        """What node rank 0 says of the end, and node rank 1 of what it left."""
+        stopped = acted(self.plane.stop_profile(self.step, replicas=[0], timeout=60))
+        return stopped, acted(self.plane.collect_traces(self.step, plan, replicas=[0]), "0.1")
+
+    def session(self, plan: ProfilePlan) -> tuple[Acted, Acted]:
+        self.start(plan)
+        self.work()
+        return self.stop(plan)
+
+    def refusals(self, plan: ProfilePlan) -> list[Failed]:
+        """What is said when it is asked whether the plan can be honoured, and when it is to be."""
+        Bench.step += 1
+        check = ProfileCommand(action="check", step=self.step, plan=plan)
+        asked = self.plane.publish(check, replicas=[0])
+        return [failed(asked), failed(self.plane.start_profile(self.step, plan, replicas=[0]))]
+
+
+@pytest.fixture
+def bench(sglang_fleet: SGLangFleet) -> Iterator[Bench]:
+    yield Bench(sglang_fleet)
+    sglang_fleet.rest()
+
+
+@pytest.mark.parametrize("row", [row for row in ORTHOGONAL.values() if not row.plan.by_stage])
+def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row: Row) -> None:
+    if (why := row.refused.get("sglang")) is not None:
+        for refused in bench.refusals(row.plan):
+            assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
+        return
+    acted(bench.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[0]))
+    said = bench.session(row.plan)
+    for rank, one in enumerate(said):
+        (trace,) = of_rank(one, rank)
+        found = look(bench.root, trace)
+        assert found.passes == row.passes and found.contents == row.wanted
+    assert said[0].auto_stopped == (row.window is not None)
+    merged = [trace for trace in said[0].traces if "merged-" in trace.path]
+    assert len(merged) == row.plan.merge
+    for trace in merged:
+        assert sorted(look(bench.root, trace).passes) == sorted([*row.passes] * 2)  # of both ranks
+
+
+@pytest.mark.parametrize("row", [row for row in ORTHOGONAL.values() if row.plan.by_stage])
+def test_stages_are_recorded_apart_or_the_plan_is_refused(bench: Bench, row: Row) -> None:
+    if (why := row.refused.get("sglang")) is not None:
+        for refused in bench.refusals(row.plan):
+            assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
+        return
+    bench.start(row.plan)
+    bench.plane.flush(replicas=[0])
+    bench.generate([7] * 5, 8)
+    assert row.window is not None
+    passes = {"EXTEND": ["P5"], "DECODE": ["D"] * row.window[1]}
+    said = bench.stop(row.plan)
+    for rank, one in enumerate(said):
+        stages = {stage: look(bench.root, of_rank(one, rank, stage)[0]) for stage in passes}
+        assert {stage: found.passes for stage, found in stages.items()} == passes
+        assert {found.contents for found in stages.values()} == {row.wanted}
+    assert said[0].auto_stopped
+    for trace in (one for one in said[0].traces if "merged-" in one.path):
+        assert sorted(look(bench.root, trace).passes) == sorted((passes["EXTEND"] + passes["DECODE"]) * 2)
+    assert row.plan.merge == any("merged-" in one.path for one in said[0].traces)
+
+
+@pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
+def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
+    """SGLang profiles the whole group; of rank 1 alone, only the trace of the second node is told."""
+    plan = replace(torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks), steps=frozenset({2}))
+    early = bench.plane.start_profile(1, plan, replicas=[0])
+    assert conclusions(early)["0.0"] == Skipped(Reason.STEP_NOT_SELECTED)
+    acted(bench.plane.start_profile(2, plan, replicas=[0]))
+    bench.work()
+    stopped = acted(bench.plane.stop_profile(2, replicas=[0], timeout=60))
+    collected = acted(bench.plane.collect_traces(2, plan, replicas=[0]), "0.1")
+    told = (*stopped.traces, *collected.traces)
+    assert [one.rank for one in told] == [*(ranks or (0, 1))]
+    assert (stopped.untraced, collected.untraced) == ((), ())
+    for one in told:
+        found = look(bench.root, one)
+        assert found.passes == PASSES and found.contents == frozenset(CONTENTS[contents]) - {"cpu"}
+    assert len(list((bench.root / "global_step_2" / "replica_0").iterdir())) == 2, "the other rank's stays where it is"
+    shutil.rmtree(bench.root / "global_step_2")
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (ProfilePlan(activities=frozenset({"cpu", "npu"})), "npu: it runs on a CPU"),
+        (ProfilePlan(tool="npu"), "with tool npu: it runs on a CPU"),
+        (ProfilePlan(activities=frozenset()), "name at least one activity"),
+    ],
+)
+def test_what_it_can_not_record_is_refused_before_it_is_asked(bench: Bench, plan: ProfilePlan, why: str) -> None:
+    for refused in bench.refusals(plan):
+        assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
+
+
+def test_modules_are_named_by_stacks(bench: Bench) -> None:
+    stopped, _ = bench.session(ProfilePlan(with_modules=True, window=Window(0, 2)))
+    assert look(bench.root, stopped.traces[0]).modules
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_window_that_is_not_filled_leaves_no_session(bench: Bench) -> None:
+    plan = ProfilePlan(window=Window(0, 50))
+    for one, passes in ((plan, PASSES), (replace(plan, window=Window(0, 1)), PASSES[:1])):
+        stopped, _ = bench.session(one)
+        assert look(bench.root, stopped.traces[0]).passes == passes
+        assert stopped.auto_stopped == (passes != PASSES)
+
+
+def test_stages_that_never_came_are_recorded_in_no_later_step(bench: Bench) -> None:
+    """SGLang would begin with the first prompt and the first token, whenever they come."""
+    plan = ProfilePlan(by_stage=True, window=Window(0, 2))
+    bench.start(plan)
+    stopped, _ = bench.stop(plan)
+    assert (stopped.traces, stopped.untraced, stopped.auto_stopped) == ((), (0,), False)
+    bench.work()
+    place = bench.root / f"global_step_{bench.step}" / "replica_0"
+    said, _ = bench.session(ProfilePlan())
+    assert look(bench.root, said.traces[0]).passes == PASSES
+    assert list(place.iterdir()) == []
+
+
+def test_stage_that_came_alone_leaves_the_other_unarmed(bench: Bench) -> None:
+    plan = ProfilePlan(by_stage=True, window=Window(0, 2))
+    bench.start(plan)
+    bench.generate([9] * 5, 1)  # a prompt and its one token, and nothing decoded
+    stopped, _ = bench.stop(plan)
+    (trace,) = stopped.traces
+    assert look(bench.root, trace).passes == ["P5"] and not stopped.auto_stopped
+    bench.work()
+    assert [one.name for one in (bench.root / trace.path).parent.glob("*DECODE*")] == []
+    said, _ = bench.session(ProfilePlan())
+    assert look(bench.root, said.traces[0]).passes == PASSES
+
+
+# --- where traces lie, and end up ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["verl", "verl_step"])
+def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: Bench, layout: str) -> None:
+    plan = ProfilePlan(layout=layout, finish=Finish(relocate=True))  # type: ignore[arg-type]
+    left = [trace for _ in range(2) for said in bench.session(plan) for trace in said.traces]
+    steps = (bench.step - 1, bench.step)
+    places = ["agent_loop_rollout_replica_0"] * 4
+    if layout == "verl_step":
+        places = [f"rollout_step_{step}/agent_loop_replica_0" for step in steps for _ in range(2)]
+    assert [one.path.rpartition("/")[0] for one in left] == places
+    assert len({one.path for one in left}) == 4
+    content = {(one.rank, one.path.rpartition("/")[2]): (bench.root / one.path).read_bytes() for one in left}
+    report = bench.plane.publish(ProfileCommand(action="finish", step=bench.step, plan=plan, sessions=steps), [0])
+    for one in (trace for node in NODES for trace in acted(report, node).traces):
+        name = one.path.removeprefix(f"rollout-replica0-globalrank{one.rank}_")
+        assert (bench.root / one.path).read_bytes() == content.pop((one.rank, name))
+    assert content == {} and not any((bench.root / place).exists() for place in places)
+
+
+# --- when something goes wrong ---------------------------------------------------------------------------------------
+
+
+def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Bench) -> None:
+    theirs = bench.root.parent / "theirs"
+    asked = {"output_dir": str(theirs), "activities": ["CPU"], "with_stack": False}
+    httpx.post(f"{bench.url}/start_profile", json=asked).raise_for_status()
+    Bench.step += 1
+    refused = failed(bench.plane.start_profile(bench.step, replicas=[0]))
+    assert refused.error is ErrorKind.ENGINE_ERROR and "did not start" in refused.message
+    bench.work()
+    assert conclusions(bench.plane.stop_profile(bench.step, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+    httpx.post(f"{bench.url}/stop_profile", timeout=60).raise_for_status()
+    assert [look_into(one).passes for one in theirs.iterdir()] == [PASSES] * 2
+    said, _ = bench.session(ProfilePlan())
+    assert look(bench.root, said.traces[0]).passes == PASSES

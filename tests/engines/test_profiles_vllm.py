@@ -1,0 +1,232 @@
+"""Profiles of a real vLLM on the CPU: each plan by what its traces hold, or refused in words that say what to do.
+
+Replica 0 was launched to record nothing but the passes, replica 1 with stacks, shapes and memory as well, which vLLM
+then records whoever asks.
+"""
+
+import shutil
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from schemas.commands import Finish, ProfileCommand, ProfilePlan
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from tests.engines.profiles import (
+    CONTENTS,
+    MATRIX,
+    ORTHOGONAL,
+    PASSES,
+    Found,
+    Row,
+    look,
+    look_into,
+    of_rank,
+    torch_plan,
+    work,
+)
+from tests.engines.reports import acted, conclusions, failed
+from tests.engines.servers import generate, wait_for
+from tests.engines.vllm_fleet import VllmFleet
+
+pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
+
+EVERYTHING = frozenset({"stack", "shapes", "memory"})
+WORLD = (2, 1)
+"""GPUs of replica 0, of whose nodes the second has no server, and of replica 1."""
+
+
+class Bench:
+    """The fleet, and the step of the next session."""
+
+    step = 100
+
+    def __init__(self, fleet: VllmFleet) -> None:
+        self.plane, self.fleet = fleet.plane, fleet
+        self.root = fleet.folder / "traces"
+
+    def work(self, replica: int) -> None:
+        url = (self.fleet.first.url, self.fleet.second_url)[replica]
+        work(lambda prompt, tokens: generate("vllm", url, prompt, tokens, self.fleet.first.model))
+
+    def session(self, plan: ProfilePlan, replica: int = 0) -> tuple[Acted, list[Found]]:
+        """One session on one replica, and what is in the traces of its first rank."""
+        Bench.step += 1
+        acted(self.plane.start_profile(self.step, plan, replicas=[replica]), f"{replica}.0")
+        self.work(replica)
+        stopped = self.stop(replica)
+        return stopped, [look(self.root, one) for one in of_rank(stopped, replica * WORLD[replica])]
+
+    def stop(self, replica: int = 0) -> Acted:
+        return acted(self.plane.stop_profile(self.step, replicas=[replica], timeout=120), f"{replica}.0")
+
+    def refusals(self, plan: ProfilePlan, replica: int = 0) -> list[Failed]:
+        """What is said when it is asked whether the plan can be honoured, and when it is to be."""
+        Bench.step += 1
+        check = ProfileCommand(action="check", step=self.step, plan=plan)
+        asked = self.plane.publish(check, replicas=[replica])
+        started = self.plane.start_profile(self.step, plan, replicas=[replica])
+        return [failed(one, f"{replica}.0") for one in (asked, started)]
+
+
+@pytest.fixture
+def bench(vllm_fleet: VllmFleet) -> Iterator[Bench]:
+    yield Bench(vllm_fleet)
+    vllm_fleet.rest()
+
+
+@pytest.mark.parametrize("row", ORTHOGONAL.values(), ids=ORTHOGONAL)
+def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row: Row) -> None:
+    if (why := row.refused.get("vllm")) is not None:
+        for refused in bench.refusals(row.plan, 1):
+            assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
+        return
+    if row.wanted:
+        key = {"stack": "torch_profiler_with_stack", "shapes": "torch_profiler_record_shapes"}
+        for refused in bench.refusals(row.plan):
+            assert refused.error is ErrorKind.UNSUPPORTED
+            assert f"launch it with {key['stack' if 'stack' in row.wanted else 'shapes']}" in refused.message
+    replica, holds = (1, EVERYTHING) if row.wanted else (0, frozenset[str]())
+    acted(
+        bench.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[replica]), f"{replica}.0"
+    )
+    stopped, (found,) = bench.session(row.plan, replica)
+    assert found.passes == row.passes and found.contents == holds
+    assert stopped.auto_stopped == (row.window is not None)
+
+
+@pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
+def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
+    """Rank 1 is replica 1's only one, and on replica 0 that of the node which has no server."""
+    replica = 1 if contents == "detailed" or ranks else 0
+    plan = replace(torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks), steps=frozenset({2}))
+    agent = f"{replica}.0"
+    early = bench.plane.start_profile(1, plan, replicas=[replica])
+    assert conclusions(early)[agent] == Skipped(Reason.STEP_NOT_SELECTED)
+    acted(bench.plane.start_profile(2, plan, replicas=[replica]), agent)
+    bench.work(replica)
+    said = acted(bench.plane.stop_profile(2, replicas=[replica], timeout=120), agent)
+    (found,) = (look(bench.root, one) for one in of_rank(said, replica))
+    assert found.passes == PASSES and found.contents == (EVERYTHING if replica else frozenset())
+    shutil.rmtree(bench.root / "global_step_2")
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (ProfilePlan(activities=frozenset({"cpu", "npu"})), "what an NPU does: it runs on a cpu"),
+        (ProfilePlan(tool="npu"), "what an NPU does: it runs on a cpu"),
+        (ProfilePlan(with_modules=True), "launch it with torch_profiler_with_stack"),
+        (ProfilePlan(activities=frozenset({"cpu", "memory"})), "launch it with torch_profiler_with_memory"),
+    ],
+)
+def test_what_it_was_not_launched_for_is_refused_with_what_to_do(bench: Bench, plan: ProfilePlan, why: str) -> None:
+    for refused in bench.refusals(plan):
+        assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [(0, 1), (1, 3), (2, 5)])
+def test_window_is_these_passes_and_no_other(bench: Bench, window: tuple[int, int]) -> None:
+    stopped, (found,) = bench.session(torch_plan("cpu", window=window))
+    assert found.passes == PASSES[slice(*window)] and stopped.auto_stopped
+
+
+@pytest.mark.parametrize(("window", "passes"), [((2, 50), PASSES[2:]), ((49, 50), None)])
+def test_window_that_is_not_filled_leaves_no_session(
+    bench: Bench, window: tuple[int, int], passes: list[str] | None
+) -> None:
+    """One that was not reached leaves the front end's trace alone, which is of no rank."""
+    stopped, found = bench.session(torch_plan("cpu", window=window))
+    assert [one.passes for one in found] == ([passes] if passes else [])
+    assert not stopped.auto_stopped and stopped.untraced == (() if passes else (0,))
+    assert len(of_rank(stopped, None)) == 1
+    _, (after,) = bench.session(ProfilePlan())
+    assert after.passes == PASSES
+
+
+# --- where traces lie, and end up ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["verl", "verl_step"])
+def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: Bench, layout: str) -> None:
+    plan = ProfilePlan(layout=layout, finish=Finish(relocate=True))  # type: ignore[arg-type]
+    left = [trace for _ in range(2) for trace in bench.session(plan)[0].traces]
+    steps = (bench.step - 1, bench.step)
+    assert len({one.path for one in left}) == len(left)
+    content = {one.path.rpartition("/")[2]: (bench.root / one.path).read_bytes() for one in left}
+    finish = ProfileCommand(action="finish", step=bench.step, plan=plan, sessions=steps)
+    ended = acted(bench.plane.publish(finish, replicas=[0])).traces
+    whose = {0: "rollout-replica0-globalrank0_", None: "rollout-replica0_"}
+    for one in ended:
+        assert (bench.root / one.path).read_bytes() == content.pop(one.path.removeprefix(whose[one.rank]))
+    assert content == {}
+
+
+# --- when something goes wrong ---------------------------------------------------------------------------------------
+
+
+def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Bench) -> None:
+    url = bench.fleet.first.url
+    assert httpx.post(f"{url}/start_profile", json={"profile_prefix": "theirs"}).status_code == 200
+    Bench.step += 1
+    refused = failed(bench.plane.start_profile(bench.step, replicas=[0]))
+    assert refused.error is ErrorKind.ENGINE_ERROR and "already active" in refused.message
+    bench.work(0)
+    assert conclusions(bench.plane.stop_profile(bench.step, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+    assert httpx.post(f"{url}/stop_profile", timeout=120).status_code == 200
+    raw = bench.fleet.folder / "raw-0"
+    (theirs,) = raw.glob("theirs_rank0*.json.gz")
+    assert look_into(theirs).passes == PASSES
+    _, (ours,) = bench.session(ProfilePlan())
+    assert ours.passes == PASSES and theirs.exists()  # theirs is not brought home with ours
+    shutil.rmtree(raw)
+    raw.mkdir()
+
+
+def test_disk_that_is_full_fails_the_stop_and_nothing_else(bench: Bench) -> None:
+    Bench.step += 1
+    acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]))
+    bench.work(0)
+    worker = next(one for one in bench.fleet.first.family() if "Worker" in one.name())
+    no_limit = worker.rlimit(psutil.RLIMIT_FSIZE)
+    worker.rlimit(psutil.RLIMIT_FSIZE, (4096, no_limit[1]))
+    try:
+        full = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=120))
+    finally:
+        worker.rlimit(psutil.RLIMIT_FSIZE, no_limit)
+    assert full.error is ErrorKind.ENGINE_ERROR and "Is its disk full" in full.message
+    _, (found,) = bench.session(ProfilePlan())
+    assert found.passes == PASSES
+
+
+def test_trace_that_takes_long_is_late_by_the_deadline_and_holds_up_nobody(bench: Bench) -> None:
+    Bench.step += 1
+    acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]))
+    bench.work(0)
+    bench.fleet.door.on["/stop_profile"] = bench.fleet.first.freeze
+    late = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=2))
+    assert late.error is ErrorKind.ENGINE_TIMEOUT
+    flushed = bench.plane.flush(timeout=5)
+    assert failed(flushed).error is ErrorKind.ENGINE_BUSY and isinstance(conclusions(flushed)["1.0"], Acted)
+    bench.fleet.first.thaw()
+    wait_for("the call has ended", lambda: bench.fleet.status("0.0").activity is None)
+    _, (found,) = bench.session(ProfilePlan())
+    assert found.passes == PASSES
+
+
+def test_root_that_can_not_be_written_is_told_before_the_first_step(bench: Bench) -> None:
+    raw = bench.fleet.folder / "raw-0"
+    raw.rmdir()
+    raw.write_text("a file")
+    try:
+        check = ProfileCommand(action="check", step=0)
+        refused = failed(bench.plane.publish(check, replicas=[0]))
+        assert refused.error is ErrorKind.ENGINE_ERROR and str(raw) in refused.message
+    finally:
+        raw.unlink()
+        raw.mkdir()
