@@ -135,7 +135,7 @@ class TorchRecorder:
         return profile(
             activities=activities,
             record_shapes=plan.record_shapes,
-            with_stack=plan.with_stack,
+            with_stack=plan.with_stack or plan.with_modules,  # it is the stacks that name eager modules
             with_modules=plan.with_modules,
             profile_memory="memory" in plan.activities,
         )

@@ -1,0 +1,261 @@
+"""Training ranks and a rollout engine on one bus, as processes: profiled at the same step, each in its own way."""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import psutil
+import pytest
+
+from controlplane import ControlPlane
+from controlplane.blocking import BlockingControlPlane
+from schemas.commands import Checkpoint, ProfileCommand, ProfilePlan, Schedule
+from schemas.config import AgentConfig, BusConfig, ProfilerConfig
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from schemas.wire import Report
+from tests.unit.rank_sessions import operators, stages, until
+from workers.engines.tiny_model import TinyConfig, TinyModel, save
+from workers.engines.tiny_server import TinyClient
+from workers.profilers import TrainingRank
+
+QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=500, nudge_ms=200)
+PROGRAM = Path(__file__).with_name("training_rank.py")
+ROOT = Path(__file__).parents[2]
+
+
+class Rank:
+    """One rank as a process, told step by step."""
+
+    def __init__(self, bus: str, folder: Path, number: int, world: int = 2) -> None:
+        words = [sys.executable, str(PROGRAM), bus, str(number), str(world), str(folder)]
+        self._log = (folder / f"actor.{number}.log").open("ab")
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=self._log, text=True, bufsize=1, env={"PYTHONPATH": str(ROOT)}
+        )
+        assert self.heard() == "up"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self.process.wait()
+        self._log.close()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+
+    def heard(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def train(self, step: int) -> None:
+        self.tell(f"step {step}")
+        assert self.heard() == f"done {step}"
+
+
+class Fleet:
+    """Two training ranks and one rollout engine on one bus."""
+
+    def __init__(self, folder: Path, profiler: ProfilerConfig, stack: ExitStack) -> None:
+        self.folder = folder
+        log = folder / "run.db"
+        self.plane: BlockingControlPlane = stack.enter_context(
+            ControlPlane.blocking("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=folder, profiler=profiler)
+        )
+        bus = self.plane.address
+        front = f"ipc://{folder}/engine"
+        place = ["--engine", "tiny", "--replica", "0", "--serve", front]
+        folders = ["--checkpoints", folder, "--traces", folder / "traces", "--state-dir", folder / "state"]
+        words = [sys.executable, "-m", "controlplane.cli", "agent", "--bus", bus, *place, *map(str, folders)]
+        self.engine = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        stack.callback(self.engine.wait)
+        stack.callback(self.engine.kill)
+        self.ranks = [stack.enter_context(Rank(bus, folder, number)) for number in range(2)]
+        self.client = stack.enter_context(TinyClient(front))
+        self.plane.wait_for_agents(3, timeout=60)
+
+    def step(self, number: int) -> None:
+        """What a training step does: roll out, then train."""
+        self.client.generate([[3]], 4, temperature=0)
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                rank.train(number)
+
+    def traces(self, report: Report) -> dict[str, dict[str, Any]]:
+        """By path below the root."""
+        told = [one.conclusion.traces for one in report.outcomes if isinstance(one.conclusion, Acted)]
+        paths = [trace.path for traces in told for trace in traces]
+        return {one: load(self.folder / "traces" / one) for one in paths}
+
+
+def load(file: Path) -> dict[str, Any]:
+    raw = file.read_bytes()
+    trace: dict[str, Any] = json.loads(gzip.decompress(raw) if file.suffix == ".gz" else raw)
+    return trace
+
+
+def profile(action: Literal["start", "stop"], actor: ProfilePlan) -> ProfileCommand:
+    """At step 3, engines with the plan of defaults."""
+    return ProfileCommand(action=action, step=3, roles={"actor": actor})
+
+
+def by_agent(report: Report) -> dict[str, object]:
+    return {one.agent: one.conclusion for one in report.outcomes}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    roles = {"actor": ProfilePlan(schedule=Schedule(active=1, skip_first=1, repeat=1))}
+    config = ProfilerConfig(roles=roles, steps=(5,), save_path=str(tmp_path / "traces"))
+    with ExitStack() as stack:
+        yield Fleet(tmp_path, config, stack)
+
+
+def test_one_command_profiles_engines_and_the_ranks_it_names(fleet: Fleet) -> None:
+    actor = ProfilePlan(discrete=True, ranks=frozenset({1}), record_shapes=True)
+    fleet.step(2)
+    started = fleet.plane.publish(profile("start", actor))
+    assert by_agent(started) == {
+        "0.0": Acted(calls=("start_profile",)),
+        "actor.0": Skipped(Reason.RANK_NOT_SELECTED),
+        "actor.1": Acted(calls=("start_profile",)),
+    }
+    fleet.step(3)
+    stopped = fleet.plane.publish(profile("stop", actor))
+    fleet.step(4)
+    assert (sorted(stopped.acted), stopped.skipped) == (["0.0", "actor.1"], ("actor.0",))
+    outcome = by_agent(stopped)["actor.1"]
+    assert isinstance(outcome, Acted) and [one.rank for one in outcome.traces] == [1, 1]
+    traces = fleet.traces(stopped)
+    folder = "global_step_3/actor_rank_1"
+    names = [f"{folder}/{stage}.rank1.pt.trace.json.gz" for stage in ("compute_log_prob", "update_actor")]
+    assert [one for one in traces if "actor" in one] == names
+    assert [one.split("/")[1] for one in traces if one not in names] == ["replica_0"]
+    batches = [f"step 3 mini-batch {index}" for index in range(3)]
+    # torch's optimizers mark themselves too
+    seen = [[one for one in stages(traces[name]) if "#" not in one] for name in names]
+    assert seen == [["compute_log_prob"], ["update_actor", *batches]]
+    assert all(operators(traces[name]) for name in names)
+    assert {name: traces[name]["distributedInfo"]["rank"] for name in names} == dict.fromkeys(names, 1)
+
+
+def test_a_step_of_the_plane_profiles_ranks_by_configuration(fleet: Fleet) -> None:
+    for number in (4, 5, 6):
+        with fleet.plane.step(number):
+            fleet.step(number)
+    stopped = fleet.plane.profile_reports[-1]
+    traces = {path: trace for path, trace in fleet.traces(stopped).items() if "actor" in path}
+    assert sorted(traces) == [
+        f"global_step_5/actor_rank_{number}/e2e.rank{number}.mb1-1.pt.trace.json.gz" for number in range(2)
+    ]
+    for trace in traces.values():
+        assert [one for one in stages(trace) if "#" not in one] == ["step 5 mini-batch 1"]
+
+
+def test_what_is_for_engines_is_skipped_by_ranks(fleet: Fleet) -> None:
+    save(TinyModel(TinyConfig(), seed=1), fleet.folder / "v1")
+    apart = {"actor.0": Skipped(Reason.NOT_AN_ENGINE), "actor.1": Skipped(Reason.NOT_AN_ENGINE)}
+    for report in (fleet.plane.pause(), fleet.plane.resume()):
+        assert report.acted == ("0.0",) and by_agent(report).items() >= apart.items()
+    synced = fleet.plane.sync_weights(1, Checkpoint("v1"))
+    assert synced.status == "committed" and synced.loaded == (0,)
+    for phase in synced.phases:
+        assert by_agent(phase).items() >= apart.items()
+
+
+def test_a_plan_that_cant_be_honoured_is_told_before_the_first_step(fleet: Fleet) -> None:
+    check = ProfileCommand(action="check", step=0, roles={"actor": ProfilePlan(tool="npu")})
+    outcome = by_agent(fleet.plane.publish(check))["actor.1"]
+    assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNSUPPORTED
+    assert "torch_npu is not installed" in outcome.message
+
+
+def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
+    with fleet.plane.step(5):
+        dead = fleet.ranks[1]
+        dead.process.kill()
+        dead.process.wait()
+        fleet.step(5)
+    stopped = fleet.plane.profile_reports[-1]
+    assert (sorted(stopped.acted), stopped.missing) == (["0.0", "actor.0"], ("actor.1",))
+    with fleet.plane.step(6):
+        fleet.step(6)
+
+
+def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_all_the_same(fleet: Fleet) -> None:
+    actor = ProfilePlan(ranks=frozenset({0}))
+    fleet.plane.publish(profile("start", actor))
+    rank = fleet.ranks[0]
+    rank.tell("hang 3")
+    assert rank.heard() == "inside 3"
+    late = by_agent(fleet.plane.publish(profile("stop", actor), timeout=0.5))["actor.0"]
+    assert isinstance(late, Failed) and late.error is ErrorKind.ENGINE_TIMEOUT
+    rank.tell("go on")
+    assert rank.heard() == "done 3"
+    folder = fleet.folder / "traces" / "global_step_3" / "actor_rank_0"
+    until(lambda: any(one.stat().st_size for one in folder.glob("e2e.rank0.pt.trace.json.gz")))
+    seen = stages(load(next(folder.iterdir())))
+    assert [one for one in seen if "actor" in one or "log" in one] == ["compute_log_prob", "update_actor"]
+
+
+def test_ranks_leave_in_good_order_and_without_a_bus_they_train_on(tmp_path: Path) -> None:
+    with ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as plane:
+        address = plane.address
+        with Rank(address, tmp_path, 0) as rank:
+            plane.wait_for_agents(1, timeout=60)
+            rank.train(1)
+            assert rank.process.stdin is not None
+            rank.process.stdin.close()
+            assert rank.heard() == "down" and rank.process.wait(60) == 0
+            assert [one.life for one in plane.status().agents] == ["left"]
+    with Rank(address, tmp_path, 0) as rank:  # nobody listens there any more
+        rank.train(2)
+        assert rank.process.stdin is not None
+        rank.process.stdin.close()
+        assert rank.heard() == "down" and rank.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "threading.Thread(target=lambda: None).start()"])
+def test_a_trainer_that_forgets_to_close_ends_all_the_same(tmp_path: Path, ending: str) -> None:
+    code = (
+        "import sys, threading; from workers.profilers import TrainingRank\n"
+        "rank = TrainingRank(bus=sys.argv[1], role='actor', rank=0, world_size=1, traces=sys.argv[2],"
+        " state_dir=sys.argv[2])\n"
+        f"rank.open()\n{ending}\n"
+    )
+    words = [sys.executable, "-c", code, f"ipc://{tmp_path}/nobody", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        plane = stack.enter_context(ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK))
+        stack.enter_context(Rank(plane.address, tmp_path, 0))
+        plane.wait_for_agents(1, timeout=60)
+        second = TrainingRank(
+            bus=plane.address,
+            role="actor",
+            rank=0,
+            world_size=2,
+            traces=tmp_path,
+            state_dir=tmp_path / "other",
+            config=AgentConfig(hello_ms=20),
+        )
+        with second:
+            until(lambda: second.failure is not None)
+            with second.annotate("update_actor"):
+                pass
+        assert "actor.0 is held by" in str(second.failure)
+        assert psutil.Process().is_running() and plane.flush().skipped == ("actor.0",)
