@@ -31,7 +31,7 @@ Engine = Literal["sglang", "vllm"]
 ACTS, NOTHING, WARNED, NOT_ASKED = "acts", "nothing", "nothing, warned at launch", "not asked"
 NO_METHOD, REFUSED = "raises AttributeError", "raises RuntimeError"
 
-_HAS_RANK: Final = (ALL, MINE, NOBODY_FIRST)
+HAS_RANK: Final = (ALL, MINE, NOBODY_FIRST)
 
 
 def server(engine: Engine, case: Case) -> str:
@@ -42,7 +42,7 @@ def server(engine: Engine, case: Case) -> str:
         return WARNED
     if engine == "vllm" and case.node != "0":
         return NOTHING
-    if case.enable == "no" or case.ranks not in _HAS_RANK or case.discrete == "no":
+    if case.enable == "no" or case.ranks not in HAS_RANK or case.discrete == "no":
         return NOTHING
     return _sglang(case) if engine == "sglang" else _vllm(case)
 
@@ -69,7 +69,7 @@ def rank(case: Case) -> str:
     """Of a training rank's `DistProfiler`. It acts when the step is recorded otherwise for the command."""
     if case.step not in (LISTED, ANYWAY):
         return NOT_ASKED
-    chosen = case.ranks in _HAS_RANK or case.tool == "precision_debugger"  # msprobe picks the ranks itself
+    chosen = case.ranks in HAS_RANK or case.tool == "precision_debugger"  # msprobe picks the ranks itself
     if case.enable == "no" or not chosen:
         return NOTHING
     return ACTS if case.command in _DOES[case.tool, case.discrete] else NOTHING
