@@ -23,7 +23,8 @@ PURE = (
     *("schemas/profiler/verl*.py", "schemas/profiler/own_yaml.py"),
     *("controlplane/coordinator.py", "controlplane/fleet.py", "controlplane/weights.py", "controlplane/events.py"),
     *("controlplane/profiling.py", "controlplane/entries.py", "controlplane/replay.py", "controlplane/invariants.py"),
-    *("workers/machine.py", "workers/engine.py", "workers/rules/*.py"),
+    *("controlplane/timeline_clocks.py", "controlplane/timeline_control.py", "controlplane/timeline_tracks.py"),
+    *("workers/machine.py", "workers/engine.py", "workers/clocks.py", "workers/rules/*.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no chance. A name may be ahead of its file."""
 

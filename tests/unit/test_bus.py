@@ -25,6 +25,7 @@ from schemas.errors import (
     IdentityTaken,
     LogLocked,
 )
+from schemas.events import Resume
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped
 from schemas.sockets import Context, agent_dealer
@@ -320,13 +321,12 @@ async def test_a_bus_that_can_not_record_publishes_no_more(tmp_path: Path, conte
         with anyio.fail_after(20), pytest.raises(BusFaulted, match=full):
             while True:
                 await bus.publish(FLUSH, ALL, 10_000)
-        calls = len(engines[0].calls)
         with pytest.raises(BusFaulted):
             bus.publish(RESUME, ALL, 10_000)
         with pytest.raises(CommandError, match="publishes nothing any more"):
             await submit(bus.address, RESUME, ALL, 1.0)
         assert (await ask_status(bus.address)).seq >= 2
-        assert len(engines[0].calls) == calls
+        assert Resume() not in engines[0].calls  # the last flush may still be on its way
     entries = list(RunLog.read(tmp_path / "run.db"))
     assert [one.kind for one in entries].count("issued") >= 1  # what was recorded stays readable
 
