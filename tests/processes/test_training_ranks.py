@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import psutil
 import pytest
 
 from controlplane import ControlPlane
@@ -38,7 +37,6 @@ class Rank:
         self.process = subprocess.Popen(
             words, stdin=pipe, stdout=pipe, stderr=self._log, text=True, bufsize=1, env={"PYTHONPATH": str(ROOT)}
         )
-        assert self.heard() == "up"
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +81,8 @@ class Fleet:
         stack.callback(self.engine.kill)
         self.ranks = [stack.enter_context(Rank(bus, folder, number)) for number in range(2)]
         self.client = stack.enter_context(TinyClient(front))
+        for rank in self.ranks:
+            assert rank.heard() == "up"
         self.plane.wait_for_agents(3, timeout=60)
 
     def step(self, number: int) -> None:
@@ -114,12 +114,14 @@ def by_agent(report: Report) -> dict[str, object]:
     return {one.agent: one.conclusion for one in report.outcomes}
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One for all tests: three processes that import torch take seconds to start."""
+    folder = tmp_path_factory.mktemp("fleet")
     roles = {"actor": ProfilePlan(schedule=Schedule(active=1, skip_first=1, repeat=1))}
-    config = ProfilerConfig(roles=roles, steps=(5,), save_path=str(tmp_path / "traces"))
+    config = ProfilerConfig(roles=roles, steps=(5, 7), save_path=str(folder / "traces"))
     with ExitStack() as stack:
-        yield Fleet(tmp_path, config, stack)
+        yield Fleet(folder, config, stack)
 
 
 def test_one_command_profiles_engines_and_the_ranks_it_names(fleet: Fleet) -> None:
@@ -182,15 +184,17 @@ def test_a_plan_that_cant_be_honoured_is_told_before_the_first_step(fleet: Fleet
 
 
 def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
-    with fleet.plane.step(5):
-        dead = fleet.ranks[1]
-        dead.process.kill()
-        dead.process.wait()
-        fleet.step(5)
+    with Rank(fleet.plane.address, fleet.folder, 2, world=3) as third:
+        assert third.heard() == "up"
+        fleet.plane.wait_for_agents(4, timeout=60)
+        with fleet.plane.step(7):
+            third.process.kill()
+            fleet.step(7)
     stopped = fleet.plane.profile_reports[-1]
-    assert (sorted(stopped.acted), stopped.missing) == (["0.0", "actor.0"], ("actor.1",))
-    with fleet.plane.step(6):
-        fleet.step(6)
+    assert (sorted(stopped.acted), stopped.missing) == (["0.0", "actor.0", "actor.1"], ("actor.2",))
+    assert len([path for path in fleet.traces(stopped) if "actor" in path]) == 2
+    with fleet.plane.step(8):
+        fleet.step(8)
 
 
 def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_all_the_same(fleet: Fleet) -> None:
@@ -209,21 +213,16 @@ def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_all_the_s
     assert [one for one in seen if "actor" in one or "log" in one] == ["compute_log_prob", "update_actor"]
 
 
-def test_ranks_leave_in_good_order_and_without_a_bus_they_train_on(tmp_path: Path) -> None:
+def test_a_rank_leaves_in_good_order_and_trains_on_without_a_bus(tmp_path: Path) -> None:
     with ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as plane:
         address = plane.address
-        with Rank(address, tmp_path, 0) as rank:
+        with here(address, tmp_path):
             plane.wait_for_agents(1, timeout=60)
-            rank.train(1)
-            assert rank.process.stdin is not None
-            rank.process.stdin.close()
-            assert rank.heard() == "down" and rank.process.wait(60) == 0
-            assert [one.life for one in plane.status().agents] == ["left"]
-    with Rank(address, tmp_path, 0) as rank:  # nobody listens there any more
-        rank.train(2)
-        assert rank.process.stdin is not None
-        rank.process.stdin.close()
-        assert rank.heard() == "down" and rank.process.wait(60) == 0
+        until(lambda: [one.life for one in plane.status().agents] == ["left"])
+        assert plane.flush().outcomes == ()
+    with here(address, tmp_path) as rank, rank.annotate("update_actor"):  # nobody listens there any more
+        rank.mini_batch()
+    assert rank.failure is None
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "threading.Thread(target=lambda: None).start()"])
@@ -242,20 +241,17 @@ def test_a_trainer_that_forgets_to_close_ends_all_the_same(tmp_path: Path, endin
 def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Path) -> None:
     with ExitStack() as stack:
         plane = stack.enter_context(ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK))
-        stack.enter_context(Rank(plane.address, tmp_path, 0))
+        stack.enter_context(here(plane.address, tmp_path))
         plane.wait_for_agents(1, timeout=60)
-        second = TrainingRank(
-            bus=plane.address,
-            role="actor",
-            rank=0,
-            world_size=2,
-            traces=tmp_path,
-            state_dir=tmp_path / "other",
-            config=AgentConfig(hello_ms=20),
-        )
-        with second:
-            until(lambda: second.failure is not None)
-            with second.annotate("update_actor"):
-                pass
+        second = stack.enter_context(here(plane.address, tmp_path / "other"))
+        until(lambda: second.failure is not None)
+        with second.annotate("update_actor"):
+            pass
         assert "actor.0 is held by" in str(second.failure)
-        assert psutil.Process().is_running() and plane.flush().skipped == ("actor.0",)
+        assert plane.flush().skipped == ("actor.0",)
+
+
+def here(bus: str, folder: Path) -> TrainingRank:
+    """A rank in this process."""
+    quick = AgentConfig(hello_ms=20)
+    return TrainingRank(bus=bus, role="actor", rank=0, world_size=2, traces=folder, state_dir=folder, config=quick)
