@@ -16,6 +16,7 @@ What was found by experiment with torch 2.13, and is why it is built so:
 
 import importlib
 import json
+import logging
 import threading
 from contextlib import AbstractContextManager
 from functools import partial
@@ -32,6 +33,8 @@ from schemas.events import Returned
 from schemas.outcomes import Trace
 from workers.profilers.places import WHOLE, Place
 from workers.profilers.writing import TraceFile, Writer
+
+logger = logging.getLogger("rolloutctl.rank")
 
 _in_use = threading.Lock()
 """Held by the rank of this process whose stage is recorded."""
@@ -110,6 +113,8 @@ class TorchRecorder:
         if failures:
             whole = f"{len(traces)} traces are whole: {', '.join(one.path for one in traces[:10])}" if traces else ""
             raise EngineError(" ".join([*failures[:5], whole]).strip())
+        if len(traces) > LISTED:
+            logger.warning("rank %d left %d traces; the outcome names %d", self._place.rank, len(traces), LISTED)
         return Returned(traces=traces[:LISTED], untraced=() if traces else (self._place.rank,))
 
     def window(self, recording: profile, first: int, last: int) -> None:
