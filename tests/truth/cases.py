@@ -34,7 +34,7 @@ PRESENT, ROUTER, UNABLE = "present", "a router in its place", "present, no profi
 ABSENT, SOON, NEVER = "absent", "launching, up in time", "launching for too long"
 ALL, MINE, THEIRS = "all", "one of it", "of others"
 NOBODY_FIRST, NOBODY = "nobody named, it has rank 0", "nobody named, it has not"
-NULL, UNKNOWN = "null", "another"
+NULL, UNKNOWN = "null", "unknown"
 
 Space = Mapping[str, tuple[str, ...]]
 """Values of each field of a case."""

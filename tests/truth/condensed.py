@@ -32,34 +32,32 @@ def condensed(space: Space, answer: Callable[[Case], Answer]) -> list[Row[Answer
         answers[answer(case)] |= bit
         for one, value in zip(having, case, strict=True):
             one[value] |= bit
-    rows = []
+    rows: list[Row[Answer]] = []
     for said, area in answers.items():
         for box, _ in _cover(area, [list(one.values()) for one in having]):
             values = {
                 field: tuple(value for place, value in enumerate(space[field]) if box[number] >> place & 1)
                 for number, field in enumerate(Case._fields)
             }
-            rows.append((box, Row(values, said)))
-    order = {field: {value: place for place, value in enumerate(space[field])} for field in Case._fields}
+            rows.append(Row(values, said))
     return sorted(
-        (row for _, row in rows), key=lambda row: [[order[one][value] for value in row.values[one]] for one in order]
+        rows, key=lambda row: [[space[field].index(one) for one in row.values[field]] for field in row.values]
     )
 
 
-def _cover(area: int, having: list[list[int]]) -> Iterable[tuple[Box, int]]:
-    """Boxes within the area that together are all of it: the largest of those that hold the first case not covered."""
-    left, chosen = area, []
+def _cover(area: int, having: list[list[int]]) -> list[tuple[Box, int]]:
+    """Boxes within the area that together are all of it: each the largest of those around a case not covered yet."""
+    left = area
+    chosen: list[tuple[Box, int]] = []
     while left:
-        seed = left & -left
-        grown = [_grown(seed, area, having, order) for order in _orders(len(having))]
-        best = max(grown, key=lambda one: ((one[1] & left).bit_count(), one[1].bit_count()))
-        chosen.append(best)
-        left &= ~best[1]
-    return [
-        (box, cells)
-        for number, (box, cells) in enumerate(chosen)
-        if cells & ~_union(other for place, (_, other) in enumerate(chosen) if place != number)
-    ]
+        grown = [_grown(left & -left, area, having, order) for order in _orders(len(having))]
+        chosen.append(max(grown, key=lambda one: ((one[1] & left).bit_count(), one[1].bit_count())))
+        left &= ~chosen[-1][1]
+    for box in chosen[::-1]:
+        rest = [other for other in chosen if other is not box]
+        if not box[1] & ~_union(cells for _, cells in rest):
+            chosen = rest
+    return chosen
 
 
 def _union(areas: Iterable[int]) -> int:
@@ -80,16 +78,12 @@ def _grown(seed: int, area: int, having: list[list[int]], order: tuple[int, ...]
     masks = [next(one for one in values if one & seed) for values in having]
     box = [1 << next(place for place, one in enumerate(values) if one & seed) for values in having]
     for field in order:
-        rest = area
+        line = _union(having[field])
         for other, mask in enumerate(masks):
             if other != field:
-                rest &= mask
-        others = _union(having[field])
-        for other, mask in enumerate(masks):
-            if other != field:
-                others &= mask
+                line &= mask
         for place, value in enumerate(having[field]):
-            if others & value == rest & value:
+            if not line & value & ~area:
                 masks[field] |= value
                 box[field] |= 1 << place
     cells = masks[0]

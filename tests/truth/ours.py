@@ -138,7 +138,7 @@ def _with_steps(config: ProfilerConfig, steps: frozenset[int]) -> ProfilerConfig
 def seen(engine: str, front: str) -> Observation:
     """What the adapter of this engine observes. Neither SGLang nor vLLM tells whether it profiles.
 
-    A router that can't be commanded is seen as absent: `tests/truth/test_router.py` asks the adapter.
+    A router in the place of a tokenizer manager is seen as absent: `test_table.py` asks the adapter.
     """
     if front in (ABSENT, ROUTER):
         return Observation(engine=engine, tokenizer="absent")
@@ -183,8 +183,9 @@ def _told(state: AgentState, body: ProfileCommand, seq: int, engine: str, case: 
 
 def _carried_out(state: AgentState, effects: list[Effect], seq: int, engine: str, case: Case) -> tuple[AgentState, str]:
     """The engine does every call. The answer to the command of `seq`, or nothing yet."""
-    while performs := [one for one in effects if isinstance(one, Perform)]:
-        (perform,) = performs
+    todo = [one for one in effects if isinstance(one, Perform)]
+    while todo:
+        perform = todo.pop(0)
         stopped = isinstance(perform.call, StopProfile)
         result = Returned(auto_stopped=stopped and case.command == ENDED)
         observed = seen(engine, PRESENT)
@@ -192,7 +193,8 @@ def _carried_out(state: AgentState, effects: list[Effect], seq: int, engine: str
             observed = after(observed, perform.call)
         more = EngineReturned(at_ms=1, call_id=perform.call_id, result=result, observation=observed)
         state, decided = fold(state, more)
-        effects = [one for one in effects if not isinstance(one, Perform)] + decided
+        effects = [*effects, *decided]
+        todo += [one for one in decided if isinstance(one, Perform)]
     answers = [one for one in effects if isinstance(one, Answer) and one.seq == seq]
     return state, words(answers[-1]) if answers else ""
 

@@ -48,7 +48,7 @@ class TokenizerManager:
     """SGLang's, as it answers: an exception for what its schedulers refuse. They end a session of `num_steps`."""
 
     def __init__(self) -> None:
-        self.calls, self.open, self.counted = 0, False, False
+        self.calls, self.ignored, self.open, self.counted = 0, False, False, False
 
     async def start_profile(self, *, num_steps: int | None, start_step: int | None, **_: object) -> None:
         self.calls += 1
@@ -71,27 +71,29 @@ class AsyncLLM:
     """vLLM's up to 0.31: its workers ignore what holds already. able: it was launched with a profiler."""
 
     def __init__(self, able: bool) -> None:
-        self.calls, self._able = 0, able
+        self.calls, self.ignored = 0, False
+        self._able, self._open = able, False
 
     async def start_profile(self) -> None:
-        self._profile()
+        self._profile(True)
 
     async def stop_profile(self) -> None:
-        self._profile()
+        self._profile(False)
 
     def generate(self) -> None:
-        """A worker whose window has ended stays where it is until it is stopped."""
+        """A worker whose window has ended stays as it is until it is stopped."""
 
-    def _profile(self) -> None:
+    def _profile(self, open: bool) -> None:
         self.calls += 1
         if not self._able:
             raise RuntimeError("Profiling is not enabled.")
+        self.ignored, self._open = self._open == open, open
 
 
 class Router:
     """What SGLang puts in the place of several tokenizer managers: it passes on what they say."""
 
-    calls = 0
+    calls, ignored = 0, False
 
     def generate(self) -> None:
         """It takes no part in that."""
@@ -140,7 +142,7 @@ class Runs:
         if not sent:
             return gates.NOT_ASKED
         if front is not None and front.calls > before:
-            return gates.ACTS
+            return gates.IGNORED if front.ignored else gates.ACTS
         return gates.WARNED if self._warnings else gates.NOTHING
 
     def rank(self, case: Case) -> str:
