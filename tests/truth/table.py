@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from textwrap import fill
 from typing import Final, NamedTuple
 
 from tests.truth.cases import (
@@ -130,11 +131,11 @@ explanations at its end are written by hand.
   told while its step goes on.
 
 Of {sglang_all} cases beside SGLang {sglang} come to the same, of {vllm_all} beside vLLM {vllm}, and of {ranks_all} of
-training ranks {ranks}. Most of the others are those of explanation 1.
+training ranks {ranks}. Of the others {first} are those of explanation 1.
 
     python -m tests.truth.table > docs/truth-table.md     # make this page anew
     python -m pytest tests/truth                          # the page, our answers, the explanations
-    python -m pytest -m engine_wheels tests/truth         # verl's own code beside the gates (a wheel of 1 MB)
+    python -m pytest -m engine_wheels tests/truth         # verl's own code beside the gates (a wheel of 2 MB)
 
 ## The words
 
@@ -180,15 +181,16 @@ def drawn() -> list[Drawn]:
 
 def page(tables: list[Drawn]) -> str:
     """The whole document."""
-    same, of = Counter[Place](), Counter[Place]()
+    same, of, first = Counter[Place](), Counter[Place](), 0
     for one in tables:
         for case, (_, theirs) in one.answers.items():
             for place, (_, number) in zip(one.section.places, theirs, strict=True):
                 if place == "rank" or stands(place, case):
                     of[place] += 1
                     same[place] += number is None
+                    first += number == 1
     numbers = {
-        "cases": sum(len(one.answers) for one in tables),
+        **{"cases": sum(len(one.answers) for one in tables), "first": first},
         **{"sglang": same["sglang"], "vllm": same["vllm"], "ranks": same["rank"]},
         **{"sglang_all": of["sglang"], "vllm_all": of["vllm"], "ranks_all": of["rank"]},
     }
@@ -196,7 +198,7 @@ def page(tables: list[Drawn]) -> str:
     counted = {name: f"{number:,}" for name, number in numbers.items()}
     opening = OPENING.format(**counted, **words, soon=SOON, never=NEVER)
     body = [line for one in tables for line in ("", f"## {one.section.title}", "", *_rows(one.section, one.rows))]
-    why = [f"{number}. {one.why}" for number, one in enumerate(EXPLANATIONS, 1)]
+    why = [fill(f"{number}. {one.why}", 120, subsequent_indent="   ") for number, one in enumerate(EXPLANATIONS, 1)]
     return "\n".join([opening.rstrip(), *body, "", "## Where they differ", "", *why]) + "\n"
 
 
