@@ -225,10 +225,17 @@ def test_a_rank_leaves_in_good_order_and_trains_on_without_a_bus(tmp_path: Path)
     assert rank.failure is None
 
 
-@pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "threading.Thread(target=lambda: None).start()"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "pass",
+        "raise SystemExit(0)",
+        "rank._portal.call(anyio.to_thread.run_sync, int)",  # as when traces were relocated: its worker lives on
+    ],
+)
 def test_a_trainer_that_forgets_to_close_ends_all_the_same(tmp_path: Path, ending: str) -> None:
     code = (
-        "import sys, threading; from workers.profilers import TrainingRank\n"
+        "import sys, anyio; from workers.profilers import TrainingRank\n"
         "rank = TrainingRank(bus=sys.argv[1], role='actor', rank=0, world_size=1, traces=sys.argv[2],"
         " state_dir=sys.argv[2])\n"
         f"rank.open()\n{ending}\n"

@@ -65,6 +65,19 @@ def test_a_session_is_one_trace_of_all_that_its_stages_did(rank: Commanded) -> N
     assert len(links) == len(set(links)) == 9  # three forwards, each of which has three links to its backward
 
 
+def test_in_a_torch_distributed_group_the_trace_says_what_torch_knows_of_it(rank: Commanded) -> None:
+    group = torch.distributed
+    group.init_process_group("gloo", init_method=f"file://{rank.root}/store", rank=0, world_size=1)
+    try:
+        rank.start()
+        update_actor()
+        trace = rank.traces(rank.stop())[WHOLE]
+    finally:
+        group.destroy_process_group()
+    assert trace["distributedInfo"]["backend"] == "gloo" and trace["distributedInfo"]["pg_count"] == 1
+    assert trace["rolloutctl"]["rank"] == 3
+
+
 def test_discrete_is_one_trace_of_each_stage(rank: Commanded) -> None:
     rank.start(DISCRETE)
     update_actor()
