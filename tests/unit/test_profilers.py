@@ -186,6 +186,27 @@ def test_the_thread_that_enters_a_stage_is_the_one_that_is_recorded(rank: Comman
     }
 
 
+def test_a_stage_that_another_thread_leaves_is_ended_by_the_thread_that_entered_it(rank: Commanded) -> None:
+    rank.start()
+    stage, left, seen = annotate("handed over"), threading.Event(), threading.Event()
+
+    def train() -> None:
+        stage.__enter__()
+        work()
+        seen.set()
+        left.wait(60)
+        update_actor()  # the thread passes here
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    seen.wait(60)
+    stage.__exit__(None, None, None)
+    left.set()
+    thread.join()
+    with pytest.raises(EngineError, match="left by another thread than had entered it. 1 traces were written"):
+        rank.stop()
+
+
 # --- mini-batches -----------------------------------------------------------------------------------------------------
 
 
