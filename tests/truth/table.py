@@ -133,9 +133,10 @@ explanations at its end are written by hand.
 Of {sglang_all} cases beside SGLang {sglang} come to the same, of {vllm_all} beside vLLM {vllm}, and of {ranks_all} of
 training ranks {ranks}. Of the others {first} are those of explanation 1.
 
-    python -m tests.truth.table > docs/truth-table.md     # make this page anew
-    python -m pytest tests/truth                          # the page, our answers, the explanations
-    python -m pytest -m engine_wheels tests/truth         # verl's own code beside the gates (a wheel of 2 MB)
+    python -m tests.truth.table > docs/truth-table.md               # make this page anew
+    python -m pytest tests/truth                                    # the page, our answers, the explanations
+    python -m pytest -m engine_wheels tests/truth/test_gates.py     # verl's own code beside the gates (2 MB)
+    python -m pytest -m engine_wheels tests/truth                   # and what is said of the engines (600 MB)
 
 ## The words
 
