@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from schemas.commands import Command, Manifest, Source, Target
 from schemas.errors import CommandFailed
-from schemas.identity import Count, InFlight, Name, Positive, Text
+from schemas.identity import Count, InFlight, Name, Positive, Text, replica_and_node
 from schemas.outcomes import Failed, Missing, Outcome
 from schemas.wire import Downward, Envelope, Hello, Report, Status
 
@@ -195,8 +195,9 @@ class SyncReport(Struct, frozen=True, kw_only=True, tag="sync_report"):
 
     def raise_for_failures(self) -> None:
         """Raise CommandFailed unless every replica that syncs at all serves the new version."""
-        last = self.phases[-1].outcomes
-        down = any(one.agent.endswith(".0") and isinstance(one.conclusion, Failed | Missing) for one in last)
+        troubled = [one.agent for one in self.phases[-1].outcomes if isinstance(one.conclusion, Failed | Missing)]
+        places = [replica_and_node(agent) for agent in troubled]
+        down = any(place is not None and place[1] == 0 for place in places)
         if self.status == "committed" and not self.quarantined and not down:
             return
         lines = [f"sync to version {self.version} {self.status}; out of service: {list(self.quarantined) or 'none'}"]

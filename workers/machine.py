@@ -11,8 +11,8 @@ Rules
 Theory of operation. A command first passes *order* (`ORDER`, rows 1 to 3): is it of a living epoch, new, next in
 line? Those rows leave the position where it is, and row 3 holds the command until replay has filled the hole. From
 row 4 on the command is in order: it moves the position and changes what is desired, *also when it is skipped*. Then
-*eligibility* (`workers/rules/gate.py`, rows 4 to 9), then the command's own rule (row 10, `workers/rules/commands.py`), which compares
-what is desired with what the engine is (`workers/rules/settle.py`) and gives the calls to make.
+*eligibility* (rows 4 to 9, `workers/rules/gate.py`), then the command's own rule (row 10, `workers/rules/commands.py`),
+which compares what is desired with what the engine is (`workers/rules/settle.py`) and gives the calls to make.
 
 When nothing is left to do for a command and the engine is not as desired (a late joiner, a restart, a missed
 command, the lease), the machine makes the same calls on its own account.
@@ -50,7 +50,7 @@ from schemas.events import (
     Tick,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.rules.commands import rule
+from workers.rules.commands import needless, rule
 from workers.rules.concede import NOTHING, concede, remaining, renew
 from workers.rules.gate import GATE, not_targeted
 from workers.rules.settle import (
@@ -252,8 +252,13 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
 
 def _must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
     """Row 7: a primary whose engine still launches holds its commands until it knows, or until their time is over."""
-    launching = state.identity.node_rank == 0 and state.engine.tokenizer == "unknown"
-    return launching and not not_targeted(state, event) and now_ms < event.at_ms + event.ttl_ms
+    return _launching(state, event) and now_ms < event.at_ms + event.ttl_ms
+
+
+def _launching(state: AgentState, event: CommandReceived) -> bool:
+    if state.identity.node_rank > 0 or state.engine.tokenizer != "unknown" or not_targeted(state, event):
+        return False
+    return not needless(event.command, state.engine, state.identity)
 
 
 def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
@@ -291,8 +296,7 @@ def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effe
 
 def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
     """Rows 4 and 7: the time is over. A session must not open in a step that nobody chose; the rest is settled late."""
-    launching = state.identity.node_rank == 0 and state.engine.tokenizer == "unknown"
-    if launching and not not_targeted(state, event):
+    if _launching(state, event):
         return _answer(state, event, _not_ready(state), 7, effects)
     state = _concede(state, event.command) if isinstance(event.command, ProfileCommand) else state
     return _answer(state, event, _EXPIRED, 4, effects)

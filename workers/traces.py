@@ -166,6 +166,8 @@ def asked_of(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
 def _by_rank(place: Path, identity: Identity) -> list[tuple[Path, int | None]]:
     """The traces in a directory, by name, each with its global rank; None for a front end's."""
     files = sorted(one for one in place.rglob("*") if one.is_file() and one.name.endswith(SUFFIXES))
+    if identity.role != ROLLOUT:
+        return [(one, identity.replica) for one in files]  # its directory is its own
     ranks = ((one, _rank(one)) for one in files)
     return [(one, None if rank is None else identity.global_ranks.start + rank) for one, rank in ranks]
 

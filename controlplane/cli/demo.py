@@ -1,5 +1,7 @@
 """`rolloutctl demo`: a whole run on one machine. One trainer and four agent processes, 2 replicas of 2 nodes each.
 
+The trainer is profiled as well, as a training rank: `actor.0`, in its own process.
+
 Everything in it is real: the model learns from what the engines sample, the engines sample from what the trainer sent,
 the profiler runs, the log is written by the bus and replayed at the end. Only the model is small.
 """
@@ -20,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 import click
+from msgspec.structs import replace
 from rich.console import Console
 
 from controlplane.blocking import BlockingControlPlane
@@ -38,9 +41,12 @@ from schemas.wire import Report
 if TYPE_CHECKING:
     from controlplane.cli.demo_training import PolicyTrainer
     from workers.engines.tiny_server import TinyClient
+    from workers.profilers import TrainingRank
 
 REPLICAS: Final = 2
 NODES: Final = 2
+AGENTS: Final = REPLICAS * NODES + 1
+"""And the trainer's own."""
 STEPS: Final = 20
 ENGINE_SEED: Final = 1000
 """Of the weights that the engines start with: others than the trainer's, or the proof would prove nothing."""
@@ -53,7 +59,12 @@ PATIENCE_S: Final = 120.0
 @click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, show_default=True, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the trainer.")
 @click.option("--fault", type=click.Choice(["kill-agent"]), help="Kill one agent in the middle of the run.")
-def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] | None) -> None:
+@click.option(
+    "--profiler",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What to profile: a configuration of verl's or of ours.  [default: two steps, engines and trainer]",
+)
+def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] | None, profiler: Path | None) -> None:
     """Train a small language model by policy gradient. Its rollouts come from two engines of two nodes each, and every
     step its new weights reach them over the bus. Two steps are profiled. At the end the log is replayed.
     """
@@ -64,24 +75,47 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
         raise ConfigError(f"{out} is not empty: give --out a folder that is not there yet")
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    profiled = (steps // 4, steps // 2 + 1)
+    profiled = _profiled(profiler, steps, out / "traces")
     plane = ControlPlane.blocking(
         "tcp://127.0.0.1:0",
         log=out / "run.db",
         config=BusConfig(heartbeat_ms=500, gone_ms=3_000),
-        profiler=ProfilerConfig(steps=profiled, plan=ProfilePlan(ranks=frozenset({0, 2}))),
+        profiler=profiled,
         checkpoints=out / "checkpoints",
     )
-    with plane, Nodes(plane.address, out) as nodes:
-        rewards = _train(console, plane, nodes, out, steps, seed, steps // 2 if fault is not None else None)
+    with plane, Nodes(plane.address, out) as nodes, _rank(plane.address, profiled, out / "state") as rank:
+        rewards = _train(console, plane, nodes, rank, out, steps, seed, steps // 2 if fault is not None else None)
         nodes.end()
     _tell(console, out, rewards)
+
+
+def _profiled(file: Path | None, steps: int, traces: Path) -> ProfilerConfig:
+    """What is profiled. The engines of the first nodes have all of their replicas' model: ranks 0 and 2."""
+    if file is None:
+        engines, trainer = ProfilePlan(ranks=frozenset({0, 2})), ProfilePlan()
+        return ProfilerConfig(
+            steps=(steps // 4, steps // 2 + 1), plan=engines, roles={"actor": trainer}, save_path=str(traces)
+        )
+    from schemas.profiler.files import read
+
+    config, remarks = read(file)
+    for remark in remarks:
+        click.echo(f"{file}: {remark}", err=True)
+    return replace(config, save_path=str(traces))
+
+
+def _rank(bus: str, profiler: ProfilerConfig, state: Path) -> "TrainingRank":
+    from workers.profilers import TrainingRank
+
+    state.mkdir(exist_ok=True)
+    return TrainingRank(bus=bus, role="actor", rank=0, world_size=1, state_dir=state, profiler=profiler)
 
 
 def _train(
     console: Console,
     plane: BlockingControlPlane,
     nodes: "Nodes",
+    rank: "TrainingRank",
     out: Path,
     steps: int,
     seed: int,
@@ -95,7 +129,7 @@ def _train(
     rewards: list[float] = []
     with ExitStack() as stack:
         with console.status(f"starting {REPLICAS * NODES} agents"):
-            plane.wait_for_agents(REPLICAS * NODES, timeout=PATIENCE_S)
+            plane.wait_for_agents(AGENTS, timeout=PATIENCE_S)
             engines = [stack.enter_context(nodes.client(replica)) for replica in range(REPLICAS)]
         bar = stack.enter_context(view.progress(console))
         task = bar.add_task("steps", total=steps, reward=0.0, version=0, note="")
@@ -103,9 +137,12 @@ def _train(
         _prove(trainer, engines, 1)
         for step in range(steps):
             version = step + 1
-            with plane.step(step):
+            with plane.step(step), rank.annotate("step"):
                 prompts = trainer.prompts()
-                rewards.append(trainer.learn(prompts, _rollouts(engines, prompts, version)))
+                with rank.annotate("rollouts"):
+                    completions = _rollouts(engines, prompts, version)
+                with rank.annotate("learn"):
+                    rewards.append(trainer.learn(prompts, completions))
             bar.update(task, reward=rewards[-1], version=version + 1, note="")
             if step == kill_at:
                 bar.update(task, note="agent 1.0 killed")
@@ -113,7 +150,7 @@ def _train(
             report = _sync(plane, trainer, version + 1, out)
             if step == kill_at:
                 bar.console.print(f"agent 1.0 was killed: {view.sync_words(report)}", highlight=False)
-                plane.wait_for_agents(REPLICAS * NODES, timeout=PATIENCE_S)
+                plane.wait_for_agents(AGENTS, timeout=PATIENCE_S)
                 bar.console.print("agent 1.0 is back, ready again with the newest weights", highlight=False)
             else:
                 report.raise_for_failures()

@@ -50,5 +50,11 @@ def places(console: Console, out: Path, traces: Sequence[Path]) -> None:
     console.print(f"  log    {out / 'run.db'}", soft_wrap=True, highlight=False)
     # Whoever came by `make demo` has the program in a virtual environment, and not on the PATH.
     program = "rolloutctl" if shutil.which("rolloutctl") else Path(sys.executable).with_name("rolloutctl")
-    console.print(f"\nLook into it:  {program} log show {out / 'run.db'}", soft_wrap=True, highlight=False)
-    console.print("Open a trace in https://ui.perfetto.dev or chrome://tracing.", highlight=False)
+    run = out / "run.db"
+    console.print("\n[bold]Look into it[/bold]")
+    for words, told in (
+        (f"log show {run}", "every decision, in words"),
+        (f"report {run}", "one page for a browser"),
+        (f"timeline {run} --traces {out / 'traces'}", "one file for https://ui.perfetto.dev"),
+    ):
+        console.print(f"  {program} {words}   [dim]# {told}[/dim]", soft_wrap=True, highlight=False)

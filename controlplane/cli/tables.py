@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from controlplane.coordinator import describe
-from schemas.identity import Operation
+from schemas.identity import ROLLOUT, Operation, named, replica_and_node
 from schemas.outcomes import Acted, Failed, Missing, Skipped
 from schemas.wire import AgentLine, AgentOutcome, FleetStatus, Report
 
@@ -26,6 +26,7 @@ def command_table(reports: Sequence[Report]) -> Table:
         table.add_column(name, justify="right" if name in ("seq", "slowest") else "left", overflow="fold")
     for column in table.columns[:4]:
         column.no_wrap = True
+    table.columns[1].min_width, table.columns[2].min_width = 22, 15  # on a narrow screen, skips are cut first
     for report in reports:
         table.add_row(
             str(report.seq),
@@ -82,7 +83,8 @@ def fleet_table(console: Console, fleet: FleetStatus) -> None:
     for name in ("agent", "host", "life", "silent", "seq", "weights", "state", "engine", "waits for"):
         table.add_column(name, justify="right" if name in ("silent", "seq", "weights") else "left", overflow="fold")
     for one in fleet.agents:
-        version = f"v{one.status.version}" if one.status is not None and one.status.tokenizer == "present" else "-"
+        holds = one.status is not None and one.status.tokenizer == "present" and replica_and_node(one.agent) is not None
+        version = f"v{one.status.version}" if one.status is not None and holds else "-"
         table.add_row(
             *(one.agent, one.host, one.life, f"{one.silent_ms / 1000:.1f} s", str(one.seq), version, _state(one)),
             escape(one.status.engine) if one.status is not None else "-",
@@ -93,8 +95,10 @@ def fleet_table(console: Console, fleet: FleetStatus) -> None:
         console.print(f"open: {line}", highlight=False, soft_wrap=True)
 
 
-def _place(agent: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in agent.split(".") if part.isdigit())
+def _place(agent: str) -> tuple[bool, str, int, int]:
+    """Replicas first, then training ranks by role."""
+    place = named(agent)
+    return place.role != ROLLOUT, place.role, place.replica, place.node_rank
 
 
 def _state(line: AgentLine) -> str:
@@ -103,6 +107,8 @@ def _state(line: AgentLine) -> str:
         return f"[red]{line.life}[/red]" if line.life == "gone" else line.life
     if status is None:
         return "no heartbeat yet"
+    if replica_and_node(line.agent) is None:
+        return f"profiling step {status.profiling_step}" if status.profiling_step is not None else "trains"
     if status.tokenizer == "absent":
         return "no tokenizer: follows" if status.ready else "[yellow]not ready[/yellow]"
     words = ["generating" if status.generating else "paused"]

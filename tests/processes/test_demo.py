@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 
-def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "controlplane.cli", "demo", *map(str, options)]
+def rolloutctl(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "controlplane.cli", *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    return rolloutctl("demo", *options)
 
 
 @pytest.mark.parametrize("fault", [(), ("--fault", "kill-agent")], ids=["plain", "killed"])
@@ -24,13 +28,47 @@ def test_it_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple[str, 
     assert "every one came out the same" in said
     assert ("agent 1.0 was killed" in said) is bool(fault)
     assert ("agent 1.0 is back" in said) is bool(fault)
-    assert re.search(r"profile stop step \d 0\.0 1\.0 0\.1 1\.1 not_primary", said)
+    assert re.search(r"profile stop step \d 0\.0 1\.0 actor\.0 0\.1 1\.1 not_primary", said)
     places = sorted(path.relative_to(out / "traces").as_posix() for path in (out / "traces").glob("*/*"))
-    assert places == [f"global_step_{step}/replica_{replica}" for step in (1, 4) for replica in (0, 1)]
+    who = ("actor_rank_0", "replica_0", "replica_1")
+    assert places == [f"global_step_{step}/{one}" for step in (1, 4) for one in who]
     for trace in (out / "traces").glob("*/*/*.json"):
         assert any(one.get("name") == "tiny.forward" for one in json.loads(trace.read_text())["traceEvents"])
     verified = subprocess.run([sys.executable, "-m", "controlplane.cli", "log", "verify", str(out / "run.db")])
     assert verified.returncode == 0
+
+
+VERL = """
+global_profiler: {tool: torch, steps: [2, 3], profile_continuous_steps: true, relocate_results: true}
+actor_rollout_ref:
+  actor: {profiler: {enable: true, all_ranks: true, relocate_results: true, tool_config: {torch: {contents: [cpu]}}}}
+  rollout:
+    profiler:
+      ranks: [0, 2]
+      tool_config: {torch: {contents: [cpu, shapes], discrete: true, step_start: 1, step_end: 4}}
+"""
+
+
+def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Path) -> None:
+    out, config = tmp_path / "out", tmp_path / "verl.yaml"
+    config.write_text(VERL)
+    done = demo("--out", out, "--steps", "6", "--profiler", config)
+    assert done.returncode == 0, done.stderr + done.stdout
+    names = sorted(re.sub(r"-[0-9a-f]{16}", "", one.name) for one in (out / "traces").iterdir() if one.is_file())
+    assert names == [
+        "actor-rank0_e2e.rank0.pt.trace.json.gz",
+        "rollout-replica0-globalrank0_tiny-step2.pt.trace.json",
+        "rollout-replica1-globalrank2_tiny-step2.pt.trace.json",
+    ]
+    for trace in (out / "traces").glob("rollout-*"):
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert sum(one.get("name") == "tiny.forward" for one in events) == 3
+    drawn = rolloutctl("timeline", out / "run.db", "--traces", out / "traces", "-o", tmp_path / "run.json", "--json")
+    assert drawn.returncode == 0, drawn.stderr
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert {"tiny.forward", "learn", "rollouts"} <= {one["name"] for one in events}
+    page = rolloutctl("report", out / "run.db", "-o", tmp_path / "run.html")
+    assert page.returncode == 0 and "profile stop step 2" in (tmp_path / "run.html").read_text()
 
 
 def test_it_writes_over_nothing(tmp_path: Path) -> None:

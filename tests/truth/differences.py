@@ -99,7 +99,7 @@ def _switch(place: Place, case: Case) -> bool:
 
 EXPLANATIONS: tuple[Explanation, ...] = (
     Explanation(
-        "Our node rank 0 asks whether its engine can be commanded (rows 7 to 9 of the decision table) before it looks "
+        "Our node rank 0 asks whether its engine can be commanded (row 8 of the decision table) before it looks "
         "at the plan (row 10). So an engine that is not there, or that can't profile, is told by each replica, also by "
         "one that this plan leaves alone. verl looks at its configuration first, and such a server stays silent.",
         _unmeant,

@@ -27,7 +27,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
-from tests.unit.machines import PRESENT, SECOND, START, agent, answers, carry_out, command, fold, sync
+from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, sync
 from workers.machine import AgentState, settled
 
 ACTOR = Identity(replica=3, node_rank=0, role="actor")
@@ -124,6 +124,27 @@ def test_a_new_trainer_ends_the_session_of_a_training_rank() -> None:
     assert state.engine.session is not None
     _, effects = fold(state, command(EpochStart(previous_epoch=1, logic=2), 2, epoch=2))
     assert [type(one.call).__name__ for one in effects if isinstance(one, Perform)] == ["StopProfile"]
+
+
+@pytest.mark.parametrize("seen", [replace(PRESENT, operations=frozenset()), replace(PRESENT, tokenizer="unknown")])
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (replace(START, plan=ProfilePlan(enabled=False), roles={"actor": ProfilePlan()}), Reason.DISABLED),
+        (replace(START, plan=ProfilePlan(ranks=frozenset({9}))), Reason.RANK_NOT_SELECTED),
+        (replace(START, plan=ProfilePlan(steps=frozenset({9}))), Reason.STEP_NOT_SELECTED),
+        (replace(START, plan=ProfilePlan(tool="nsys")), Reason.TOOL_UNSUPPORTED),
+        (ProfileCommand(action="check", step=3, plan=ProfilePlan(enabled=False)), Reason.DISABLED),
+        (STOP, Reason.NOT_PROFILING),
+    ],
+    ids=str,
+)
+def test_an_engine_that_nothing_is_asked_of_need_not_be_up_nor_have_a_profiler(
+    seen: Observation, body: ProfileCommand, reason: Reason
+) -> None:
+    _, effects = fold(agent(seen=seen), command(body))
+    (answer,) = answers(effects)
+    assert (answer.row, answer.outcome) == (10, Skipped(reason))
 
 
 # --- the question before ----------------------------------------------------------------------------------------------

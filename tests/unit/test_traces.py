@@ -159,7 +159,8 @@ async def test_a_replica_of_one_rank_and_a_training_rank_are_named_without_more(
     ):
         directory = tmp_path / trace_directory(1, plan, place)
         directory.mkdir(parents=True)
-        (directory / "x.trace.json").write_text("{}")
+        rank = 3 if place.role == "actor" else 0  # a training rank writes its global one
+        (directory / "x.trace.json").write_text(json.dumps({"distributedInfo": {"rank": rank}}))
         found = await NodeTraces(tmp_path, place).perform(finish(plan, 1, place=place))
         assert [one.path for one in found.traces] == [name]
         assert not directory.exists()

@@ -1,7 +1,7 @@
 """Training ranks in the fleet: what is desired of them, what they owe, and what they have no part in."""
 
 from controlplane.coordinator import fleet_status
-from controlplane.events import Conclude
+from controlplane.events import Conclude, SyncReport
 from schemas.commands import ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired, Session
 from schemas.outcomes import Reason, Skipped
@@ -25,6 +25,18 @@ def test_a_sync_is_the_replicas_business() -> None:
     (done,) = [one.report for one in bus.of(Conclude) if one.ticket == ticket]
     assert (done.status, done.loaded, done.quarantined) == ("committed", (0,), ())  # type: ignore[union-attr]
     assert bus.state.desired["actor.0"] == Desired()
+
+
+def test_a_rank_that_is_missing_does_not_fail_a_sync() -> None:
+    bus = fleet()
+    ticket = bus.sync(1)
+    bus.answer(a0_0=DONE, actor_0=NOT_AN_ENGINE, actor_1=NOT_AN_ENGINE)
+    bus.answer(a0_0=DONE, actor_0=NOT_AN_ENGINE, actor_1=NOT_AN_ENGINE)
+    bus.answer(a0_0=DONE, actor_1=NOT_AN_ENGINE)
+    bus.lose("actor.0")
+    (done,) = [one.report for one in bus.of(Conclude) if one.ticket == ticket]
+    assert isinstance(done, SyncReport)
+    done.raise_for_failures()
 
 
 def test_each_unit_is_desired_to_profile_by_its_own_plan() -> None:

@@ -210,7 +210,8 @@ def test_the_hook_is_run_by_training_ranks_and_by_agents_of_engines_only_without
     config = ProfilerConfig.from_verl(actor(**hook))
     assert config.roles["actor"].finish == Finish(relocate=True, hook=True)
     assert config.plan.finish == Finish(relocate=True)
-    assert plan(**hook).finish == Finish(relocate=True, hook=True)
+    alone = plan(finish_hook_cmd="send", relocate_results=True)
+    assert alone.finish == Finish(relocate=True, hook=True)
 
 
 # --- who --------------------------------------------------------------------------------------------------------------

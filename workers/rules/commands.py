@@ -35,6 +35,16 @@ def about_disk(command: Command | UnknownCommand) -> bool:
     return type(command) is ProfileCommand and command.action in ("collect", "finish")
 
 
+def needless(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
+    """Is it a profile command that asks nothing of this engine? Then it need not be up, nor have a profiler."""
+    if type(command) is not ProfileCommand:
+        return False
+    if command.action == "stop":
+        return engine.session is None
+    step = None if command.action == "check" else command.step
+    return about_disk(command) or refuse_profile(command.plan_of(identity.role), step, identity) is not None
+
+
 def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
     """The operation that the engine would need for the command and does not have; None when it has all.
 

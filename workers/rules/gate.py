@@ -7,7 +7,7 @@ from schemas.commands import EngineCommand, UnknownCommand, WeightSync
 from schemas.events import CommandReceived
 from schemas.identity import ROLLOUT
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.rules.commands import about_disk, lacking
+from workers.rules.commands import about_disk, lacking, needless
 from workers.rules.state import AgentState
 
 # Built once, since building one costs a tenth of deciding.
@@ -44,7 +44,8 @@ def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
 
 
 def _unsupported(state: AgentState, event: CommandReceived) -> bool:
-    return lacking(event.command, state.engine) is not None
+    lacks = lacking(event.command, state.engine) is not None
+    return lacks and not needless(event.command, state.engine, state.identity)
 
 
 def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
