@@ -8,6 +8,7 @@ that says nothing belongs to rank 0, but for that of vLLM's front end, which bel
 import hashlib
 import re
 import shutil
+import tempfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -76,9 +77,8 @@ def require_writable(directory: Path, who: str) -> None:
     """Raise EngineError unless this process can write there; it is made.   who: is to write there, for the message."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=directory):  # several agents may look at once
+            pass
     except OSError as error:
         raise EngineError(
             f"{directory} can't be written: {error.strerror}. {who} needs it for traces: give another directory, on "
