@@ -23,7 +23,7 @@ PURE = (
     *("schemas/profiler/verl*.py", "schemas/profiler/own_yaml.py"),
     *("controlplane/coordinator.py", "controlplane/fleet.py", "controlplane/weights.py", "controlplane/events.py"),
     *("controlplane/profiling.py", "controlplane/entries.py", "controlplane/replay.py", "controlplane/invariants.py"),
-    *("controlplane/timeline_clocks.py", "controlplane/timeline_control.py", "controlplane/timeline_tracks.py"),
+    *("controlplane/timeline/clocks.py", "controlplane/timeline/control.py", "controlplane/timeline/tracks.py"),
     *("workers/machine.py", "workers/engine.py", "workers/clocks.py", "workers/rules/*.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no chance. A name may be ahead of its file."""

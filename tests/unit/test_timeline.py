@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from controlplane.timeline import Timeline, write_timeline
+from controlplane.timeline.file import Timeline, write_timeline
 from schemas.errors import ConfigError, LogError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
@@ -212,7 +212,7 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(
     def full(_: object) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("controlplane.timeline._encoder", type("Full", (), {"encode": staticmethod(full)}))
+    monkeypatch.setattr("controlplane.timeline.file._encoder", type("Full", (), {"encode": staticmethod(full)}))
     with pytest.raises(LogError, match="No space left on device"):
         write_timeline(log, place / "out.json.gz")
     assert list(place.iterdir()) == []

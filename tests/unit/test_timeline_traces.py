@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.timeline import Timeline, write_timeline
+from controlplane.timeline.file import Timeline, write_timeline
 from schemas.identity import Identity
 from schemas.outcomes import Trace
 from tests.timeline.trace_events import Event, problems, read
@@ -182,7 +182,7 @@ def test_traces_without_a_root_are_told(written: Written, tmp_path: Path) -> Non
 PEAK = """
 import resource, sys
 from pathlib import Path
-from controlplane.timeline import write_timeline
+from controlplane.timeline.file import write_timeline
 log, out, root = map(Path, sys.argv[1:])
 told = write_timeline(log, out, [root])
 assert told.warnings == (), told.warnings

@@ -25,8 +25,8 @@ from controlplane.events import (
     Refuse,
     SyncReport,
 )
-from controlplane.timeline_clocks import BusRecord, Survey, decoded
-from controlplane.timeline_tracks import CATEGORY, SHORTEST_NS, Lanes, Span, TraceEvent, us
+from controlplane.timeline.clocks import BusRecord, Survey, decoded
+from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, Lanes, Span, TraceEvent, us
 from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import (
     Answer,

@@ -17,7 +17,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, NamedTuple
 
-from controlplane.timeline_clocks import ToldTrace
+from controlplane.timeline.clocks import ToldTrace
 
 READ_BYTES: Final = 1 << 20
 FIRST_PID: Final = 100_000

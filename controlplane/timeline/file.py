@@ -1,7 +1,7 @@
 """One file for Perfetto: a run's log and the traces that it names, on the bus's clock.
 
-Theory of operation. The log is read twice: once for its clocks, places and traces (`timeline_clocks`), once for what
-happened (`timeline_control`). Then each trace is checked and streamed (`timeline_traces`). Events are written as they
+Theory of operation. The log is read twice: once for its clocks, places and traces (`clocks`), once for what
+happened (`control`). Then each trace is checked and streamed (`traces`). Events are written as they
 come; the viewer sorts them. What can't be had is left out, named and said why: a timeline with a hole is of use, one
 that hides it is not.
 
@@ -20,10 +20,10 @@ from msgspec import Struct, json, structs
 
 from controlplane.entries import LogEntry
 from controlplane.log import RunLog
-from controlplane.timeline_clocks import MS, AgentClock, Survey
-from controlplane.timeline_control import Control
-from controlplane.timeline_traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
-from controlplane.timeline_tracks import Lanes, TraceEvent
+from controlplane.timeline.clocks import MS, AgentClock, Survey
+from controlplane.timeline.control import Control
+from controlplane.timeline.traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
+from controlplane.timeline.tracks import Lanes, TraceEvent
 from schemas.errors import ConfigError, LogError
 from schemas.identity import ROLLOUT
 

@@ -1,0 +1,1 @@
+"""A recorded run and its traces as one file for Perfetto."""
