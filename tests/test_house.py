@@ -23,6 +23,8 @@ PURE = (
     *("schemas/profiler/verl*.py", "schemas/profiler/own_yaml.py"),
     *("controlplane/coordinator.py", "controlplane/fleet.py", "controlplane/weights.py", "controlplane/events.py"),
     *("controlplane/profiling.py", "controlplane/entries.py", "controlplane/replay.py", "controlplane/invariants.py"),
+    *("controlplane/report/facts.py", "controlplane/report/figures.py", "controlplane/report/fleet.py"),
+    "controlplane/report/gathering.py",
     *("controlplane/timeline/clocks.py", "controlplane/timeline/control.py", "controlplane/timeline/tracks.py"),
     *("workers/machine.py", "workers/engine.py", "workers/clocks.py", "workers/rules/*.py"),
 )

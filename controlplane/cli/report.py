@@ -9,9 +9,9 @@ from typing import TextIO
 
 import click
 
-from controlplane.cli.report_page import write_page
 from controlplane.log import RunLog
-from controlplane.report import gather
+from controlplane.report.gathering import gather
+from controlplane.report.page import write_page
 from schemas.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.events import CoordinatorEffect, HelloReceived, PeerAnswer, PeerLost, Send, StatusReceived
-from controlplane.report_figures import UNKNOWN, Lanes, Painted
+from controlplane.report.figures import UNKNOWN, Lanes, Painted
 from schemas.commands import Target, WeightSync
 from schemas.events import Observation
 from schemas.identity import Identity

@@ -1,7 +1,7 @@
 """One recorded run as a person wants to see it: what went wrong, then everything else. Pure: log entries in, facts out.
 
 One pass over the log. What is kept grows with the number of agents and of commands, never with that of answers: who
-answered alike is one line, latencies are counted in buckets (`controlplane.report_figures`), and each list has an end,
+answered alike is one line, latencies are counted in buckets (`controlplane.report.figures`), and each list has an end,
 with the number of what is left out.
 
 Times are the wall clock of the bus, in ns; durations are of its monotonic clock, in µs. What engines were seen to hold
@@ -31,7 +31,7 @@ from controlplane.events import (
     SyncReport,
 )
 from controlplane.invariants import Violation, verify
-from controlplane.report_facts import (
+from controlplane.report.facts import (
     CommandFacts,
     Phase,
     Step,
@@ -47,8 +47,8 @@ from controlplane.report_facts import (
     replicas_in_short,
     target_in_words,
 )
-from controlplane.report_figures import Spread
-from controlplane.report_fleet import AgentFacts, Fleet, Quarantine, ReplicaTime, place
+from controlplane.report.figures import Spread
+from controlplane.report.fleet import AgentFacts, Fleet, Quarantine, ReplicaTime, place
 from schemas.commands import ProfileCommand, WeightSync
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started

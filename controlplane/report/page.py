@@ -18,10 +18,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from msgspec import Struct
 
-from controlplane.report import RunReport
-from controlplane.report_facts import CommandFacts, Phase, Said
-from controlplane.report_figures import UNKNOWN, Painted
-from controlplane.report_fleet import AgentFacts, ReplicaTime
+from controlplane.report.facts import CommandFacts, Phase, Said
+from controlplane.report.figures import UNKNOWN, Painted
+from controlplane.report.fleet import AgentFacts, ReplicaTime
+from controlplane.report.gathering import RunReport
 
 HERE = Path(__file__).parent
 LANES = 32
@@ -39,14 +39,14 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
     environment.filters.update(
         clock=_clock, date=_date, span=_span, us=_us, size=_size, many=_many, part=_part, said=_said
     )
-    script = (HERE / "report_page.js").read_text("utf-8")
+    script = (HERE / "page.js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     values = {
         "report": report,
         "run": run,
         "log": log,
         "made_by": version("rolloutctl"),
-        "style": Markup((HERE / "report_page.css").read_text("utf-8")),
+        "style": Markup((HERE / "page.css").read_text("utf-8")),
         "script": Markup(script),
         "digest": digest,
         "lanes": _lanes(report),
@@ -55,7 +55,7 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
         "bars": _bars(report.phases),
         "call_bars": _bars(report.calls),
     }
-    environment.get_template("report_page.html.j2").stream(values).dump(page)
+    page.writelines(environment.get_template("page.html.j2").generate(values))
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------

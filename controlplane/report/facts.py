@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from controlplane.coordinator import describe
-from controlplane.report_figures import Spread
-from controlplane.report_fleet import place
+from controlplane.report.figures import Spread
+from controlplane.report.fleet import place
 from schemas.commands import Command, ProfileCommand, Target, UnknownCommand, WeightSync
 from schemas.events import Observation
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped, Trace

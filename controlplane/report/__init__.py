@@ -1,0 +1,1 @@
+"""One recorded run as one page that needs nothing else."""
