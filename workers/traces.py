@@ -121,7 +121,7 @@ def collected(root: Path, directory: str, plan: ProfilePlan, identity: Identity)
                 _require_whole(one)
         if plan.layout == "verl":
             mine = [(moved(one, place.parent), rank) for one, rank in mine]
-            _remove_if_empty(place)
+            _remove_if_empty(place, root)
         told = tuple(described(one, root, rank) for one, rank in mine if _is_asked(rank, asked))
     except OSError as error:
         raise EngineError(f"the traces in {place} can't be read: {error.strerror}: {error.filename}.") from error
@@ -151,7 +151,7 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
                 whose = f"rollout-replica{identity.replica}" + (f"-globalrank{rank}" if numbered else "")
             there = moved(file, root, f"{whose}_{file.name}")
             told.append(described(there, root, rank))
-        _remove_if_empty(place)
+        _remove_if_empty(place, root)
     return tuple(told)
 
 
@@ -198,9 +198,12 @@ def moved(file: Path, directory: Path, name: str = "") -> Path:
     return place
 
 
-def _remove_if_empty(directory: Path) -> None:
-    with suppress(OSError):  # another node of the replica has not taken its own yet
-        directory.rmdir()
+def _remove_if_empty(directory: Path, root: Path) -> None:
+    """And the directories above it, up to the root."""
+    with suppress(OSError):  # somebody else has not taken its own yet
+        while directory != root:
+            directory.rmdir()
+            directory = directory.parent
 
 
 def _rank(file: Path) -> int | None:

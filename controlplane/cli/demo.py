@@ -204,7 +204,8 @@ def _tell(console: Console, out: Path, rewards: list[float]) -> None:
     console.print(f"reward: {rewards[0]:.2f} at the first step, {rewards[-1]:.2f} at the last", highlight=False)
     outcomes = (one.conclusion for report in reports for one in report.outcomes)
     traces = {trace.path for outcome in outcomes if isinstance(outcome, Acted) for trace in outcome.traces}
-    view.places(console, out, [out / "traces" / trace for trace in sorted(traces)])
+    places = [out / "traces" / trace for trace in sorted(traces)]
+    view.places(console, out, [place for place in places if place.exists()])  # some may have been relocated
     replayed = replay_log(RunLog.read(log))
     console.print(f"\n[green]{replayed}[/green]", highlight=False)
 

@@ -29,6 +29,7 @@ FIELD_BYTES: Final = 4_096
 """Longest field that is looked for in a file read piece by piece."""
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
 _RANK: Final = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
+_STACKS: Final = b'"python_function"'
 _UNREADABLE: Final = (OSError, EOFError, zlib.error)
 
 Event = dict[str, Any]
@@ -37,13 +38,14 @@ Event = dict[str, Any]
 class TraceFile(NamedTuple):
     """One file that was found and is what the log says. base_ns: of its `ts`, on the wall clock of its node.
 
-    rank: within its torch.distributed group; None when the file does not tell.
+    rank: within its torch.distributed group; None when the file does not tell.   stacks: it has Python's calls, too.
     """
 
     path: Path
     told: ToldTrace
     base_ns: int
     rank: int | None
+    stacks: bool
 
 
 def is_torch_trace(path: str) -> bool:
@@ -68,13 +70,15 @@ def found(told: ToldTrace, roots: Sequence[Path]) -> TraceFile | str:
                 if size != told.trace.nbytes:
                     seen.append(f"{file} has {size} bytes, the log says {told.trace.nbytes}")
                     continue
-                base_ns, rank, sha256 = _scanned(file)
+                scanned = _scanned(file)
             except _UNREADABLE as error:
                 seen.append(f"{file} can't be read: {error}")
                 continue
-            if sha256 == told.trace.sha256:
-                return TraceFile(file, told, base_ns, rank)
-            seen.append(f"{file} has sha256 {sha256[:16]}…, the log says {told.trace.sha256[:16]}…: another file")
+            if scanned.sha256 == told.trace.sha256:
+                return TraceFile(file, told, scanned.base_ns, scanned.rank, scanned.stacks)
+            seen.append(
+                f"{file} has sha256 {scanned.sha256[:16]}…, the log says {told.trace.sha256[:16]}…: another file"
+            )
     where = ", ".join(map(str, roots)) or "no traces root was given"
     return f"{told.paths[0]}: {'; '.join(seen) or f'not found ({where})'}"
 
@@ -101,6 +105,31 @@ class Numbers:
         return self._tid
 
 
+class Nest:
+    """The slices of one thread that are open, from the outermost in, while its slices come in the order of their start.
+
+    torch writes them in that order. Whatever comes out of it is left as it is.
+    """
+
+    def __init__(self) -> None:
+        self._ends_ns: list[int] = []
+        self._last_ns = 0
+
+    def room(self, ts_ns: int) -> int | None:
+        """Until when the slice around this moment goes on, counted from it; None when there is none."""
+        if ts_ns < self._last_ns:
+            return None
+        while self._ends_ns and self._ends_ns[-1] <= ts_ns:
+            self._ends_ns.pop()
+        return self._ends_ns[-1] - ts_ns if self._ends_ns else None
+
+    def add(self, ts_ns: int, dur_ns: int) -> None:
+        """One more slice."""
+        if ts_ns >= self._last_ns:
+            self._last_ns = ts_ns
+            self._ends_ns.append(ts_ns + dur_ns)
+
+
 class TorchTrace:
     """The events of one file, on the bus's clock. whose: stands before the names of its processes.
 
@@ -117,6 +146,8 @@ class TorchTrace:
         self._pids: dict[object, int] = {}
         self._tids: dict[tuple[int, object], int] = {}
         self._named: set[tuple[str, int]] = set()
+        self._nests: dict[tuple[int, bool], Nest] = {}
+        self._stages: dict[int, int] = {}  # by thread: that of its annotations, where they have one of their own
 
     def events(self) -> Iterator[Event]:
         """One after the other, and the names of what has none."""
@@ -145,12 +176,32 @@ class TorchTrace:
             ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
             event["ts"] = ts_ns / 1000
             self.before += ts_ns < 0
+            if kind == "X" and "dur" in event:
+                self._nest(event, ts_ns, int(Decimal(event["dur"]) * 1000))
         if event.get("s") == "g":  # of all that this file shows, and that is one process among others here
             event["s"] = "p"
         for name in ("id", "bind_id"):
             if name in event:
                 event[name] = self._arrow(event[name])
         return event
+
+    def _nest(self, event: Event, ts_ns: int, dur_ns: int) -> None:
+        """Have a slice lie within the one around it.
+
+        Where Python's calls are recorded, torch has an annotation begin within the call that made it and go on after
+        that, so annotations get a thread of their own. And calls can end some µs after the one around them.
+        """
+        tid, category = event["tid"], str(event.get("cat"))
+        if self._file.stacks and category == "user_annotation":
+            if tid not in self._stages:
+                self._stages[tid] = self._numbers.tid()
+            event["tid"] = tid = self._stages[tid]
+        around = self._nests.setdefault((tid, category == "python_function"), Nest())  # they come after all others
+        room_ns = around.room(ts_ns)
+        if room_ns is not None and dur_ns > room_ns:
+            dur_ns = room_ns  # no viewer draws a slice that goes on after the one around it
+        around.add(ts_ns, dur_ns)
+        event["dur"] = dur_ns / 1000
 
     def _rename(self, event: Event, pid: int) -> bool:
         """Say whose process it is. Returns whether the name is worth keeping."""
@@ -174,6 +225,9 @@ class TorchTrace:
         for (pid, original), tid in self._tids.items():
             if ("thread", tid) not in self._named:
                 yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": _shown(original)}}
+            if tid in self._stages:
+                args = {"name": f"stages (thread {_shown(original)})"}
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": self._stages[tid], "args": args}
 
     def _pid_of(self, original: object) -> int:
         known = self._pids.get(original)
@@ -218,9 +272,16 @@ class _Hashed:
         return data
 
 
-def _scanned(path: Path) -> tuple[int, int | None, str]:
-    """Base, rank and digest of a file. Raises OSError, EOFError and zlib.error for one that can't be read."""
-    base_ns, rank, tail = 0, None, b""
+class _Scanned(NamedTuple):
+    base_ns: int
+    rank: int | None
+    stacks: bool
+    sha256: str
+
+
+def _scanned(path: Path) -> _Scanned:
+    """What has to be known of a file before its events. Raises OSError, EOFError, zlib.error: it can't be read."""
+    base_ns, rank, stacks, tail = 0, None, False, b""
     with ExitStack() as stack:
         raw = _Hashed(stack.enter_context(open(path, "rb")))
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[call-overload]
@@ -230,10 +291,11 @@ def _scanned(path: Path) -> tuple[int, int | None, str]:
                 base_ns = int(seen.group(1))
             if rank is None and (seen := _RANK.search(text)) is not None:
                 rank = int(seen.group(1))
+            stacks = stacks or _STACKS in text
             tail = text[-FIELD_BYTES:]
         while raw.read(READ_BYTES):  # what stands after the last block of a compressed file
             pass
-    return base_ns, rank, raw.sha256.hexdigest()
+    return _Scanned(base_ns, rank, stacks, raw.sha256.hexdigest())
 
 
 def _opened(stack: ExitStack, path: Path) -> IO[bytes] | gzip.GzipFile:

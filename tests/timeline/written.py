@@ -121,6 +121,7 @@ class Op(Struct):
     for_ms: float
     pid: int | str = 77
     tid: int | str = 78
+    cat: str = "cpu_op"
 
 
 def torch_trace(ops: list[Op], *, rank: int | None = None, base_last: bool = False, arrows: bool = False) -> bytes:
@@ -132,7 +133,7 @@ def torch_trace(ops: list[Op], *, rank: int | None = None, base_last: bool = Fal
         ts = f"{(START_NS - BASE_NS) // 1000 + round(op.at_ms * 1000)}.250"
         place = f'"pid": {json.dumps(op.pid)}, "tid": {json.dumps(op.tid)}, "ts": {ts}'
         events.append(
-            f'{{"ph": "X", "cat": "cpu_op", "name": "{op.name}", {place}, "dur": {op.for_ms * 1000:.3f},\n'
+            f'{{"ph": "X", "cat": "{op.cat}", "name": "{op.name}", {place}, "dur": {op.for_ms * 1000:.3f},\n'
             f'    "args": {{"External id": {i}, "Addr": 18446744073709551615}}}}'
         )
         if arrows:

@@ -66,6 +66,27 @@ def test_a_trace_lies_where_it_was_on_the_buss_clock(
     assert told.traced_events == len(OPS) + 2
 
 
+def test_slices_that_torch_lets_overlap_are_drawn_all_the_same(written: Written, tmp_path: Path) -> None:
+    """With stacks, an annotation begins within the call that made it and outlasts it; a call can outlast its caller."""
+    stacked = [
+        Op("learn", 61, 8, cat="user_annotation"),
+        Op("aten::mm", 62, 1),
+        Op("caller", 60, 9.5, cat="python_function"),  # torch writes Python's calls after all others
+        Op("enter", 60.5, 1, cat="python_function"),
+        Op("callee", 68, 1.75, cat="python_function"),
+    ]
+    peer = written.joins(PRIMARY, clocks=(written.clock(0), written.clock(100)))
+    trace = placed(tmp_path / "traces", "step/a.pt.trace.json.gz", torch_trace(stacked))
+    written.profiles(peer, 80, 20, trace)
+    _, events = merged(written.close(), tmp_path / "traces")
+    lasts = {name: dur for name, (_, dur) in ops(events).items()}
+    assert lasts == {"learn": 8000, "aten::mm": 1000, "caller": 9500, "enter": 1000, "callee": 1500}
+    threads = {one["name"]: one["tid"] for one in events if one["ph"] == "X"}
+    assert len({threads["aten::mm"], threads["caller"], threads["callee"]}) == 1 != threads["learn"]
+    named = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    assert named[threads["learn"]] == "stages (thread 78)"
+
+
 def test_processes_say_whose_they_are(written: Written, tmp_path: Path) -> None:
     root = tmp_path / "traces"
     for place, name, rank in ((PRIMARY, "a", 1), (SECOND, "b", None), (ACTOR, "c", 3)):
