@@ -1,5 +1,6 @@
 """The agent's shell on real sockets, with a small bus and engine, on every event loop: commands, calls, restarts."""
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -69,6 +70,20 @@ async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, e
         bus.publish(RESUME)
         assert await bus.outcome(2) == Answered(outcome=Skipped(Reason.NOT_PRIMARY), row=6)
         assert idle.calls == []
+
+
+async def test_a_skip_is_told_at_debug_only(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is what most nodes of a fleet do most of the time."""
+    with caplog.at_level(logging.DEBUG, "rolloutctl.agent"):
+        async with running(bus, context, engine, tmp_path, SECOND) as agent:
+            await bus.admit()
+            await until(agent, lambda state: state.joined)
+            bus.publish(PAUSE)
+            assert (await bus.outcome(1)).outcome == Skipped(Reason.NOT_PRIMARY)
+    told = [one for one in caplog.records if "not_primary" in one.getMessage()]
+    assert [one.levelname for one in told] == ["DEBUG"]
 
 
 async def test_command_that_arrives_again_is_answered_again_and_not_done_again(
