@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test test-engines test-perfetto lint bench clean
+.PHONY: demo test test-engines test-perfetto environments lint bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
@@ -26,6 +26,13 @@ test-engines: $(VENV)/.ready
 # Timelines, read by the trace processor of Perfetto (16 MB, downloaded once). Needs node.
 test-perfetto: $(VENV)/.ready
 	$(BIN)/python -m pytest -m timeline_perfetto
+
+# All that the targets above install for themselves, at once: for CI, beside the suite. The browser only for root.
+environments: $(VENV)/.ready
+	command -v chromium > /dev/null || (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
+	$(BIN)/python -m tests.timeline.environment
+	$(BIN)/python -m tests.engines.environments vllm sglang router
+	$(BIN)/python -m tests.engines.wheels
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
