@@ -143,7 +143,7 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
         if place.resolve() == root:
             continue
         for file, rank in _by_rank(place, identity):
-            if not _is_asked(rank, asked):
+            if _whose(rank, identity) not in identity.node_ranks or not _is_asked(rank, asked):
                 continue
             whose = f"{identity.role}-rank{rank}"
             if identity.role == ROLLOUT:

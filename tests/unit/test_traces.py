@@ -12,7 +12,7 @@ from schemas.errors import EngineError
 from schemas.events import CollectTraces, FinishProfile, Returned
 from schemas.identity import Identity
 from workers.finish_hook import PATIENCE_S
-from workers.traces import NodeTraces, collected
+from workers.traces import NodeTraces, collected, relocated
 
 # Replica 4 of two nodes with two GPUs each: global ranks 16 to 19.
 FIRST = Identity(replica=4, node_rank=0, nnodes=2, gpus_per_node=2)
@@ -106,6 +106,8 @@ def test_files_without_a_rank_in_them_are_of_the_rank_in_their_name_and_a_front_
     other = collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), SECOND)
     assert (other.traces, other.untraced) == ((), (18,)), "a front end runs beside the first rank alone"
     assert collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), FIRST).traces == ()
+    moved = [relocated(tmp_path, (directory,), ProfilePlan(), place) for place in (SECOND, FIRST)]
+    assert [len(one) for one in moved] == [0, 4]
 
 
 def test_verls_layout_has_the_traces_of_all_steps_in_one_directory(tmp_path: Path) -> None:
