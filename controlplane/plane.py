@@ -22,7 +22,6 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from controlplane.bus import Bus
 from controlplane.coordinator import CoordinatorState
 from controlplane.events import SyncReport
-from controlplane.fleet import Member
 from controlplane.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
@@ -178,7 +177,7 @@ class ControlPlane:
         return self._profiling.reports
 
     def _fleet(self) -> list[Identity]:
-        members: Iterable[Member] = self._portal.call(lambda: list(self.bus.state.members.values()))
+        members = self.bus.state.members.values()  # a state is never changed, only replaced: any thread may read it
         return [member.hello.identity for member in members if member.life == "live"]
 
     def _publish_profile(self, command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:

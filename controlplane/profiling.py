@@ -28,9 +28,9 @@ def sessions(config: ProfilerConfig) -> tuple[int, ...]:
     return tuple(step for step in steps if not (config.continuous and step - 1 in config.steps))
 
 
-def checking(config: ProfilerConfig) -> ProfileCommand | None:
-    """What is asked before the first step: can this be recorded? None when nothing is to be profiled."""
-    first = min(sessions(config), default=None)
+def checking(config: ProfilerConfig, step: int) -> ProfileCommand | None:
+    """What is asked before `step`, the first of a trainer: can this be recorded? None when nothing is to be any more."""
+    first = min((one for one in config.steps if one >= step and selected(config, one)), default=None)
     return _command("check", first, config) if first is not None else None
 
 

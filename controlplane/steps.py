@@ -55,7 +55,7 @@ class Profiling:
     def entering(self, step: int) -> list[Ticket[Report]]:
         """Publish what a step begins with; before the first of all, the question whether it can be done."""
         tickets: list[Ticket[Report]] = []
-        check = None if self._checked else checking(self.config)
+        check = None if self._checked else checking(self.config, step)
         self._checked = True
         if check is not None:
             if nobodys := unowned(self.config, self._fleet()):

@@ -88,8 +88,10 @@ def test_training_ranks_alone_are_reason_enough() -> None:
 
 def test_the_question_whether_it_can_be_done_is_asked_once_something_is_to_be_done() -> None:
     plan = ProfilePlan(with_stack=True)
-    assert checking(ProfilerConfig(steps=(7, 4), plan=plan)) == ProfileCommand(action="check", step=4, plan=plan)
-    assert checking(ProfilerConfig()) is None
+    config = ProfilerConfig(steps=(7, 4), plan=plan)
+    assert checking(config, 0) == checking(config, 4) == ProfileCommand(action="check", step=4, plan=plan)
+    assert checking(config, 5) == ProfileCommand(action="check", step=7, plan=plan)
+    assert checking(config, 8) is None and checking(ProfilerConfig(), 0) is None
 
 
 def test_the_finish_names_all_sessions_until_then_also_of_an_earlier_life_of_the_trainer() -> None:
