@@ -29,7 +29,7 @@ def sessions(config: ProfilerConfig) -> tuple[int, ...]:
 
 
 def checking(config: ProfilerConfig, step: int) -> ProfileCommand | None:
-    """What is asked before `step`, the first of a trainer: can this be recorded? None when nothing is to be any more."""
+    """What is asked before a trainer's first `step`: can this be recorded? None when nothing is to be any more."""
     first = min((one for one in config.steps if one >= step and selected(config, one)), default=None)
     return _command("check", first, config) if first is not None else None
 
