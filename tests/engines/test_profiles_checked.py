@@ -43,7 +43,14 @@ def activities(*names: Activity) -> ProfilePlan:
 
 @pytest.mark.parametrize(
     ("window", "delay", "most"),
-    [(None, 0, 0), (Window(0, 1), 0, 1), (Window(0, 7), 0, 7), (Window(1, 3), 2, 2), (Window(12, 46), 13, 34)],
+    [
+        (None, 0, 0),
+        (Window(0, 1), 0, 1),
+        (Window(0, 7), 0, 7),
+        (Window(1, 3), 2, 2),
+        (Window(12, 46), 13, 34),
+        (Window(3), 4, 0),
+    ],
 )
 def test_vllm_delays_a_window_until_just_before_its_first_pass(window: Window | None, delay: int, most: int) -> None:
     sent = on_vllm(ProfilePlan(window=window), TORCH | {"delay_iterations": 5, "max_iterations": 5})
@@ -102,6 +109,7 @@ def test_vllm_records_what_its_device_does(device: str, asked: Activity) -> None
         (activities("cpu", "cuda", "memory"), {}, {"activities": ["CPU", "GPU", "MEM"]}),
         (activities("cpu", "npu"), {"device": "npu"}, {"activities": ["CPU", "GPU"]}),
         (ProfilePlan(window=Window(0, 3)), {}, {"num_steps": 3}),
+        (ProfilePlan(window=Window(0)), {}, {"activities": ["CPU"]}),
         (ProfilePlan(window=Window(0, 3)), {"version": "0.5.9"}, {"num_steps": 4}),
         (ProfilePlan(window=Window(0, 3), by_stage=True), {"version": "0.5.9"}, {"num_steps": 3}),
         (ProfilePlan(), {"takes": frozenset({"profile_prefix"})}, {"profile_prefix": "step_1.replica_0"}),
@@ -127,7 +135,9 @@ def test_sglang_is_sent_the_plan_in_its_own_words(
         (ProfilePlan(tool="npu"), {}, "with tool npu: it runs on a CUDA"),
         (activities(), {}, "name at least one activity"),
         (ProfilePlan(window=Window(1, 3)), {}, "Begin the window at 0"),
+        (ProfilePlan(window=Window(2)), {}, "Begin the window at 0"),
         (ProfilePlan(by_stage=True), {}, "by stage without a window"),
+        (ProfilePlan(by_stage=True, window=Window(0)), {}, "by stage without a window"),
         (ProfilePlan(merge=True), {"takes": frozenset({"profile_prefix"})}, "a merged trace"),
     ],
 )

@@ -159,6 +159,11 @@ def test_window_that_is_not_filled_leaves_no_session(
     assert after.passes == PASSES
 
 
+def test_window_with_an_open_end_lasts_until_the_stop(fleet: Fleet) -> None:
+    stopped, (found,) = session(fleet, ProfilePlan(window=Window(3), record_shapes=True))
+    assert found.passes == PASSES[3:] and not stopped.auto_stopped
+
+
 # --- where traces lie, and end up -------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,9 @@ What it does in its own way
   one that says whether a session is open; so before each start one is armed that never comes.
 - A stop of a session that ended by itself is a bare 500, and so is one of a session that has not begun, by stage: that
   would begin in a later step. The same start that never comes takes its place.
+- By stage, the first token ends the trace of the prompts; a prompt that comes while tokens are recorded is in theirs.
+  One trace ends and the next begins within a span that is open (0.5.14 on): torch 2.13 can die of it, and 2.14.1, which
+  0.5.23 asks for, was not seen to.
 - Stacks name the modules, so they answer for both. An NPU's level is SGLang's own (never run here).
 - `update_weight_version` aborts every request unless it is told not to.
 - A pause with `in_place` or `retract` is believed, not seen: nothing over HTTP tells whether it is paused.
