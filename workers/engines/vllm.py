@@ -7,8 +7,8 @@ What it does in its own way
 - The traces' directory is fixed at launch. They are moved to the session's after the stop.
 - What a trace holds is fixed at launch too, up to 0.31 its window as well. A plan that asks for more is refused. Stacks
   name the modules, so they answer for both. An NPU's levels are those of vllm-ascend (never run here).
-- `delay_iterations` of n, n > 0, passes over n - 1 forwards, and 0 over none. A step that computes nothing, to let go of
-  the last request that ran, is counted too. The front end's trace knows no window.
+- `delay_iterations` of n, n > 0, passes over n - 1 forwards, and 0 over none. A step that computes nothing, to let go
+  of the last request that ran, is counted too. The front end's trace knows no window.
 - A second start is a 409 from 0.32 on, and silence before: there a session of somebody else's can't be seen, and ends
   with ours. A second stop is silence. The machine sends neither.
 - Waking the last region of memory un-pauses the scheduler, so it is paused again at once.
