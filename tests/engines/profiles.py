@@ -25,9 +25,11 @@ Generate = Callable[[list[int], int], object]
 WORK: Final = (5, 6, 7)
 """Lengths of the prompts; two tokens are made of each."""
 PASSES: Final = ["P5", "D", "P6", "D", "P7", "D"]
+VLLM_PASSES: Final = ["P5", "D", "-", "P6", "D", "-", "P7", "D", "-"]
+"""vLLM makes one step more, which computes nothing, to let go of the last request that ran; and counts it."""
 
 _NAMES: Final = (
-    re.compile(r"execute_context_(?P<prompts>\d+)\((?P<tokens>\d+)\)_generation_\d+\(\d+\)"),
+    re.compile(r"execute_context_(?P<prompts>\d+)\((?P<tokens>\d+)\)_generation_(?P<going_on>\d+)\(\d+\)"),
     re.compile(r"step\[(?P<prompts>EXTEND|DECODE) bs=\d+(?: toks=(?P<tokens>\d+))?.*\]"),
 )
 _fresh = count(1)
@@ -104,7 +106,13 @@ def _passes(events: Iterable[dict[str, object]]) -> list[str]:
     if forwards:
         return [_tiny_pass(one, events) for one in forwards]
     found = (pattern.fullmatch(str(one.get("name"))) for one in events for pattern in _NAMES)
-    return ["D" if one["prompts"] in ("0", "DECODE") else f"P{one['tokens']}" for one in found if one]
+    return [_pass(one.groupdict()) for one in found if one]
+
+
+def _pass(said: dict[str, str]) -> str:
+    if said["prompts"] not in ("0", "DECODE"):
+        return f"P{said['tokens']}"
+    return "-" if said.get("going_on") == "0" else "D"
 
 
 def _tiny_pass(forward: dict[str, object], events: Events) -> str:
@@ -122,6 +130,11 @@ def _tiny_pass(forward: dict[str, object], events: Events) -> str:
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def within(passes: list[str], window: tuple[int, int] | None) -> list[str]:
+    """Those that a window holds."""
+    return passes if window is None else passes[slice(*window)]
 
 
 class Row(NamedTuple):
@@ -142,7 +155,7 @@ class Row(NamedTuple):
 
     @property
     def passes(self) -> list[str]:
-        return PASSES if self.window is None else PASSES[slice(*self.window)]
+        return within(PASSES, self.window)
 
 
 _BY_STAGE = {"tiny": "by stage", "vllm": "by stage, or merged"}
@@ -156,7 +169,7 @@ ORTHOGONAL: Final = {
     "by stage, merged": Row((0, 3), ("cpu", "profile_by_stage", "merge_profiles"), _BY_STAGE),
     "second pass, shapes": Row((1, 2), ("cpu", "shapes"), _LATER),
     "later passes, stacks, shapes, memory": Row(
-        (2, 5), ("cpu", "stack", "shapes", "memory"), {"sglang": "memory: it runs on a CPU"}
+        (2, 4), ("cpu", "stack", "shapes", "memory"), {"sglang": "memory: it runs on a CPU"}
     ),
     "cuda": Row((0, 2), ("cpu", "cuda"), {"tiny": "torch sees no GPU", "vllm": "runs on a CPU", "sglang": "on a CPU"}),
     "by stage without a window": Row(
@@ -170,3 +183,7 @@ MATRIX: Final = [
     (discrete, contents, ranks) for discrete in (False, True) for contents in CONTENTS for ranks in ((1,), ())
 ]
 """The factors of verl's pull request 4320, of an engine on a CPU; the step that is profiled is 2."""
+FEW: Final = (0, 2)
+WITHIN: Final = (1, 2)
+"""Windows of detailed sessions of real engines: SGLang, and vLLM, which records what went before the first pass. They
+spin while they idle, and stacks of that take minutes to write."""

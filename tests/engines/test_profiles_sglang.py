@@ -9,7 +9,19 @@ from msgspec.structs import replace
 
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Window
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from tests.engines.profiles import CONTENTS, MATRIX, ORTHOGONAL, PASSES, Row, look, look_into, of_rank, torch_plan, work
+from tests.engines.profiles import (
+    CONTENTS,
+    FEW,
+    MATRIX,
+    ORTHOGONAL,
+    PASSES,
+    Row,
+    look,
+    look_into,
+    of_rank,
+    torch_plan,
+    work,
+)
 from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import generate
 from tests.engines.sglang_fleet import SGLangFleet
@@ -107,7 +119,9 @@ def test_stages_are_recorded_apart_or_the_plan_is_refused(bench: Bench, row: Row
 @pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
 def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
     """SGLang profiles the whole group; of rank 1 alone, only the trace of the second node is told."""
-    plan = replace(torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks), steps=frozenset({2}))
+    window = FEW if contents == "detailed" else None
+    plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks, window=window)
+    plan = replace(plan, steps=frozenset({2}))
     early = bench.plane.start_profile(1, plan, replicas=[0])
     assert conclusions(early)["0.0"] == Skipped(Reason.STEP_NOT_SELECTED)
     acted(bench.plane.start_profile(2, plan, replicas=[0]))
@@ -119,7 +133,8 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     assert (stopped.untraced, collected.untraced) == ((), ())
     for one in told:
         found = look(bench.root, one)
-        assert found.passes == PASSES and found.contents == frozenset(CONTENTS[contents]) - {"cpu"}
+        assert found.passes == (PASSES[slice(*FEW)] if window else PASSES)
+        assert found.contents == frozenset(CONTENTS[contents]) - {"cpu"}
     assert len(list((bench.root / "global_step_2" / "replica_0").iterdir())) == 2, "the other rank's stays where it is"
     shutil.rmtree(bench.root / "global_step_2")
 

@@ -18,13 +18,15 @@ from tests.engines.profiles import (
     CONTENTS,
     MATRIX,
     ORTHOGONAL,
-    PASSES,
+    VLLM_PASSES,
+    WITHIN,
     Found,
     Row,
     look,
     look_into,
     of_rank,
     torch_plan,
+    within,
     work,
 )
 from tests.engines.reports import acted, conclusions, failed
@@ -88,12 +90,12 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row
         for refused in bench.refusals(row.plan):
             assert refused.error is ErrorKind.UNSUPPORTED
             assert f"launch it with {key['stack' if 'stack' in row.wanted else 'shapes']}" in refused.message
-    replica, holds = (1, EVERYTHING) if row.wanted else (0, frozenset[str]())
-    acted(
-        bench.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[replica]), f"{replica}.0"
-    )
-    stopped, (found,) = bench.session(row.plan, replica)
-    assert found.passes == row.passes and found.contents == holds
+        check = ProfileCommand(action="check", step=0, plan=row.plan)
+        acted(bench.plane.publish(check, replicas=[1]), "1.0")
+        _, (found,) = bench.session(torch_plan(*row.contents, window=WITHIN), 1)
+        assert (found.passes, found.contents) == (["D"], EVERYTHING)
+    stopped, (found,) = bench.session(torch_plan("cpu", window=row.window))
+    assert found.passes == within(VLLM_PASSES, row.window) and found.contents == frozenset()
     assert stopped.auto_stopped == (row.window is not None)
 
 
@@ -101,7 +103,9 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row
 def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
     """Rank 1 is replica 1's only one, and on replica 0 that of the node which has no server."""
     replica = 1 if contents == "detailed" or ranks else 0
-    plan = replace(torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks), steps=frozenset({2}))
+    window = WITHIN if replica else None
+    plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks, window=window)
+    plan = replace(plan, steps=frozenset({2}))
     agent = f"{replica}.0"
     early = bench.plane.start_profile(1, plan, replicas=[replica])
     assert conclusions(early)[agent] == Skipped(Reason.STEP_NOT_SELECTED)
@@ -109,7 +113,8 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     bench.work(replica)
     said = acted(bench.plane.stop_profile(2, replicas=[replica], timeout=120), agent)
     (found,) = (look(bench.root, one) for one in of_rank(said, replica))
-    assert found.passes == PASSES and found.contents == (EVERYTHING if replica else frozenset())
+    assert found.passes == within(VLLM_PASSES, window)
+    assert found.contents == (EVERYTHING if replica else frozenset())
     shutil.rmtree(bench.root / "global_step_2")
 
 
@@ -133,10 +138,10 @@ def test_what_it_was_not_launched_for_is_refused_with_what_to_do(bench: Bench, p
 @pytest.mark.parametrize("window", [(0, 1), (1, 3), (2, 5)])
 def test_window_is_these_passes_and_no_other(bench: Bench, window: tuple[int, int]) -> None:
     stopped, (found,) = bench.session(torch_plan("cpu", window=window))
-    assert found.passes == PASSES[slice(*window)] and stopped.auto_stopped
+    assert found.passes == within(VLLM_PASSES, window) and stopped.auto_stopped
 
 
-@pytest.mark.parametrize(("window", "passes"), [((2, 50), PASSES[2:]), ((49, 50), None)])
+@pytest.mark.parametrize(("window", "passes"), [((2, 50), VLLM_PASSES[2:]), ((49, 50), None)])
 def test_window_that_is_not_filled_leaves_no_session(
     bench: Bench, window: tuple[int, int], passes: list[str] | None
 ) -> None:
@@ -146,7 +151,7 @@ def test_window_that_is_not_filled_leaves_no_session(
     assert not stopped.auto_stopped and stopped.untraced == (() if passes else (0,))
     assert len(of_rank(stopped, None)) == 1
     _, (after,) = bench.session(ProfilePlan())
-    assert after.passes == PASSES
+    assert after.passes == VLLM_PASSES
 
 
 # --- where traces lie, and end up ------------------------------------------------------------------------------------
@@ -181,9 +186,9 @@ def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Benc
     assert httpx.post(f"{url}/stop_profile", timeout=120).status_code == 200
     raw = bench.fleet.folder / "raw-0"
     (theirs,) = raw.glob("theirs_rank0*.json.gz")
-    assert look_into(theirs).passes == PASSES
+    assert look_into(theirs).passes == VLLM_PASSES
     _, (ours,) = bench.session(ProfilePlan())
-    assert ours.passes == PASSES and theirs.exists()  # theirs is not brought home with ours
+    assert ours.passes == VLLM_PASSES and theirs.exists()  # theirs is not brought home with ours
     shutil.rmtree(raw)
     raw.mkdir()
 
@@ -201,7 +206,7 @@ def test_disk_that_is_full_fails_the_stop_and_nothing_else(bench: Bench) -> None
         worker.rlimit(psutil.RLIMIT_FSIZE, no_limit)
     assert full.error is ErrorKind.ENGINE_ERROR and "Is its disk full" in full.message
     _, (found,) = bench.session(ProfilePlan())
-    assert found.passes == PASSES
+    assert found.passes == VLLM_PASSES
 
 
 def test_trace_that_takes_long_is_late_by_the_deadline_and_holds_up_nobody(bench: Bench) -> None:
@@ -216,7 +221,7 @@ def test_trace_that_takes_long_is_late_by_the_deadline_and_holds_up_nobody(bench
     bench.fleet.first.thaw()
     wait_for("the call has ended", lambda: bench.fleet.status("0.0").activity is None)
     _, (found,) = bench.session(ProfilePlan())
-    assert found.passes == PASSES
+    assert found.passes == VLLM_PASSES
 
 
 def test_root_that_can_not_be_written_is_told_before_the_first_step(bench: Bench) -> None:

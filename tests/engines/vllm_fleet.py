@@ -27,9 +27,13 @@ from tests.engines.servers import (
     free_port,
 )
 
-NOTHING: Final = {"with_stack": False}
-EVERYTHING: Final = {"with_stack": True, "record_shapes": True, "with_memory": True}
-"""What the profilers of replica 0 and of replica 1 are launched to record; vLLM can't be told later."""
+PLAIN: Final = {"torch_profiler_with_stack": False}
+DETAILED: Final = {
+    **{"torch_profiler_with_stack": True, "torch_profiler_record_shapes": True, "torch_profiler_with_memory": True},
+    "ignore_frontend": True,
+}
+"""What the profilers of replica 0 and of replica 1 are launched to record; vLLM can't be told later. Stacks of a front
+end, which knows no window, would take it minutes to write."""
 
 
 class VllmFleet:
@@ -42,7 +46,7 @@ class VllmFleet:
         save_weights(folder / "c", weights(3))
         self.version = 0
         self.first = open_.enter_context(
-            EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0", NOTHING))
+            EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0", PLAIN))
         )
         self.door = open_.enter_context(Door(self.first.port))
         self.plane: BlockingControlPlane = open_.enter_context(
@@ -50,7 +54,7 @@ class VllmFleet:
         )
         bus, port = self.plane.address, free_port()
         self.second_url = f"http://127.0.0.1:{port}"
-        launched = command("vllm", folder / "a", port, *_profiler(folder / "raw-1", EVERYTHING))
+        launched = command("vllm", folder / "a", port, *_profiler(folder / "raw-1", DETAILED))
         launch = ["env", *(f"{name}={value}" for name, value in environment("vllm").items()), *launched]
         kind = ("--engine", "vllm")
         self.agents = [
@@ -94,5 +98,4 @@ class VllmFleet:
 
 def _profiler(folder: Path, records: dict[str, bool]) -> list[str]:
     folder.mkdir()
-    config = {"profiler": "torch", "torch_profiler_dir": str(folder)}
-    return ["--profiler-config", json.dumps(config | {f"torch_profiler_{key}": on for key, on in records.items()})]
+    return ["--profiler-config", json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), **records})]

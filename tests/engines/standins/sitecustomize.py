@@ -1,8 +1,14 @@
 """What SGLang imports on its way up and never uses when it serves a text model on a CPU: torchvision and torchaudio.
 
 Python imports this by itself when the folder is on PYTHONPATH. Whoever asks whether they are installed is told no.
+
+SGLang's scheduler puts a span around each batch while a profiler records, and ends one profile and begins the next
+within it. With the torch that it is released with (2.14.1) that is fine; torch 2.13, the newest with a build for plain
+CPUs, writes into memory that the first one has freed, and as often as not takes the scheduler down. So here there are
+no such spans.
 """
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -24,6 +30,35 @@ class _Nothing(types.ModuleType):
         return type(name, (), {})
 
 
+class _WithoutSpans(importlib.abc.Loader):
+    """Loads SGLang's module of spans, and has it make none for the scheduler."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec):  # type: ignore[no-untyped-def]
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):  # type: ignore[no-untyped-def]
+        self._loader.exec_module(module)
+        every = module.profile_range
+
+        def profile_range(name: str, **options: object) -> object:
+            return contextlib.nullcontext() if name.startswith("scheduler.") else every(name, **options)
+
+        module.profile_range = profile_range
+
+
+class _Spans(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name != "sglang.srt.utils.nvtx_utils":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _WithoutSpans(spec.loader)
+        return spec
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name.split(".")[0] in ABSENT:
@@ -41,5 +76,6 @@ def _honest_find_spec(name: str, package: str | None = None) -> importlib.machin
     return None if name.split(".")[0] in ABSENT else _find_spec(name, package)
 
 
+sys.meta_path.insert(0, _Spans())
 sys.meta_path.append(_Finder())
 importlib.util.find_spec = _honest_find_spec
