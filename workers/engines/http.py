@@ -138,6 +138,9 @@ class HttpFront:
     ) -> httpx.Response:
         body = None if route.query or route.verb != "POST" else dict(arguments)
         query: Any = dict(arguments) if route.query else None
+        # uvicorn closes a connection after an error that its application did not foresee, in its own time: the call
+        # that comes next over it, and can't be made twice, would be lost.
+        alone = {"Connection": "close"} if attempts == 1 else None
         for attempt in range(1, attempts + 1):
             try:
                 response = await self._client.request(
@@ -145,6 +148,7 @@ class HttpFront:
                     route.path,
                     params=query,
                     json=body,
+                    headers=alone,
                     timeout=Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
                 )
                 break
