@@ -107,7 +107,6 @@ class Recording:
             record_shapes=plan.record_shapes,
             with_stack=plan.with_stack or plan.with_modules,  # stacks name the modules
             profile_memory="memory" in plan.activities,
-            acc_events=True,
         )
         try:
             profiler.start()
