@@ -125,6 +125,7 @@ class Vllm(Rollout):
             profiler_config={
                 "profiler": "torch",
                 "torch_profiler_dir": str(folder / "engine-traces"),
+                "ignore_frontend": True,
                 "torch_profiler_with_stack": False,  # small traces
             },
         )

@@ -80,6 +80,7 @@ def test_vllm_up_to_0_31_records_the_window_that_it_was_launched_with_and_no_oth
         (TORCH | {"torch_profiler_with_memory": False}, activities("cpu", "memory"), "memory: launch it with"),
         (TORCH | {"torch_profiler_activities": ["CPU"]}, activities("cuda"), "activities that have CUDA"),
         (TORCH | {"torch_profiler_activities": ["CUDA"]}, activities("cpu"), "activities that have CPU"),
+        (TORCH | {"ignore_frontend": False}, ProfilePlan(), "Launch it with ignore_frontend"),
         (TORCH | {"warmup_iterations": 2}, ProfilePlan(), "launch it without wait_iterations and warmup_iterations"),
         (TORCH, ProfilePlan(by_stage=True), "vLLM does not write: change the plan"),
         (TORCH, ProfilePlan(merge=True), "vLLM does not write: change the plan"),

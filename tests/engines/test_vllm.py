@@ -191,7 +191,7 @@ def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: Vllm
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def test_session_records_front_end_and_workers_and_its_traces_are_brought_home(fleet: VllmFleet) -> None:
+def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VllmFleet) -> None:
     report = fleet.plane.start_profile(1, replicas=[0])
     assert acted(report).calls == ("start_profile",)
     assert conclusions(report)["0.1"] == Skipped(Reason.NOT_PRIMARY)
@@ -201,8 +201,6 @@ def test_session_records_front_end_and_workers_and_its_traces_are_brought_home(f
     stopped = acted(fleet.plane.stop_profile(1, replicas=[0], timeout=120))
     assert all(one.path.startswith("global_step_1/replica_0/") for one in stopped.traces)
     assert passes(fleet.folder, stopped.traces) >= Counter(prompt=1, token=5)
-    (front,) = (one for one in stopped.traces if "async_llm" in one.path and one.path.endswith(".json.gz"))
-    assert events(fleet.folder, front)
     assert list((fleet.folder / "raw-0").iterdir()) == []  # nothing is left where the engine writes
     assert conclusions(fleet.plane.stop_profile(1, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
 

@@ -27,13 +27,12 @@ from tests.engines.servers import (
     free_port,
 )
 
-PLAIN: Final = {"torch_profiler_with_stack": False}
+PLAIN: Final = {"torch_profiler_with_stack": False, "ignore_frontend": True}
 DETAILED: Final = {
     **{"torch_profiler_with_stack": True, "torch_profiler_record_shapes": True, "torch_profiler_with_memory": True},
     "ignore_frontend": True,
 }
-"""What the profilers of replica 0 and of replica 1 are launched to record; vLLM can't be told later. Stacks of a front
-end, which knows no window, would take it minutes to write."""
+"""What the profilers of replica 0 and of replica 1 are launched to record; vLLM can't be told later."""
 
 
 class VllmFleet:
