@@ -360,7 +360,7 @@ def lacks(launch: Launch) -> dict[Operation, str]:
     if launch.profiles_to is None:
         missing[Operation.PROFILE] = (
             'it was launched without a torch profiler: add --profiler-config \'{"profiler":"torch",'
-            '"torch_profiler_dir":"/DIR"}\''
+            '"torch_profiler_dir":"/DIR","ignore_frontend":true}\''
         )
     if not launch.frees:
         for operation in (Operation.SLEEP, Operation.WAKE):
