@@ -50,7 +50,7 @@ from schemas.events import (
     Tick,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.rules.commands import needless, rule
+from workers.rules.commands import about_disk, needless, rule
 from workers.rules.concede import NOTHING, concede, remaining, renew
 from workers.rules.gate import GATE, not_targeted
 from workers.rules.settle import (
@@ -258,7 +258,7 @@ def _must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
 def _launching(state: AgentState, event: CommandReceived) -> bool:
     if state.identity.node_rank > 0 or state.engine.tokenizer != "unknown" or not_targeted(state, event):
         return False
-    return not needless(event.command, state.engine, state.identity)
+    return not (about_disk(event.command) or needless(event.command, state.engine, state.identity))
 
 
 def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
@@ -281,7 +281,9 @@ def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effe
             )
     earlier = remaining(before, state.conceded)
     state = replace(state, seq=seq, desired=desired, conceded=conceded, inhibited=False, needs=0)
-    if state.activity is not None:
+    stopping = isinstance(event.command, ProfileCommand) and event.command.action == "stop"  # a start may be under way
+    idle = not stopping and needless(event.command, state.engine, state.identity)
+    if state.activity is not None and not idle:
         return _answer(_concede(state, event.command), event, _busy(state), 10, effects)
     syncing = before.sync.version if before.sync is not None else 0
     verdict = rule(event.command, earlier, remaining(desired, conceded), syncing, state.engine, state.identity)

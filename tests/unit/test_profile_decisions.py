@@ -24,6 +24,7 @@ from schemas.events import (
     Perform,
     Returned,
     StartProfile,
+    Tick,
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
@@ -32,6 +33,7 @@ from workers.machine import AgentState, settled
 
 ACTOR = Identity(replica=3, node_rank=0, role="actor")
 PROFILER = Observation(engine="torch", tokenizer="present", operations=frozenset({Operation.PROFILE}), profiling=False)
+PAUSE = EngineCommand(operation="pause")
 FINISHED = ProfilePlan(finish=Finish(relocate=True, hook=True))
 
 
@@ -145,6 +147,15 @@ def test_an_engine_that_nothing_is_asked_of_need_not_be_up_nor_have_a_profiler(
     _, effects = fold(agent(seen=seen), command(body))
     (answer,) = answers(effects)
     assert (answer.row, answer.outcome) == (10, Skipped(reason))
+
+
+def test_an_engine_that_is_busy_keeps_nobody_from_saying_that_a_step_is_not_its_own() -> None:
+    state, _ = fold(agent(), command(PAUSE, ttl_ms=10), Tick(at_ms=10))
+    assert state.activity is not None and state.activity.overdue
+    other = replace(START, plan=ProfilePlan(steps=frozenset({9})))
+    assert told(state, other, seq=2) == Skipped(Reason.STEP_NOT_SELECTED)
+    busy = told(state, START, seq=2)
+    assert isinstance(busy, Failed) and busy.error is ErrorKind.ENGINE_BUSY
 
 
 # --- the question before ----------------------------------------------------------------------------------------------

@@ -36,13 +36,13 @@ def about_disk(command: Command | UnknownCommand) -> bool:
 
 
 def needless(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
-    """Is it a profile command that asks nothing of this engine? Then it need not be up, nor have a profiler."""
-    if type(command) is not ProfileCommand:
+    """Is it a profile command that asks nothing of this engine? Then it need not be up, idle, nor have a profiler."""
+    if type(command) is not ProfileCommand or about_disk(command):
         return False
     if command.action == "stop":
         return engine.session is None
     step = None if command.action == "check" else command.step
-    return about_disk(command) or refuse_profile(command.plan_of(identity.role), step, identity) is not None
+    return refuse_profile(command.plan_of(identity.role), step, identity) is not None
 
 
 def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:

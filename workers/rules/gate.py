@@ -54,7 +54,11 @@ def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
         return Failed(ErrorKind.UNSUPPORTED, message)
     has = ", ".join(sorted(state.engine.operations)) or "none"
     lacks = lacking(event.command, state.engine)
-    return Failed(ErrorKind.UNSUPPORTED, f"{state.engine.name} has no operation {lacks}; it has: {has}.")
+    return Failed(
+        ErrorKind.UNSUPPORTED,
+        f"{state.engine.name} has no operation {lacks}; it has: {has}. Of a server, `rolloutctl engine probe URL` says "
+        "what to launch it with.",
+    )
 
 
 GATE: tuple[Row, ...] = (  # row 4, its time is over, is asked when the command's turn comes
