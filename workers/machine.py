@@ -281,9 +281,7 @@ def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effe
             )
     earlier = remaining(before, state.conceded)
     state = replace(state, seq=seq, desired=desired, conceded=conceded, inhibited=False, needs=0)
-    stopping = isinstance(event.command, ProfileCommand) and event.command.action == "stop"  # a start may be under way
-    idle = not stopping and needless(event.command, state.engine, state.identity)
-    if state.activity is not None and not idle:
+    if state.activity is not None and not _spared(state, event):
         return _answer(_concede(state, event.command), event, _busy(state), 10, effects)
     syncing = before.sync.version if before.sync is not None else 0
     verdict = rule(event.command, earlier, remaining(desired, conceded), syncing, state.engine, state.identity)
@@ -294,6 +292,12 @@ def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effe
     if isinstance(verdict, Failed):
         state = _concede(state, event.command)
     return _answer(state, event, verdict, 10, effects)
+
+
+def _spared(state: AgentState, event: CommandReceived) -> bool:
+    """Is a busy engine not in the way? Of a stop it is: the start may be what is under way."""
+    stopping = isinstance(event.command, ProfileCommand) and event.command.action == "stop"
+    return not stopping and needless(event.command, state.engine, state.identity)
 
 
 def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
