@@ -29,7 +29,10 @@ class Said(Struct, frozen=True, kw_only=True):
 
 
 class CommandFacts(Struct, kw_only=True):
-    """One command. target: in words.   ended: its report is in the log.   duration_us: from publishing to the end."""
+    """One command. target: in words.   ended: its report is in the log.   duration_us: from publishing to the end.
+
+    untraced: global ranks that were to leave a trace and did not.   hooks: agents whose finish hook went on.
+    """
 
     seq: int
     at_ns: int
@@ -41,6 +44,8 @@ class CommandFacts(Struct, kw_only=True):
     traces: tuple[Trace, ...] = ()
     traces_count: int = 0
     traces_nbytes: int = 0
+    untraced: tuple[int, ...] = ()
+    hooks: str = ""
 
     @property
     def bad(self) -> bool:
@@ -51,13 +56,18 @@ class CommandFacts(Struct, kw_only=True):
 class Step(Struct, kw_only=True):
     """Commands that belong together: everything from the end of one weight sync to the end of the next.
 
-    title: what it led to.   profiled: training steps with a profile session.   bad: something went wrong in it.
+    title: what it led to.   profiled: training steps with a profile session.   flawed: its sync did not go well.
     """
 
     title: str
     commands: list[CommandFacts]
     profiled: list[int]
-    bad: bool = False
+    flawed: bool = False
+
+    @property
+    def bad(self) -> bool:
+        """The sync left a replica out or was aborted, or a command in it did not end well."""
+        return self.flawed or any(one.bad for one in self.commands)
 
 
 class Trouble(Struct, kw_only=True):
@@ -105,8 +115,8 @@ class Straggler(Struct, kw_only=True):
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
-def in_short(agents: Iterable[str]) -> str:
-    """Many agents in few words: those of one node rank and of replicas in a row are `first … last`."""
+def in_short(agents: Iterable[str], most: int = 8) -> str:
+    """Many agents in at most so many words and a few: those of one node rank and of replicas in a row are `first … last`."""
     rows: dict[tuple[bool, str, int], list[int]] = {}
     for training, role, first, second in sorted(place(agent) for agent in agents):
         rows.setdefault((training, role, second), []).append(first)
@@ -114,7 +124,7 @@ def in_short(agents: Iterable[str]) -> str:
     for (training, role, second), numbers in sorted(rows.items()):
         before, after = (f"{role}.", "") if training else ("", f".{second}")
         words += [word for row in _in_rows(numbers) for word in _row_in_short(row, before, after)]
-    return _shortened(words)
+    return _shortened(words, most)
 
 
 def replicas_in_short(replicas: Iterable[int | str]) -> str:
@@ -143,8 +153,8 @@ def _row_in_short(row: list[int], before: str, after: str) -> list[str]:
     return named if len(row) < 3 else [f"{named[0]} … {named[-1]}"]
 
 
-def _shortened(words: list[str]) -> str:
-    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+def _shortened(words: list[str], most: int = 8) -> str:
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def in_words(command: Command | UnknownCommand) -> str:
@@ -170,6 +180,8 @@ def target_in_words(target: Target) -> str:
 
 def holds(seen: Observation) -> str:
     """What an engine was seen to hold and to do."""
+    if seen.version is None and seen.generating is None:  # a training rank
+        return "was profiling then" if seen.profiling else "was not profiling then"
     words = [f"v{seen.version}" if seen.version is not None else "weights that it can't name"]
     words += [f"digest {seen.digest[:12]}"] if seen.digest else []
     words += ["generating" if seen.generating else "paused"] if seen.generating is not None else []

@@ -44,9 +44,10 @@ class Painted(Struct, kw_only=True):
     """One replica over time, column by column.
 
     versions: what its engine held at the end of the column, or UNKNOWN.   paused, out, gone: ns of the column in which
-    it did not generate, was in quarantine, or was lost.
+    it did not generate, was in quarantine, or was lost.   latest: the last version it was heard to hold.
     """
 
+    latest: int = UNKNOWN
     versions: list[int]
     paused: list[int]
     out: list[int]
@@ -134,6 +135,7 @@ class Lanes:
         lane = self._lanes.setdefault(replica, _Lane(0))
         lane.paint(self._now, self.quantum_ns)
         lane.version = lane.version if version is None else version
+        lane.painted.latest = lane.painted.latest if lane.version == UNKNOWN else lane.version
         lane.paused = lane.paused if paused is None else paused
         lane.out = lane.out if out is None else out
         lane.gone = lane.gone if gone is None else gone

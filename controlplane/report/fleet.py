@@ -13,7 +13,7 @@ from controlplane.events import CoordinatorEffect, HelloReceived, PeerAnswer, Pe
 from controlplane.report.figures import UNKNOWN, Lanes, Painted
 from schemas.commands import Target, WeightSync
 from schemas.events import Observation
-from schemas.identity import Identity
+from schemas.identity import ROLLOUT, Identity, replica_and_node
 from schemas.outcomes import Acted
 from schemas.wire import Status, Welcome
 
@@ -220,7 +220,8 @@ class Fleet:
         if member is None or member.status is None:
             return ""
         silent_ms = (self.lanes.end_ns - member.heard_ns) // 1_000_000
-        return f"last heard {silent_ms} ms before that: {status_in_words(_newest(member, member.status))}"
+        said = status_in_words(_newest(member, member.status), member.facts.identity.role)
+        return f"was last heard {silent_ms:,} ms before that: {said}"
 
     def facts(self) -> list[AgentFacts]:
         """Every agent, in the order of the fleet."""
@@ -228,7 +229,7 @@ class Fleet:
             life = member.facts.life
             self._leave(member, life, lost=member.lost)  # counts the time up to the end of the log
             status = _newest(member, member.status) if member.status is not None else None
-            member.facts.state, member.facts.bad = _state(life, status)
+            member.facts.state, member.facts.bad = _state(life, status, member.facts.identity.role)
         return [self._members[name].facts for name in sorted(self._members, key=place)]
 
     def time(self) -> ReplicaTime:
@@ -275,20 +276,24 @@ def _newest(member: _Member, status: Status) -> Status:
 
 def place(agent: str) -> tuple[bool, str, int, int]:
     """The order of agents: by replica and node rank, then the training ranks by role."""
-    first, _, last = agent.rpartition(".")
-    return (False, "", int(first), int(last)) if first.isdecimal() else (True, first, int(last), 0)
+    found = replica_and_node(agent)
+    if found is not None:
+        return False, "", *found
+    role, _, rank = agent.rpartition(".")
+    return (True, role, int(rank), 0) if rank.isdecimal() else (True, agent, 0, 0)
 
 
 def _primary_of(identity: Identity) -> int | None:
     """The replica that an agent speaks for, if any."""
-    return identity.replica if identity.agent == f"{identity.replica}.0" else None
+    return identity.replica if identity.role == ROLLOUT and identity.node_rank == 0 else None
 
 
-def status_in_words(status: Status) -> str:
-    """What an agent says of itself."""
+def status_in_words(status: Status, role: str = ROLLOUT) -> str:
+    """What an agent says of itself. A training rank has no weights to name, and never generates."""
     if status.tokenizer == "absent":
         return "no tokenizer: follows"
-    words = [f"v{status.version}", "generating" if status.generating else "paused"]
+    engine = [f"v{status.version}", "generating" if status.generating else "paused"]
+    words = engine if role == ROLLOUT else ["a training rank"]
     words += [f"asleep {' '.join(status.asleep)}"] if status.asleep else []
     words += [f"profiling step {status.profiling_step}"] if status.profiling_step is not None else []
     words += [f"quarantined since v{status.quarantined}"] if status.quarantined else []
@@ -298,12 +303,12 @@ def status_in_words(status: Status) -> str:
     return ", ".join(words)
 
 
-def _state(life: str, status: Status | None) -> tuple[str, bool]:
+def _state(life: str, status: Status | None, role: str) -> tuple[str, bool]:
     if life == "left":
         return "left in good order", False
     if status is None:
         return ("gone" if life == "gone" else "no heartbeat yet"), True
-    words = status_in_words(status)
+    words = status_in_words(status, role)
     if life == "gone":
         return f"gone; before: {words}", True
     return words, bool(status.quarantined) or status.torn or not status.ready

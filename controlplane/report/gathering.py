@@ -49,14 +49,16 @@ from controlplane.report.facts import (
 )
 from controlplane.report.figures import Spread
 from controlplane.report.fleet import AgentFacts, Fleet, Quarantine, ReplicaTime, place
-from schemas.commands import ProfileCommand, WeightSync
+from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
 from schemas.outcomes import Acted, Failed, Missing
 from schemas.wire import AgentOutcome, Report, decode_command
 
-QUIET_COMMANDS = 6_000
-"""Commands without trouble that are kept, the newest; those with trouble are kept besides."""
+KEPT_COMMANDS = 6_000
+"""Commands that are kept, the newest; older steps are kept besides if something went wrong in them."""
+STEP_COMMANDS = 200
+"""Commands of one step, at most: a fleet whose weights are never synced has steps, too."""
 TROUBLES = 400
 TEXT = 1_200
 """Characters of a message that are shown."""
@@ -70,7 +72,7 @@ class RunReport(Struct, kw_only=True):
     """What the page shows. damage: where the log could not be read on; nothing after it is here.
 
     left_out: how many of what is counted and not kept.   ended: the bus closed in good order.   unended: commands
-    without a report.
+    without a report.   untraced: commands after which a rank lacked its trace.
     """
 
     run: str
@@ -85,6 +87,7 @@ class RunReport(Struct, kw_only=True):
     troubles: list[Trouble]
     refused: list[tuple[int, str]]
     violations: list[Violation]
+    untraced: int
     left_out: dict[str, int]
     damage: str
     agents: list[AgentFacts]
@@ -116,7 +119,7 @@ class RunReport(Struct, kw_only=True):
         """bad: something is wrong at the end, or can't be trusted.   warn: something was, and is over."""
         if self.out_now or self.gone_now or self.violations or self.damage:
             return "bad"
-        wrong = self.troubles or self.quarantines or self.lost or self.unended or self.refused
+        wrong = self.troubles or self.quarantines or self.lost or self.unended or self.refused or self.untraced
         return "warn" if wrong else "ok"
 
     @property
@@ -130,6 +133,7 @@ class RunReport(Struct, kw_only=True):
             "gone": len(self.gone_now),
             "lost for a time": len(self.lost) - sum(1 for one in self.lost if one.life == "gone"),
             "not ended": len(self.unended),
+            "without a trace": self.untraced,
             "refused": len(self.refused) + self.left_out["refused"],
             "broken invariants": len(self.violations) + self.left_out["violations"],
             "damaged": int(bool(self.damage)),
@@ -161,10 +165,11 @@ class Gathering:
         self._closed = False
         self._at_us = 0
         self._open: dict[int, tuple[CommandFacts, int]] = {}  # by seq: the command, and when it was published (µs)
-        self._quiet: deque[Step] = deque()
-        self._quiet_commands = 0
+        self._steps: deque[Step] = deque()
+        self._kept_commands = 0
         self._loud: list[Step] = []
         self._step = Step(title="", commands=[], profiled=[])
+        self._untraced = 0
         self._counts = {"acted": 0, "skipped": 0, "failed": 0, "missing": 0}
         self._troubles: list[Trouble] = []
         self._refused: list[tuple[int, str]] = []
@@ -208,7 +213,7 @@ class Gathering:
     def report(self, damage: str) -> RunReport:
         """What was gathered until here."""
         if self._step.commands:
-            self._end_step(f"after weights v{self._version}" if self._version else "before any weight sync")
+            self._end_step(self._goes_on())
         for trouble in self._troubles:
             held = ((name, self._held.get((name, trouble.seq), "")) for name in trouble.names)
             trouble.held = tuple((name, text) for name, text in held if text)
@@ -226,12 +231,13 @@ class Gathering:
             troubles=self._troubles,
             refused=self._refused,
             violations=self._violations,
+            untraced=self._untraced,
             left_out=self._left_out,
             damage=damage,
             agents=self._fleet.facts(),
             quarantines=self._fleet.quarantines,
             unended=[facts for facts, _ in self._open.values()],
-            steps=sorted([*self._quiet, *self._loud], key=lambda step: step.commands[0].seq),
+            steps=[*self._loud, *self._steps],
             phases=phases(self._phases),
             calls=phases(self._calls),
             stragglers=ranked(self._stragglers.values()),
@@ -284,12 +290,27 @@ class Gathering:
             seq=effect.seq, at_ns=now_ns, words=in_words(command), target=target_in_words(effect.envelope.target)
         )
         self._commands += 1
+        if len(self._step.commands) >= STEP_COMMANDS or self._profiles_anew(command):
+            self._end_step(self._goes_on())
         self._step.commands.append(facts)
         self._open[effect.seq] = facts, self._at_us
-        if isinstance(command, ProfileCommand) and command.step not in self._step.profiled:
+        if (
+            isinstance(command, ProfileCommand)
+            and command.action == "start"
+            and command.step not in self._step.profiled
+        ):
             self._step.profiled.append(command.step)
         if isinstance(command, WeightSync):
             self._fleet.commanded(command, effect.envelope.target)
+
+    def _profiles_anew(self, command: Command | UnknownCommand) -> bool:
+        """A profile of another training step begins, and no weight sync ended the one before."""
+        return (
+            isinstance(command, ProfileCommand)
+            and command.action == "start"
+            and bool(self._step.profiled)
+            and command.step not in self._step.profiled
+        )
 
     def _concluded(self, report: Report) -> None:
         facts, since_us = self._open.pop(report.seq, (None, 0))
@@ -304,13 +325,18 @@ class Gathering:
         traces = [trace for one in acted for trace in one.traces]
         facts.traces, facts.traces_count = tuple(traces[:TRACES]), len(traces)
         facts.traces_nbytes = sum(trace.nbytes for trace in traces)
+        facts.untraced = tuple(sorted({rank for one in acted for rank in one.untraced}))
+        self._untraced += bool(facts.untraced)
+        running = [
+            one.agent for one in report.outcomes if isinstance(one.conclusion, Acted) and one.conclusion.hook_running
+        ]
+        facts.hooks = in_short(running)
         spread = self._phases.setdefault(kind_of(report.command), Spread())
         for one in report.outcomes:
             if isinstance(one.conclusion, Acted):
                 spread.add(one.latency_us)
         self._waited(report)
         if facts.bad:
-            self._step.bad = True
             self._trouble(facts, report.outcomes)
 
     def _synced(self, sync: SyncReport) -> None:
@@ -319,24 +345,26 @@ class Gathering:
             self._fleet.committed(sync.version)
         out = f", {replicas_in_short(sync.quarantined)} left out" if sync.quarantined else ""
         where = f" on {replicas_in_short(sync.loaded)}" if sync.loaded else ""
-        self._step.bad = self._step.bad or bool(sync.quarantined) or sync.status == "aborted"
+        self._step.flawed = bool(sync.quarantined) or sync.status == "aborted"
         self._end_step(f"weights v{sync.version} {sync.status}{where}{out}")
 
     def _end_step(self, title: str) -> None:
         step, self._step = self._step, Step(title="", commands=[], profiled=[])
         step.title = title
-        step.bad = step.bad or any(one.bad for one in step.commands)
         if not step.commands:
             return
-        if step.bad and len(self._loud) < TROUBLES:
-            self._loud.append(step)
-            return
-        self._quiet.append(step)
-        self._quiet_commands += len(step.commands)
-        while self._quiet_commands > QUIET_COMMANDS and len(self._quiet) > 1:
-            oldest = self._quiet.popleft()
-            self._quiet_commands -= len(oldest.commands)
-            self._left_out["commands"] += len(oldest.commands)
+        self._steps.append(step)
+        self._kept_commands += len(step.commands)
+        while self._kept_commands > KEPT_COMMANDS and len(self._steps) > 1:
+            oldest = self._steps.popleft()
+            self._kept_commands -= len(oldest.commands)
+            if oldest.bad and len(self._loud) < TROUBLES:
+                self._loud.append(oldest)
+            else:
+                self._left_out["commands"] += len(oldest.commands)
+
+    def _goes_on(self) -> str:
+        return f"after weights v{self._version}" if self._version else "before any weight sync"
 
     def _trouble(self, facts: CommandFacts, outcomes: Sequence[AgentOutcome]) -> None:
         same: dict[tuple[str, str, str], list[str]] = {}
@@ -348,7 +376,8 @@ class Gathering:
                 case Missing() as missing:
                     same.setdefault(("missing", missing.why, ""), []).append(one.agent)
                     self._fleet.missed(one.agent)
-                    self._held[one.agent, facts.seq] = self._fleet.last_heard(one.agent)
+                    if len(self._held) < 8 * TROUBLES:
+                        self._held[one.agent, facts.seq] = self._fleet.last_heard(one.agent)
                 case _:
                     pass
         for (what, why, message), agents in same.items():
@@ -359,7 +388,7 @@ class Gathering:
                 what=what,
                 why=why,
                 message=message if len(message) <= TEXT else f"{message[:TEXT]}… ({len(message)} characters)",
-                agents=in_short(agents),
+                agents=in_short(agents, 64),
                 names=tuple(sorted(agents, key=place)[:8]),
                 count=len(agents),
             )

@@ -211,8 +211,7 @@ def _lane(replica: int, painted: Painted, report: RunReport) -> _Lane:
         ("behind", _stairs([v if late else UNKNOWN for v, late in zip(versions, behind, strict=True)], height))
     )
     out, gone, paused = sum(painted.out), sum(painted.gone), sum(painted.paused)
-    last = next((one for one in reversed(versions) if one != UNKNOWN), None)
-    words = [f"v{last}" if last is not None else "no version heard"]
+    words = [f"v{painted.latest}" if painted.latest != UNKNOWN else "no version heard"]
     words += [f"out of service {_span(out)}"] if out else []
     words += [f"lost for {_span(gone)}"] if gone else []
     words += [f"behind the fleet {_span(sum(behind) * quantum)}"] if any(behind) else []
