@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test test-engines test-perfetto environments lint bench clean
+.PHONY: demo test test-engines test-perfetto test-browser environments lint bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
@@ -33,6 +33,12 @@ environments: $(VENV)/.ready
 	$(BIN)/python -m tests.timeline.environment
 	$(BIN)/python -m tests.engines.environments vllm sglang router
 	$(BIN)/python -m tests.engines.wheels
+
+# The page of `rolloutctl report` in a headless Chromium, which comes from the distribution.
+test-browser: $(VENV)/.ready
+	@command -v chromium >/dev/null || { echo "no chromium here: apt-get install chromium" >&2; exit 1; }
+	$(PIP) install --editable ".[browser]"
+	$(BIN)/python -m pytest -m browser
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -116,7 +116,7 @@ class Straggler(Struct, kw_only=True):
 
 
 def in_short(agents: Iterable[str], most: int = 8) -> str:
-    """Many agents in at most so many words and a few: those of one node rank and of replicas in a row are `first … last`."""
+    """Agents in at most so many words: those of one node rank and of replicas in a row are `first … last`."""
     rows: dict[tuple[bool, str, int], list[int]] = {}
     for training, role, first, second in sorted(place(agent) for agent in agents):
         rows.setdefault((training, role, second), []).append(first)

@@ -174,7 +174,7 @@ class Gathering:
         self._troubles: list[Trouble] = []
         self._refused: list[tuple[int, str]] = []
         self._violations: list[Violation] = []
-        self._left_out: dict[str, int] = {"commands": 0, "troubles": 0, "refused": 0, "violations": 0}
+        self._left_out: dict[str, int] = {"commands": 0, "troubles": 0, "refused": 0, "violations": 0, "unreadable": 0}
         self._phases: dict[str, Spread] = {}
         self._calls: dict[str, Spread] = {}
         self._stragglers: dict[str, Straggler] = {}
@@ -194,7 +194,7 @@ class Gathering:
             try:
                 self.take(entry)
             except LogCorrupt:
-                self._left_out["unreadable"] = self._left_out.get("unreadable", 0) + 1
+                self._left_out["unreadable"] += 1
 
     def take(self, entry: LogEntry) -> None:
         """One record. Raises LogCorrupt for one that can't be read."""
