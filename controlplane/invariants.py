@@ -20,6 +20,7 @@ Where the log lacks decisions of an agent, what it wants from there on is not kn
 rest of that journal. `controlplane.replay` says where such holes are.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
@@ -194,7 +195,8 @@ class _Bus:
             yield Violation("I5", at, (), f"seq {report.seq} was concluded, and was not open")
             return
         told = [one.agent for one in report.outcomes]
-        wrong = tuple(sorted((set(told) ^ opened.fleet) | {name for name in told if told.count(name) > 1}))
+        twice = {name for name, times in Counter(told).items() if times > 1}
+        wrong = tuple(sorted((set(told) ^ opened.fleet) | twice))
         if wrong:
             text = f"the report of seq {report.seq} has not exactly one outcome for each agent of its fleet"
             yield Violation("I5", at, wrong, text)
