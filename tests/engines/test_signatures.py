@@ -213,12 +213,14 @@ async def test_every_call_fits_the_release(kind: wheels.Kind, version: str, tmp_
 async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
     async with attached(kind, version, tmp_path) as bench:
         assert await bench.said(StartProfile(Session(4, SHORT), "s4")) == ""
-        (started,) = bench.arguments("start_profile")
+        armed, started = bench.arguments("start_profile")
         of_request = set(started) == {"req"}
         assert of_request == (number(version) >= (0, 5, 15))
-        words = (
-            {name: getattr(started["req"], name) for name in ("output_dir", "activities")} if of_request else started
+        names = ("output_dir", "activities", "start_step")
+        never, words = (
+            {name: getattr(one["req"], name) for name in names} if of_request else one for one in (armed, started)
         )
+        assert (never["start_step"], never["activities"]) == (1 << 60, [])  # tells whether a session is open
         assert words["output_dir"] == str(tmp_path / "traces" / "s4") and words["activities"] == ["CPU"]
 
         assert await bench.said(Load(7, Checkpoint("step_7"), None)) == ""
