@@ -17,11 +17,11 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest
 
 # The real vLLM and SGLang, each in an environment of its own (7 GB in all, built once, about two minutes each), and the
-# source of other releases of both.
+# source of other releases of both. ENGINE_TESTS: more words for pytest, to leave out what takes long.
 test-engines: $(VENV)/.ready
-	$(BIN)/python -m pytest -m engine_wheels
-	$(BIN)/python -m pytest -m engine_vllm
-	$(BIN)/python -m pytest -m engine_sglang
+	$(BIN)/python -m pytest -m engine_wheels $(ENGINE_TESTS)
+	$(BIN)/python -m pytest -m engine_vllm $(ENGINE_TESTS)
+	$(BIN)/python -m pytest -m engine_sglang $(ENGINE_TESTS)
 
 # Timelines, read by the trace processor of Perfetto (16 MB, downloaded once). Needs node.
 test-perfetto: $(VENV)/.ready

@@ -236,7 +236,8 @@ def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 @pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_traffic_goes_to_who_is_in(router: RouterProcess, worker: Worker) -> None:
-    assert router.generate().status_code == 503
+    nobody = router.generate()
+    assert nobody.status_code == 503, (nobody.text, router.said)
     async with placed(router, worker, worker_key="engine-key") as place:
         await bring(place, True)
         assert router.generate().json() == {"text": worker.url}

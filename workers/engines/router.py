@@ -9,6 +9,7 @@ What sglang-router 0.3.2 does, seen on the real one:
   (`--health-check-endpoint`, without the key), for 5 s each time, again and again with up to 5 s between, for
   `--worker-startup-timeout-secs` (1800 s). Only when that was 200 is the worker in `GET /workers`, and gets requests,
   while the job goes on to load its tokenizer. `GET /workers/{id}` tells of the job; and why it failed, for 5 minutes.
+  For a moment after the 202 it is 404: the job has not been taken up.
 - Until the worker is in the list the job can't be taken back: `DELETE` is answered 202 and fails, and the worker comes
   in when it is healthy. So whoever wants it out waits for that.
 - A URL that is there already is answered 202 too; that job fails, and changes nothing, nor its key. But if the worker
@@ -54,6 +55,8 @@ ANSWER_S: Final = 5.0
 POLL_FIRST_S: Final = 0.1
 POLL_LAST_S: Final = 2.0
 """While the router is at work: between the first two looks, doubling to the last."""
+TAKEN_UP_S: Final = 5.0
+"""How long a router may know nothing of a job that it has accepted. After that it has lost it: it was started again."""
 RETRY_S: Final = 0.5
 """After the first failure; doubles up to the time between two looks, with jitter."""
 SLOW_S: Final = 30.0
@@ -127,6 +130,7 @@ class Router:
         adding = Route("POST", _WORKERS, within_s=ANSWER_S)
         self._front = HttpFront(self.where, {"add": adding}, info_path=_WORKERS, key=key)
         self._id: str | None = None  # as the router named it when it was last asked to add it
+        self._asked_s: float | None = None  # when that was, until the router is seen to know of it
 
     async def follow(self, agent: Agent) -> None:
         """Keep the router as the agent's state wants it, until cancelled; then leave it. Never fails; call it once.
@@ -240,6 +244,7 @@ class Router:
     async def _job(self, ids: dict[str, str]) -> Mapping[str, object]:
         """What the router does for this worker, or did last and could not: `job_type`, `status` and `message`."""
         its_id = self._to_delete(ids)
+        self._asked_s = None if ids else self._asked_s
         if its_id is None:
             return {}
         try:
@@ -247,6 +252,8 @@ class Router:
         except Refused as error:
             if error.status != 404:
                 raise
+            if not ids and self._asked_s is not None and anyio.current_time() - self._asked_s < TAKEN_UP_S:
+                return {"status": "pending", "job_type": "AddWorker"}
             if not ids:
                 self._id = None
             return {}
@@ -260,6 +267,7 @@ class Router:
         key = {"api_key": self._worker_key} if self._worker_key else {}
         answer = await self._front.call("add", url=self.worker, **key)
         self._id = text(answer, "worker_id") if isinstance(answer, dict) else None
+        self._asked_s = anyio.current_time()
 
     async def _remove(self, ids: dict[str, str], adding: bool) -> None:
         """adding: a job to add it is under way still."""
