@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
@@ -116,26 +116,6 @@ class EngineServer(Process):
 
         wait_for(f"{self.kind} answers {path}", up, UP_S)
 
-    @contextmanager
-    def slowed(self) -> Iterator[None]:
-        """Forwards take several times as long: the worker of vLLM is stopped for most of the time, in small pieces."""
-        worker = next(one for one in self.family() if "Worker" in one.name())
-        over = threading.Event()
-
-        def pulse() -> None:
-            while not over.wait(0.005):
-                worker.suspend()
-                over.wait(0.03)
-                worker.resume()
-
-        thread = threading.Thread(target=pulse, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
     def complete(self, prompt: str = "hello", tokens: int = 8) -> list[int]:
         """Greedy tokens."""
         return complete(self.kind, self.url, prompt, tokens, self.model)
@@ -176,9 +156,18 @@ class Request(threading.Thread):
         self._error: Exception | None = None
         self.start()
 
+    def __repr__(self) -> str:
+        return f"<request, {self.made} of {self._wanted} tokens, {'ended' if self.ended else 'runs'}, {self._error!r}>"
+
     @property
     def ended(self) -> bool:
         return not self.is_alive()
+
+    def grows(self, tokens: int) -> None:
+        """Wait for so many more tokens."""
+        wanted = self.made + tokens
+        wait_for(f"{wanted} tokens of {self}", lambda: self.made >= wanted or self.ended, 60)
+        assert self.made >= wanted, self
 
     def run(self) -> None:
         try:
@@ -188,13 +177,13 @@ class Request(threading.Thread):
 
     def running(self) -> Self:
         """This, when it has begun."""
-        assert self.begun.wait(60), self._error
+        assert self.begun.wait(60), self
         return self
 
     def tokens(self) -> int:
         """How many there were, when it has ended."""
         self.join(60)
-        assert self.ended and self._error is None, self._error
+        assert self.ended and self._error is None, self
         return self.made
 
     def _stream(self) -> None:

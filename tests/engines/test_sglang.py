@@ -205,7 +205,7 @@ def test_pause_does_with_requests_in_flight_what_its_mode_says(
     fleet: SGLangFleet, mode: InFlight, survives: bool
 ) -> None:
     fleet.slow_down(0.02)
-    request = fleet.request(100).running()
+    request = fleet.request(200).running()
     acted(fleet.plane.pause(mode, replicas=[0], timeout=60))
     if mode == "keep":
         assert not request.ended
@@ -213,19 +213,19 @@ def test_pause_does_with_requests_in_flight_what_its_mode_says(
     assert conclusions(fleet.plane.pause(mode, replicas=[0]))["0.0"] == Skipped(Reason.ALREADY)
     assert not late.ended  # a paused engine begins nothing
     acted(fleet.plane.resume(replicas=[0]))
-    assert (request.tokens() == 100) == survives
+    assert (request.tokens() == 200) == survives
     assert late.tokens() == 4
 
 
 def test_flush_is_asked_for_again_until_requests_have_ended(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.05)
-    request = fleet.request(100).running()
+    request = fleet.request(200).running()
     refused = failed(fleet.plane.flush(replicas=[0], timeout=2))
     assert refused.error is ErrorKind.ENGINE_ERROR and "400" in refused.message
     assert not request.ended
     fleet.slow_down(0)
     acted(fleet.plane.flush(replicas=[0], timeout=60))
-    assert request.tokens() == 100
+    assert request.tokens() == 200
 
 
 def test_abort_ends_what_runs_and_pauses_nothing(fleet: SGLangFleet) -> None:
