@@ -6,6 +6,7 @@ that says nothing belongs to rank 0, but for that of vLLM's front end, which bel
 """
 
 import hashlib
+import os
 import re
 import shutil
 import tempfile
@@ -124,7 +125,7 @@ def collected(root: Path, directory: str, plan: ProfilePlan, identity: Identity)
             _remove_if_empty(place, root)
         told = tuple(described(one, root, rank) for one, rank in mine if _is_asked(rank, asked))
     except OSError as error:
-        raise EngineError(f"the traces in {place} can't be read: {error.strerror}: {error.filename}.") from error
+        raise _unreadable(place, error) from error
     left = {one.rank for one in told if not one.path.endswith(".txt")}
     return Returned(traces=told, untraced=tuple(sorted(asked - left)))
 
@@ -133,26 +134,36 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
     """Move this node's traces of the ranks asked for up to the root, where their names tell whose they are.
 
     As verl 0.9.1 names them (utils/profiler/config.py): rollout-replica<R>_<name>, with -globalrank<G> after the
-    replica where it has several ranks; and <role>-rank<G>_<name>. What is in the root already stays as it is.
+    replica where it has several ranks; and <role>-rank<G>_<name>. What is in the root already stays as it is. Raises
+    EngineError for a file that can't be read or moved; those before it have been.
     """
-    several, asked, told = len(identity.global_ranks) > 1, asked_of(plan, identity), []
+    asked, told = asked_of(plan, identity), []
     places = [root / one for one in directories]
-    if plan.layout == "verl":
+    if plan.layout == "verl" and identity.role == ROLLOUT:
         places = [one.parent for one in places]
     for place in dict.fromkeys(places):
         if place.resolve() == root:
             continue
-        for file, rank in _by_rank(place, identity):
-            if _whose(rank, identity) not in identity.node_ranks or not _is_asked(rank, asked):
-                continue
-            whose = f"{identity.role}-rank{rank}"
-            if identity.role == ROLLOUT:
-                numbered = several and rank is not None
-                whose = f"rollout-replica{identity.replica}" + (f"-globalrank{rank}" if numbered else "")
-            there = moved(file, root, f"{whose}_{file.name}")
-            told.append(described(there, root, rank))
+        try:
+            for file, rank in _by_rank(place, identity):
+                if _whose(rank, identity) in identity.node_ranks and _is_asked(rank, asked):
+                    there = moved(file, root, f"{_owner(rank, identity)}_{file.name}")
+                    told.append(described(there, root, rank))
+        except OSError as error:
+            raise _unreadable(place, error) from error
         _remove_if_empty(place, root)
     return tuple(told)
+
+
+def _owner(rank: int | None, identity: Identity) -> str:
+    if identity.role != ROLLOUT:
+        return f"{identity.role}-rank{rank}"
+    numbered = rank is not None and len(identity.global_ranks) > 1
+    return f"rollout-replica{identity.replica}" + (f"-globalrank{rank}" if numbered else "")
+
+
+def _unreadable(place: Path, error: OSError) -> EngineError:
+    return EngineError(f"the traces in {place} can't be read: {error.strerror}: {error.filename}.")
 
 
 def asked_of(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
@@ -164,12 +175,27 @@ def asked_of(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
 
 
 def _by_rank(place: Path, identity: Identity) -> list[tuple[Path, int | None]]:
-    """The traces in a directory, by name, each with its global rank; None for a front end's."""
-    files = sorted(one for one in place.rglob("*") if one.is_file() and one.name.endswith(SUFFIXES))
+    """The traces in a directory, by name, each with its global rank; None for a front end's. Raises OSError.
+
+    What vanishes meanwhile is another node's: on a disk that they share, each moves its own, at the same time.
+    """
     if identity.role != ROLLOUT:
-        return [(one, identity.replica) for one in files]  # its directory is its own
-    ranks = ((one, _rank(one)) for one in files)
-    return [(one, None if rank is None else identity.global_ranks.start + rank) for one, rank in ranks]
+        return [(one, identity.replica) for one in _files(place)]  # its directory is its own
+    found: list[tuple[Path, int | None]] = []
+    for one in _files(place):
+        with suppress(FileNotFoundError):
+            rank = _rank(one)
+            found.append((one, None if rank is None else identity.global_ranks.start + rank))
+    return found
+
+
+def _files(place: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    below = (Path(folder, name) for folder, _, names in os.walk(place, onerror=refuse) for name in names)
+    return sorted(one for one in below if one.name.endswith(SUFFIXES) and one.is_file())
 
 
 def _whose(rank: int | None, identity: Identity) -> int:

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -11,6 +12,8 @@ from schemas.desired import Session, trace_directory
 from schemas.errors import EngineError
 from schemas.events import CollectTraces, FinishProfile, Returned
 from schemas.identity import Identity
+from schemas.outcomes import Trace
+from workers import traces
 from workers.finish_hook import PATIENCE_S
 from workers.traces import NodeTraces, collected, relocated
 
@@ -166,6 +169,40 @@ async def test_a_replica_of_one_rank_and_a_training_rank_are_named_without_more(
         found = await NodeTraces(tmp_path, place).perform(finish(plan, 1, place=place))
         assert [one.path for one in found.traces] == [name]
         assert not directory.exists()
+
+
+@pytest.mark.parametrize(("layout", "moves"), [("step", ["actor-rank3_x.trace.json"]), ("verl_step", []), ("verl", [])])
+def test_a_training_rank_relocates_what_is_in_its_directory_and_nothing_of_anybody_else(
+    tmp_path: Path, layout: Literal["step", "verl_step", "verl"], moves: list[str]
+) -> None:
+    root, plan = tmp_path / "traces", ProfilePlan(layout=layout, finish=Finish(relocate=True))
+    actor = Identity(replica=3, node_rank=0, role="actor")
+    directory = trace_directory(1, plan, actor)
+    written(root, plan)
+    for place in (tmp_path, root, root / directory):  # in verl's layouts it writes to the root
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "x.trace.json").write_text("{}")
+    before = set(tmp_path.rglob("*.trace.*"))
+    told = relocated(root, (directory,), plan, actor)
+    assert [one.path for one in told] == moves
+    assert len(set(tmp_path.rglob("*.trace.*")) - before) == len(moves)
+
+
+def test_another_node_relocates_its_own_from_the_disk_that_they_share_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, look, others = ProfilePlan(finish=Finish(relocate=True)), traces._head, list[Trace]()
+    directories = tuple(written(tmp_path, plan, step) for step in (1, 2))
+
+    def looked_too_late(file: Path) -> bytes:
+        monkeypatch.setattr(traces, "_head", look)
+        others.extend(relocated(tmp_path, directories, plan, SECOND))
+        return look(file)
+
+    monkeypatch.setattr(traces, "_head", looked_too_late)
+    mine = relocated(tmp_path, directories, plan, FIRST)
+    assert ([one.rank for one in mine], [one.rank for one in others]) == ([16, 17, 16, 17], [18, 19, 18, 19])
+    assert len(names(tmp_path, "*")) == 8, "and the directories that are empty now are gone"
 
 
 @pytest.mark.anyio
