@@ -29,6 +29,7 @@ from schemas.errors import (
     SyncInProgress,
 )
 from schemas.identity import Identity
+from tests.unit.rank_sessions import until
 from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine
 from workers.agent import Agent
 from workers.traces import NodeTraces
@@ -154,9 +155,11 @@ def test_closing_closes_an_open_session(tmp_path: Path) -> None:
 def test_agents_that_do_not_come_are_named(plane: BlockingControlPlane, tmp_path: Path) -> None:
     engine = Engine()
     engine.tokenizer = "unknown"
-    with agents(plane.address, tmp_path, {PRIMARY: engine}), pytest.raises(AgentsMissing) as caught:
-        plane.wait_for_agents(2, timeout=0.5)
-    assert "2 agents were expected within 0.5 s" in str(caught.value)
+    with agents(plane.address, tmp_path, {PRIMARY: engine}):
+        until(lambda: bool(plane.status().agents))
+        with pytest.raises(AgentsMissing) as caught:
+            plane.wait_for_agents(2, timeout=0.05)
+    assert "2 agents were expected within 0.05 s" in str(caught.value)
     assert "0.0 on" in str(caught.value) and "not ready" in str(caught.value)
 
 
