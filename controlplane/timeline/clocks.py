@@ -12,6 +12,7 @@ nothing of the wall clocks of their nodes: traces from there are taken as they a
 
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from controlplane.entries import LogEntry, coordinator_effects_decoder, coordinator_event_decoder
@@ -183,7 +184,7 @@ class Survey:
 
     clocks: by `agent/incarnation`.   places: identity of each agent, by name, where it is known.   agents: all names.
     traces: what agents told of, each file once.   begins_ns: the first moment of all, agents' too.
-    first_ns, last_ns: of the records, by the bus's clock.
+    first_ns, last_ns: of the records, by the bus's clock.   last: position of the last record.
     unreadable: positions of records that another version wrote.
     """
 
@@ -192,7 +193,7 @@ class Survey:
         self.places: dict[str, Identity] = {}
         self.agents: set[str] = set()
         self.traces: dict[tuple[str, str], ToldTrace] = {}  # by agent and digest
-        self.first_ns = self.last_ns = 0
+        self.first_ns = self.last_ns = self.last = 0
         self.unreadable: list[int] = []
         self._published: dict[int, int] = {}
         self._answered: dict[tuple[str, int], int] = {}
@@ -200,7 +201,7 @@ class Survey:
         self._steps: dict[int, int] = {}
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
-        for one in decoded(entries, self.unreadable):
+        for one in decoded(self._passing(entries), self.unreadable):
             self.first_ns = self.first_ns or one.at_ns
             self.last_ns = max(self.last_ns, one.at_ns)
             if isinstance(one, AgentRecord):
@@ -210,6 +211,10 @@ class Survey:
         starts = (self.moment_ns(peer, at_ms) for peer, at_ms in self._started.items())
         self.begins_ns = min((self.first_ns, *starts))
 
+    def surveyed(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
+        """The same log, read again, as far as it went the first time: a run that goes on has written more since."""
+        return takewhile(lambda entry: entry.position <= self.last, entries)
+
     def clock(self, peer: str) -> AgentClock:
         """That of one incarnation; it knows nothing yet when it is new."""
         self.agents.add(peer.partition("/")[0])
@@ -218,6 +223,11 @@ class Survey:
     def moment_ns(self, peer: str, at_ms: int) -> int:
         """A moment of an agent's monotonic clock on the bus's."""
         return at_ms * MS + self.clock(peer).monotonic(at_ms).offset_ns
+
+    def _passing(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
+        for entry in entries:
+            self.last = entry.position
+            yield entry
 
     def _bus(self, one: BusRecord) -> None:
         event, at_ns = one.event, one.at_ns

@@ -354,11 +354,11 @@ class Control:
         self._survey, self._zero_ns, self._lanes = survey, zero_ns, lanes
 
     def events(self, entries: Iterable[LogEntry]) -> Drawn:
-        """From the log's first record to its last."""
+        """From the log's first record to the last that was surveyed."""
         survey, zero_ns, arrows = self._survey, self._zero_ns, Arrows()
         bus = BusTrack(self._lanes[""], zero_ns, arrows)
         agents: dict[str, AgentTrack] = {}
-        for one in decoded(entries):
+        for one in decoded(survey.surveyed(entries)):
             if isinstance(one, BusRecord):
                 yield from bus.take(one.event, one.effects, one.at_ns)
                 continue

@@ -46,6 +46,11 @@ class Written:
         self._asked: dict[int, EngineCommand | ProfileCommand] = {}
         self._numbers: dict[str, int] = {}
 
+    def commit(self) -> Path:
+        """What was written can be read, and more may come."""
+        self._log.commit()
+        return self.path
+
     def close(self) -> Path:
         self._log.close()
         return self.path

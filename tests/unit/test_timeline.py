@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from controlplane.timeline.file import Timeline, write_timeline
+from controlplane.log import RunLog
+from controlplane.timeline.clocks import Survey
+from controlplane.timeline.file import Draft, Timeline, write_timeline
 from schemas.errors import ConfigError, LogError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
@@ -165,6 +167,16 @@ def test_a_run_that_was_cut_off_ends_its_spans_with_the_log(written: Written) ->
     _, events = timeline(cut)
     (open_,) = slices(events, "bus", "commands")
     assert open_["args"]["unfinished"] is True
+
+
+def test_a_run_that_goes_on_is_drawn_as_far_as_its_clocks_were_read(written: Written) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.commands(peer, 10, 4, FLUSHED)
+    path = written.commit()
+    draft = Draft("written", Survey(RunLog.read(path)))
+    whole = list(draft.control(RunLog.read(path)))
+    written.joins(Identity(replica=7, node_rank=0), at_ms=60)  # while traces are checked, which may take minutes
+    assert list(draft.control(RunLog.read(written.close()))) == whole
 
 
 def test_records_of_another_version_are_left_out_and_counted(written: Written, tmp_path: Path) -> None:
