@@ -11,6 +11,7 @@ nothing of the wall clocks of their nodes: traces from there are taken as they a
 """
 
 from bisect import bisect
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
@@ -195,10 +196,10 @@ class Survey:
         self.traces: dict[tuple[str, str], ToldTrace] = {}  # by agent and digest
         self.first_ns = self.last_ns = self.last = 0
         self.unreadable: list[int] = []
-        self._published: dict[int, int] = {}
-        self._answered: dict[tuple[str, int], int] = {}
-        self._sent: dict[tuple[str, int], int] = {}  # the same answers, by the clocks of their agents
-        self._steps: dict[int, int] = {}
+        self._published: OrderedDict[int, int] = OrderedDict()
+        self._answered: OrderedDict[tuple[str, int], int] = OrderedDict()  # answers, until their agents' records tell
+        self._sent: OrderedDict[tuple[str, int], int] = OrderedDict()  # by their agents' clocks, until they arrive
+        self._steps: OrderedDict[int, int] = OrderedDict()
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
         for one in decoded(self._passing(entries), self.unreadable):
@@ -242,9 +243,10 @@ class Survey:
             case AnswersReceived():
                 for answer in event.answers:
                     key = answer.peer, answer.seq
-                    self._remember(self._answered, key, at_ns)
-                    if (sent_ms := self._sent.get(key)) is not None:
+                    if (sent_ms := self._sent.pop(key, None)) is not None:
                         self.clock(answer.peer).before(at_ns, sent_ms)
+                    else:
+                        self._remember(self._answered, key, at_ns)
                     self._tell(answer.peer, answer.seq, answer.outcome, at_ns)
         for effect in one.effects:
             if isinstance(effect, Publish):
@@ -267,9 +269,11 @@ class Survey:
                 clock.after(self._joined[peer], event.at_ms)
         for effect in one.effects:
             if isinstance(effect, Answer):
-                if (arrived_ns := self._answered.get((peer, effect.seq))) is not None:
+                key = peer, effect.seq
+                if (arrived_ns := self._answered.pop(key, None)) is not None:
                     clock.before(arrived_ns, event.at_ms)
-                self._remember(self._sent, (peer, effect.seq), event.at_ms)
+                else:
+                    self._remember(self._sent, key, event.at_ms)
                 self._tell(peer, effect.seq, effect.outcome, one.at_ns)
 
     def _tell(self, peer: str, seq: int, outcome: Outcome, at_ns: int) -> None:
@@ -281,7 +285,7 @@ class Survey:
             elif trace.path not in known.paths:
                 self.traces[key] = known._replace(paths=(trace.path, *known.paths))
 
-    def _remember(self, known: dict[K, int], key: K, value: int) -> None:
+    def _remember(self, known: OrderedDict[K, int], key: K, value: int) -> None:
         known.setdefault(key, value)
         if len(known) > REMEMBERED * max(1, len(self.clocks)):
-            del known[next(iter(known))]
+            known.popitem(last=False)  # of a plain dict, finding the first takes longer the more were dropped before it

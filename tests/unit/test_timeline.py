@@ -14,12 +14,13 @@ from controlplane.log import RunLog
 from controlplane.timeline.clocks import Survey
 from controlplane.timeline.file import Draft, Timeline, write_timeline
 from schemas.errors import ConfigError, LogError
+from schemas.events import Answer, CommandReceived
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from schemas.outcomes import Reason as Why
 from schemas.records import RecordFile
 from tests.timeline.trace_events import Event, problems, read
-from tests.timeline.written import MS, START_NS, Written
+from tests.timeline.written import FLUSH, MS, START_NS, Written
 
 REPLAYS = sorted((Path(__file__).parents[1] / "replays").glob("*.db"))
 PRIMARY = Identity(replica=0, node_rank=0)
@@ -83,6 +84,17 @@ def test_a_log_without_estimates_is_placed_by_its_commands_and_says_so(written: 
     for issued, decided in zip(slices(events, "bus", "commands"), slices(events, "agent 0.0", "commands"), strict=True):
         true_us = issued["ts"] + 1000  # the agent receives a quarter of 4 ms after
         assert abs(decided["ts"] - true_us) <= line.error_ns / 1000 + 1000
+
+
+def test_an_answer_that_was_told_again_does_not_move_the_first(written: Written) -> None:
+    peer = written.joins(PRIMARY)
+    written.commands(peer, 100, 4, FLUSHED)
+    again = CommandReceived(at_ms=written.zero_ms + 9_000, epoch=1, origin=1, seq=1, ttl_ms=1, command=FLUSH)
+    written.decides("0.0", again, Answer(epoch=1, seq=1, outcome=FLUSHED, row=2))
+    told, events = timeline(written.close())
+    assert told.clocks[0].error_ns is not None and told.clocks[0].error_ns < 3 * MS
+    assert abs(slices(events, "agent 0.0", "commands")[0]["ts"] - 100_000) < 3_000  # the agent joined at 1 ms
+    assert told.warnings == ()
 
 
 # --- placing ----------------------------------------------------------------------------------------------------------
