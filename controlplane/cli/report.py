@@ -1,9 +1,8 @@
 """`rolloutctl report`: one page about one recorded run, to be opened from disk, mailed, or kept beside a checkpoint."""
 
-import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -12,6 +11,7 @@ import click
 from controlplane.log import RunLog
 from controlplane.report.gathering import gather
 from controlplane.report.page import write_page
+from controlplane.whole_file import check_place, whole
 from schemas.errors import ConfigError
 
 
@@ -27,7 +27,8 @@ def report(file: Path, out: Path | None, force: bool) -> None:
     """
     out = out or file.with_suffix(".html")
     header = RunLog.header(file)
-    with _whole(out, force) as page:
+    check_place(out, force, [file])
+    with _page(out, force) as page:
         gathered = gather(RunLog.read(file))
         write_page(page, gathered, header.run, file.name)
     click.echo(f"{out}: {gathered.verdict}")
@@ -37,26 +38,12 @@ def report(file: Path, out: Path | None, force: bool) -> None:
 
 
 @contextmanager
-def _whole(out: Path, force: bool) -> Iterator[TextIO]:
-    """A file that is there when the block has ended well, whole, and not at all otherwise.
-
-    Raises ConfigError for a file that is there already, unless `force`, and for a place that can't be written to.
-    """
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder, and nothing was written: name a file")
-    if os.path.lexists(out) and not force:
-        raise ConfigError(f"{out} is there already, and nothing was written: name another file, or say --force")
-    draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+def _page(out: Path, force: bool) -> Iterator[TextIO]:
+    """The text of a whole file. Raises ConfigError for a place that can't be written to."""
     try:
-        with draft.open("x", encoding="utf-8") as page:
+        with whole(out, force) as file:
+            page = TextIOWrapper(file, encoding="utf-8", write_through=True)
             yield page
-            page.flush()
-            os.fsync(page.fileno())
-        if force:
-            draft.replace(out)
-        else:
-            os.link(draft, out)  # unlike a rename, never over a file that came to be meanwhile
+            page.detach()
     except OSError as error:
         raise ConfigError(f"the page can't be written to {out}: {error.strerror or error}") from error
-    finally:
-        draft.unlink(missing_ok=True)

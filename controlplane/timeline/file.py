@@ -9,7 +9,6 @@ The file appears when it is whole, under its name, in one step; nothing is ever 
 """
 
 import gzip
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -24,6 +23,7 @@ from controlplane.timeline.clocks import MS, AgentClock, Survey
 from controlplane.timeline.control import Control
 from controlplane.timeline.traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
 from controlplane.timeline.tracks import Lanes, TraceEvent
+from controlplane.whole_file import check_place, whole
 from schemas.errors import ConfigError, LogError
 from schemas.identity import ROLLOUT
 
@@ -85,16 +85,16 @@ def write_timeline(
     force: write over what is there.   say: told of each trace that is read, since that may take long.
     Compressed if the name ends with `.gz`. Raises ConfigError, LogError (also when it can't be written), LogCorrupt.
     """
-    if out.exists() and not force:
-        raise ConfigError(f"{out} exists already: name another file, or give --force to write over it")
+    check_place(out, force, [log])
     for root in roots:
         if not root.is_dir():
             raise ConfigError(f"--traces {root}: there is no such folder")
     run = RunLog.header(log).run
     draft = Draft(run, Survey(RunLog.read(log)))
-    files = draft.check(roots, say)
     try:
-        with _replaced(out, force) as stream:
+        with _packed(out, force) as stream:  # first, for traces may take minutes, and then there may be no such place
+            files = draft.check(roots, say)
+            check_place(out, force, [file.path for file in files])
             _write(stream, draft.head(), chain(draft.control(RunLog.read(log)), draft.traced(files, say)))
         nbytes = out.stat().st_size
     except OSError as error:
@@ -242,19 +242,11 @@ def _write(stream: IO[bytes] | gzip.GzipFile, head: bytes, events: Iterable[Trac
 
 
 @contextmanager
-def _replaced(out: Path, force: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """A file that takes the place of `out` when the block ends well, and is gone when it does not. Raises OSError."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("xb") as file, ExitStack() as stack:
-            if out.suffix == ".gz":
-                packed = gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=file)
-                yield stack.enter_context(packed)
-            else:
-                yield file
-        if force:
-            partial.replace(out)
+def _packed(out: Path, force: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """A whole file, compressed if its name says so. Raises OSError."""
+    with whole(out, force) as file, ExitStack() as stack:
+        if out.suffix == ".gz":
+            packed = gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=file)
+            yield stack.enter_context(packed)
         else:
-            out.hardlink_to(partial)  # fails if somebody has made it meanwhile
-    finally:
-        partial.unlink(missing_ok=True)
+            yield file

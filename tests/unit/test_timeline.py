@@ -216,7 +216,7 @@ def test_nothing_is_written_over_unless_that_is_asked_for(written: Written, tmp_
     written.joins(PRIMARY)
     log, out = written.close(), tmp_path / "there.json"
     out.write_text("precious")
-    with pytest.raises(ConfigError, match=r"there\.json exists already: name another file, or give --force"):
+    with pytest.raises(ConfigError, match=r"there\.json exists already, .* name another file, or say --force"):
         write_timeline(log, out)
     assert out.read_text() == "precious"
     write_timeline(log, out, force=True)
@@ -257,7 +257,10 @@ def test_the_command_tells_of_each_clock_and_of_what_it_wrote(written: Written, 
     )
     again = rolloutctl("timeline", log, "-o", out)
     assert (again.returncode, again.stdout) == (2, "")
-    assert again.stderr == f"rolloutctl: {out} exists already: name another file, or give --force to write over it\n"
+    assert (
+        again.stderr
+        == f"rolloutctl: {out} exists already, and nothing was written: name another file, or say --force\n"
+    )
     forced = rolloutctl("timeline", log, "-o", out, "--force", "--json")
     assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"
 

@@ -1,0 +1,95 @@
+"""What reports and timelines are written to: whole or not at all, and never over what they are made from."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controlplane.whole_file import whole
+
+RECORDED = Path(__file__).parents[1] / "replays" / "torn-fleet.db"
+COMMANDS = ("report", "timeline")
+
+
+def rolloutctl(*words: object, most_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    """most_bytes: that a file of the process may have, as on a disk that is full."""
+
+    def limit() -> None:
+        if most_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+    line = [sys.executable, "-m", "controlplane.cli", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, preexec_fn=limit)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return Path(shutil.copy(RECORDED, tmp_path / "run.db"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_log_itself_is_never_written_over(command: str, log: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(log)
+    os.link(log, tmp_path / "same")
+    for out in (log, tmp_path / "link", tmp_path / "same"):
+        refused = rolloutctl(command, log, "-o", out, "--force")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"{out} is what the result is made from, and nothing was written" in refused.stderr
+    assert log.read_bytes() == RECORDED.read_bytes() and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_pipe_or_device_is_refused_and_stays(command: str, log: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    refused = rolloutctl(command, log, "-o", pipe, "--force")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"rolloutctl: {pipe} is a pipe or a device, and nothing was written: name a file\n"
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", ["out.html", "out.json.gz"])
+def test_a_full_disk_leaves_nothing_behind(command: str, name: str, log: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    refused = rolloutctl(command, log, "-o", place / name, most_bytes=1_000)
+    assert refused.returncode in (2, 3) and "Traceback" not in refused.stderr
+    assert f"{place / name}" in refused.stderr and "File too large" in refused.stderr
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_draft_of_a_killed_process_is_in_nobodys_way(command: str, log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    # Run as the first process of a container, each time with the same id.
+    left = f"import os, sys; open('{tmp_path}/.out.json.%d.partial' % os.getpid(), 'x')"
+    script = f"{left}; from controlplane.cli.__main__ import main; main()"
+    line = [sys.executable, "-c", script, command, str(log), "-o", str(out)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert out.exists()
+
+
+def test_a_file_system_without_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)  # as in front of an object store; none can be mounted here
+    with whole(tmp_path / "out", force=False) as file:
+        file.write(b"new")
+    assert (tmp_path / "out").read_bytes() == b"new"
+    with pytest.raises(PermissionError), whole(tmp_path / "out", force=False) as file:
+        file.write(b"newer")
+    assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"new"]
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "out", force=False) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
