@@ -7,6 +7,7 @@ agent ends, and training never waits for it: one that takes longer than some sec
 import logging
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Final
@@ -52,7 +53,9 @@ class FinishHook:
             logger.info("agent %s: the finish hook goes on; what it says is in %s", self._identity.agent, log)
             return True
         if process.returncode != 0:
-            said = (await to_thread.run_sync(log.read_bytes))[-TOLD:].decode(errors="replace").strip()
+            said = ""
+            with suppress(OSError):  # it may have taken the whole directory away
+                said = (await to_thread.run_sync(log.read_bytes))[-TOLD:].decode(errors="replace").strip()
             raise EngineError(
                 f"the finish hook ended with exit code {process.returncode}: {said or 'it said nothing'}. The traces "
                 f"are still in {self._root}."

@@ -5,7 +5,9 @@ agent collects what its ranks left. A torch trace names its rank in `distributed
 that says nothing belongs to rank 0, but for that of vLLM's front end, which belongs to none.
 """
 
+import errno
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -24,8 +26,12 @@ from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Trace
 from workers.finish_hook import FinishHook
 
+logger = logging.getLogger("rolloutctl.agent")
+
 SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickle", ".profiler_out.txt")
 """What engines leave. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
+LISTED: Final = 150
+"""Traces that the outcome of a finish names; more have no room in a message."""
 HEAD_BYTES: Final = 64 * 1024
 """Of a trace, decompressed: `distributedInfo` stands before the events."""
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')
@@ -55,6 +61,9 @@ class NodeTraces:
         traces: tuple[Trace, ...] = ()
         if finish.relocate:
             traces = await to_thread.run_sync(relocated, self._root, call.directories, plan, self._identity)
+            if len(traces) > LISTED:
+                logger.warning("agent %s: %d traces moved; %d named", self._identity.agent, len(traces), LISTED)
+                traces = traces[:LISTED]
         if not runs_hook(plan, self._identity):
             return Returned(traces=traces)
         if self._hook is None:
@@ -134,8 +143,9 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
     """Move this node's traces of the ranks asked for up to the root, where their names tell whose they are.
 
     As verl 0.9.1 names them (utils/profiler/config.py): rollout-replica<R>_<name>, with -globalrank<G> after the
-    replica where it has several ranks; and <role>-rank<G>_<name>. What is in the root already stays as it is. Raises
-    EngineError for a file that can't be read or moved; those before it have been.
+    replica where it has several ranks; and <role>-rank<G>_<name>, with step_<N> before the name, which is the same in
+    each of a training rank's sessions. What is in the root already stays as it is. Raises EngineError for a file that
+    can't be read or moved; those before it have been.
     """
     asked, told = asked_of(plan, identity), []
     places = [root / one for one in directories]
@@ -144,10 +154,11 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
     for place in dict.fromkeys(places):
         if place.resolve() == root:
             continue
+        step = "" if identity.role == ROLLOUT else f"{place.relative_to(root).parts[0].removeprefix('global_')}_"
         try:
             for file, rank in _by_rank(place, identity):
                 if _whose(rank, identity) in identity.node_ranks and _is_asked(rank, asked):
-                    there = moved(file, root, f"{_owner(rank, identity)}_{file.name}")
+                    there = moved(file, root, f"{_owner(rank, identity)}_{step}{file.name}")
                     told.append(described(there, root, rank))
         except OSError as error:
             raise _unreadable(place, error) from error
@@ -218,10 +229,27 @@ def moved(file: Path, directory: Path, name: str = "") -> Path:
         raise EngineError(f"the trace {file} stays where it is: {place} is there already.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        shutil.move(file, place)
+        try:
+            file.rename(place)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _copied(file, place)
+            file.unlink()
     except OSError as error:
         raise EngineError(f"the trace {file} was not moved to {directory}: {error.strerror}.") from error
     return place
+
+
+def _copied(file: Path, place: Path) -> None:
+    """Under its name it is whole, or not there: a disk may fill in the middle. Raises OSError."""
+    part = place.with_name(f".{place.name}.part")
+    try:
+        shutil.copy2(file, part)
+        part.rename(place)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _remove_if_empty(directory: Path, root: Path) -> None:

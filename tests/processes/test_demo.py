@@ -56,7 +56,7 @@ def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Pat
     assert done.returncode == 0, done.stderr + done.stdout
     names = sorted(re.sub(r"-[0-9a-f]{16}", "", one.name) for one in (out / "traces").iterdir() if one.is_file())
     assert names == [
-        "actor-rank0_e2e.rank0.pt.trace.json.gz",
+        "actor-rank0_step_2_e2e.rank0.pt.trace.json.gz",
         "rollout-replica0-globalrank0_tiny-step2.pt.trace.json",
         "rollout-replica1-globalrank2_tiny-step2.pt.trace.json",
     ]

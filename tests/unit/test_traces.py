@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import resource
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import pytest
@@ -14,8 +16,9 @@ from schemas.events import CollectTraces, FinishProfile, Returned
 from schemas.identity import Identity
 from schemas.outcomes import Trace
 from workers import traces
+from workers.agent import _fitting
 from workers.finish_hook import PATIENCE_S
-from workers.traces import NodeTraces, collected, relocated
+from workers.traces import LISTED, NodeTraces, collected, moved, relocated
 
 # Replica 4 of two nodes with two GPUs each: global ranks 16 to 19.
 FIRST = Identity(replica=4, node_rank=0, nnodes=2, gpus_per_node=2)
@@ -160,7 +163,7 @@ async def test_a_replica_of_one_rank_and_a_training_rank_are_named_without_more(
     plan = ProfilePlan(finish=Finish(relocate=True))
     for place, name in (
         (Identity(replica=2, node_rank=0), "rollout-replica2_x.trace.json"),
-        (Identity(replica=3, node_rank=0, role="actor"), "actor-rank3_x.trace.json"),
+        (Identity(replica=3, node_rank=0, role="actor"), "actor-rank3_step_1_x.trace.json"),
     ):
         directory = tmp_path / trace_directory(1, plan, place)
         directory.mkdir(parents=True)
@@ -171,7 +174,9 @@ async def test_a_replica_of_one_rank_and_a_training_rank_are_named_without_more(
         assert not directory.exists()
 
 
-@pytest.mark.parametrize(("layout", "moves"), [("step", ["actor-rank3_x.trace.json"]), ("verl_step", []), ("verl", [])])
+@pytest.mark.parametrize(
+    ("layout", "moves"), [("step", ["actor-rank3_step_1_x.trace.json"]), ("verl_step", []), ("verl", [])]
+)
 def test_a_training_rank_relocates_what_is_in_its_directory_and_nothing_of_anybody_else(
     tmp_path: Path, layout: Literal["step", "verl_step", "verl"], moves: list[str]
 ) -> None:
@@ -186,6 +191,43 @@ def test_a_training_rank_relocates_what_is_in_its_directory_and_nothing_of_anybo
     told = relocated(root, (directory,), plan, actor)
     assert [one.path for one in told] == moves
     assert len(set(tmp_path.rglob("*.trace.*")) - before) == len(moves)
+
+
+def test_a_training_rank_relocates_each_of_its_sessions_though_their_traces_have_one_name(tmp_path: Path) -> None:
+    plan, actor = ProfilePlan(finish=Finish(relocate=True)), Identity(replica=3, node_rank=0, role="actor")
+    directories = tuple(trace_directory(step, plan, actor) for step in (2, 10))
+    for directory in directories:
+        (tmp_path / directory).mkdir(parents=True)
+        (tmp_path / directory / "e2e.rank3.pt.trace.json.gz").write_bytes(directory.encode())
+    told = relocated(tmp_path, directories, plan, actor)
+    there = [f"actor-rank3_step_{step}_e2e.rank3.pt.trace.json.gz" for step in (2, 10)]
+    assert [one.path for one in told] == there
+    assert [(tmp_path / one).read_text() for one in there] == list(directories)
+
+
+@pytest.mark.anyio
+async def test_what_is_told_of_many_relocated_traces_fits_into_a_message(tmp_path: Path) -> None:
+    plan, steps = ProfilePlan(finish=Finish(relocate=True)), range(LISTED + 1)
+    for step in steps:
+        written(tmp_path, plan, step, ranks=range(1))
+    found = await NodeTraces(tmp_path, FIRST).perform(finish(plan, *steps))
+    assert len(names(tmp_path, "rollout-*")) == len(steps)
+    assert len(found.traces) == LISTED and _fitting(found) is found
+
+
+def test_a_disk_that_fills_while_a_trace_is_brought_to_it_has_no_part_of_it(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with TemporaryDirectory(dir="/dev/shm") as another:  # a disk of its own, as that of an engine may be
+        file = Path(another, "1-TP-0.trace.json")
+        file.write_bytes(b"{" + b" " * 10_000 + b"}")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
+        try:
+            with pytest.raises(EngineError, match="was not moved to .*: File too large"):
+                moved(file, tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert list(tmp_path.iterdir()) == [] and file.stat().st_size == 10_002
+        assert moved(file, tmp_path).stat().st_size == 10_002 and not file.exists()
 
 
 def test_another_node_relocates_its_own_from_the_disk_that_they_share_meanwhile(
@@ -236,6 +278,13 @@ async def test_a_hook_that_fails_says_why_and_loses_nothing(tmp_path: Path) -> N
     with pytest.raises(EngineError, match=r"exit code 3: no such bucket.*still in"):
         await NodeTraces(tmp_path, FIRST, "echo no such bucket >&2; exit 3").perform(finish(plan, 1))
     assert len(names(tmp_path, "rollout-replica4-*")) == 2
+
+
+@pytest.mark.anyio
+async def test_a_hook_that_fails_is_told_though_it_took_the_traces_and_its_log_away(tmp_path: Path) -> None:
+    root, plan = tmp_path / "traces", ProfilePlan(finish=Finish(hook=True))
+    with pytest.raises(EngineError, match="exit code 3: it said nothing"):
+        await NodeTraces(root, FIRST, f"rm -r {root}; exit 3").perform(finish(plan, 1))
 
 
 @pytest.mark.anyio
