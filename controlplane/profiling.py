@@ -1,8 +1,9 @@
 """Which profiling sessions a step of the trainer opens and closes; what comes before the first and after the last.
 
 Pure. A session is named by its first step. Discrete: one session for each selected step, closed when the step ends.
-Continuous: one session over each run of consecutive selected steps, closed when its last step ends. A trainer that
-jumps (it resumed from a checkpoint, or a step raised) finds the session of another step open: it is closed first.
+Continuous: one session over each run of consecutive selected steps, closed when its last step ends; where a plan has
+steps of its own, another run begins with them and after them. A trainer that jumps (it resumed from a checkpoint, or a
+step raised) finds the session of another step open: it is closed first.
 
     check ─▶ start ─▶ stop ─▶ collect (what the other nodes of a replica wrote) ─▶ … ─▶ finish, after the last session
 """
@@ -24,8 +25,20 @@ def selected(config: ProfilerConfig, step: int) -> bool:
 
 def sessions(config: ProfilerConfig) -> tuple[int, ...]:
     """The first steps of all sessions, in order."""
-    steps = sorted({step for step in config.steps if selected(config, step)})
-    return tuple(step for step in steps if not (config.continuous and step - 1 in config.steps))
+    chosen = _chosen(config)
+    return tuple(step for step in sorted(chosen) if not _goes_on(config, chosen, step))
+
+
+def _chosen(config: ProfilerConfig) -> frozenset[int]:
+    return frozenset(config.steps if any(plan.enabled for plan in _plans(config)) else ())
+
+
+def _goes_on(config: ProfilerConfig, chosen: frozenset[int], step: int) -> bool:
+    """Does a session of the step before go on in this one? Only if each plan takes part in both or in neither."""
+    if not (config.continuous and step in chosen and step - 1 in chosen):
+        return False
+    apart = (plan.steps for plan in _plans(config) if plan.enabled and plan.steps is not None)
+    return all((step in one) == (step - 1 in one) for one in apart)
 
 
 def checking(config: ProfilerConfig, step: int) -> ProfileCommand | None:
@@ -36,9 +49,9 @@ def checking(config: ProfilerConfig, step: int) -> ProfileCommand | None:
 
 def entering(config: ProfilerConfig, session: int | None, step: int) -> tuple[ProfileCommand, ...]:
     """Commands before the work of `step`. session: first step of the one that is open, if any."""
-    wanted = selected(config, step)
-    goes_on = session is not None and config.continuous and wanted and selected(config, step - 1) and session < step
-    if goes_on:
+    wanted, chosen = selected(config, step), _chosen(config)
+    since = range(session + 1, step + 1) if session is not None else ()
+    if since and all(_goes_on(config, chosen, one) for one in since):  # a jump may lead to another run
         return ()
     stop = (_command("stop", session, config),) if session is not None else ()
     return (*stop, _command("start", step, config)) if wanted else stop
@@ -46,7 +59,7 @@ def entering(config: ProfilerConfig, session: int | None, step: int) -> tuple[Pr
 
 def leaving(config: ProfilerConfig, session: int | None, step: int) -> tuple[ProfileCommand, ...]:
     """Commands after the work of `step`, however it ended."""
-    if session is None or (config.continuous and selected(config, step + 1)):
+    if session is None or _goes_on(config, _chosen(config), step + 1):
         return ()
     return (_command("stop", session, config),)
 

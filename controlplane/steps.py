@@ -10,6 +10,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
+from msgspec.structs import replace
+
 from controlplane.coordinator import describe
 from controlplane.profiling import (
     checking,
@@ -83,7 +85,8 @@ class Profiling:
     def close(self) -> None:
         """End the session that is open, and profiling as a whole. Waits for what comes of it."""
         if self._session is not None:
-            tickets = self._commands(leaving(ProfilerConfig(), self._session, self._session))
+            ended = replace(self.config, continuous=False)  # no step follows
+            tickets = self._commands(leaving(ended, self._session, self._session))
             for ticket in tickets:
                 tickets += self.note(ticket)
         self._ask_to_finish()

@@ -47,7 +47,18 @@ def test_a_continuous_session_is_a_run_of_steps() -> None:
 def test_a_trainer_that_jumps_leaves_no_session_open() -> None:
     config = ProfilerConfig(steps=(1, 2, 3, 8, 9), continuous=True)
     assert walk(config, [1, 8, 9, 10]) == ["start 1 in 1", "stop 1 in 8", "start 8 in 8", "stop 8 in 9"]
+    assert walk(config, [1, 9]) == ["start 1 in 1", "stop 1 in 9", "start 9 in 9", "stop 9 in 9"], "another run"
     assert walk(config, [2, 7]) == ["start 2 in 2", "stop 2 in 7"]
+
+
+def test_a_plan_with_steps_of_its_own_has_them_in_sessions_of_their_own() -> None:
+    """Whoever takes part in a session is decided by the step that it is named by."""
+    actor = ProfilePlan(steps=frozenset({3, 4, 9}))
+    config = ProfilerConfig(steps=(1, 2, 3, 4, 5), continuous=True, roles={"actor": actor})
+    assert walk(config, [1, 2, 3, 4, 5]) == [
+        *("start 1 in 1", "stop 1 in 2", "start 3 in 3", "stop 3 in 4", "start 5 in 5", "stop 5 in 5")
+    ]
+    assert sessions(config) == (1, 3, 5)
 
 
 def test_a_trainer_that_goes_back_begins_the_session_anew() -> None:

@@ -82,13 +82,16 @@ def test_no_step_waits_for_the_finish_but_the_end_of_the_run_does() -> None:
 
 
 def test_a_trainer_that_ends_early_finishes_what_it_profiled() -> None:
-    config = ProfilerConfig(steps=(1, 2, 9), continuous=True, plan=ProfilePlan(finish=Finish(relocate=True)))
+    plan, actor = ProfilePlan(layout="verl", finish=Finish(relocate=True)), ProfilePlan(discrete=True)
+    config = ProfilerConfig(steps=(1, 2, 9), continuous=True, plan=plan, roles={"actor": actor})
     bus = Bus()
     profiling = Profiling(config, bus.publish, lambda: FLEET)
     with Step(profiling, 1):
         pass
     profiling.close()
     assert bus.published == ["check 1", "start 1", "stop 1", "collect 1", "finish 1"]
+    commands = [one.command for one in profiling.reports if isinstance(one.command, ProfileCommand)]
+    assert [one.plan for one in commands] == [plan] * 5, "the other nodes look for traces where the plan says"
 
 
 def test_what_can_not_be_honoured_is_said_before_the_first_step_is_profiled(caplog: pytest.LogCaptureFixture) -> None:
