@@ -184,6 +184,10 @@ class Draft:
                 self.warnings.append(
                     f"cut off: {file.path} is no trace any more after {trace.count} events: {trace.fault}"
                 )
+            elif not trace.count and not trace.odd:
+                self.warnings.append(f"{file.path} has no events: is it a trace of torch's?")
+            if trace.odd:
+                self.warnings.append(f"left out: {trace.odd} events of {file.path} without a place that can be told")
             self.traced_events += trace.count
             if trace.before:
                 what = f"{trace.before} of its {trace.count} events lie before the run began"

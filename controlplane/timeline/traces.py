@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, NamedTuple
 
@@ -31,6 +31,8 @@ _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
 _RANK: Final = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
 _STACKS: Final = b'"python_function"'
 _UNREADABLE: Final = (OSError, EOFError, zlib.error)
+_ODD: Final = (TypeError, ValueError, ArithmeticError, AttributeError)
+"""Of an event whose fields are not what they should be: no object, a time that is none or beyond all numbers."""
 
 Event = dict[str, Any]
 
@@ -135,11 +137,12 @@ class TorchTrace:
 
     shift_ns: what to add to a `ts` of the file, in ns, for one of the timeline.   sort: among the processes.
     count: events that were given so far.   before: how many lie before the beginning of the timeline.
+    odd: how many were left out, for they have no place that can be told.
     fault: why the file was not read to its end, if it was not.
     """
 
     def __init__(self, file: TraceFile, whose: str, shift_ns: int, sort: int, numbers: Numbers) -> None:
-        self.count = self.before = 0
+        self.count = self.before = self.odd = 0
         self.fault: str | None = None
         self._file, self._whose, self._shift_ns, self._sort, self._numbers = file, whose, shift_ns, sort, numbers
         self._number = numbers.file()
@@ -157,10 +160,15 @@ class TorchTrace:
             stream = _opened(stack, self._file.path)
             try:
                 for event in ijson.items(stream, "traceEvents.item", buf_size=READ_BYTES):
-                    if isinstance(event, dict) and (moved := self._moved(event)) is not None:
+                    try:
+                        moved = self._moved(event)
+                    except _ODD:
+                        self.odd += 1
+                        continue
+                    if moved is not None:
                         self.count += 1
                         yield moved
-            except (ijson.JSONError, UnicodeDecodeError, InvalidOperation, *_UNREADABLE) as error:
+            except (ijson.JSONError, UnicodeDecodeError, *_UNREADABLE) as error:
                 self.fault = next(iter(str(error).splitlines()), type(error).__name__)
         yield from self._names()
 
@@ -175,9 +183,9 @@ class TorchTrace:
         if "ts" in event:
             ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
             event["ts"] = ts_ns / 1000
-            self.before += ts_ns < 0
             if kind == "X" and "dur" in event:
                 self._nest(event, ts_ns, int(Decimal(event["dur"]) * 1000))
+            self.before += ts_ns < 0
         if event.get("s") == "g":  # of all that this file shows, and that is one process among others here
             event["s"] = "p"
         for name in ("id", "bind_id"):

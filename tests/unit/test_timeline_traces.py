@@ -258,3 +258,35 @@ def test_the_file_is_one_json_object_a_line_for_each_event(written: Written, tmp
     parsed = [json.loads(line.rstrip(",")) for line in lines[1:-1]]
     assert len([one for one in parsed if one["pid"] > 100_000]) >= told.traced_events
     assert json.loads(out.read_text())["traceEvents"] == parsed
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": null, "dur": 1}',
+        '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": 1, "dur": null}',
+        '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": [1], "dur": 1}',
+        '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": 1e999999, "dur": 1}',
+        '{"ph": "X", "name": "x", "pid": [1], "tid": 1, "ts": 1, "dur": 1}',
+        '"x"',
+    ],
+)
+def test_an_odd_event_is_left_out_and_counted_and_all_others_are_drawn(
+    written: Written, tmp_path: Path, odd: str
+) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    content = torch_trace(OPS).replace(b'"traceEvents": [', f'"traceEvents": [{odd},'.encode())
+    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json", content))
+    told, events = merged(written.close(), tmp_path / "traces")
+    assert set(ops(events)) == {op.name for op in OPS}
+    file = tmp_path / "traces" / "a.pt.trace.json"
+    assert told.warnings == (f"left out: 1 events of {file} without a place that can be told",)
+
+
+@pytest.mark.parametrize("content", [b"[]", b'{"other": [1]}', b'{"traceEvents": []}', b"7"])
+def test_a_file_without_events_is_named(written: Written, tmp_path: Path, content: bytes) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json", content))
+    told, _ = merged(written.close(), tmp_path / "traces")
+    (warning,) = told.warnings
+    assert warning.endswith("a.pt.trace.json has no events: is it a trace of torch's?")
