@@ -10,6 +10,7 @@ is from their own agents' records, as far as the log has them.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Literal, TypeVar
 
 from msgspec import Struct
@@ -152,7 +153,8 @@ def gather(entries: Iterable[LogEntry]) -> RunReport:
             gathering.violated(violation)
     except LogCorrupt as error:
         damage = str(error)
-        gathering.rest(source)
+        with suppress(LogCorrupt):  # of a log that is damaged in several places, the first is told
+            gathering.rest(source)
     return gathering.report(damage)
 
 

@@ -4,11 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from msgspec import Raw
+from msgspec.structs import replace
 
 from controlplane.entries import LogEntry
 from controlplane.log import RunLog
@@ -17,6 +19,7 @@ from controlplane.report.fleet import place
 from controlplane.report.gathering import KEPT_COMMANDS, STEP_COMMANDS, RunReport, gather
 from controlplane.report.page import write_page
 from schemas.commands import EngineCommand, ProfileCommand
+from schemas.errors import LogCorrupt
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Trace
 from schemas.wire import Status, encode
 from tests.unit.fleets import DONE, Coordinator
@@ -220,6 +223,24 @@ def test_a_long_run_does_not_need_more_columns() -> None:
 def test_agents_stand_in_the_order_of_the_fleet() -> None:
     names = ["critic.0", "10.0", "actor.11", "actor.2", "2.1", "2.0", "strange"]
     assert sorted(names, key=place) == ["2.0", "2.1", "10.0", "actor.2", "actor.11", "critic.0", "strange"]
+
+
+def test_a_log_with_two_damages_is_shown_as_far_as_it_goes() -> None:
+    bus = Recorded("0.0")
+    bus.issue(PAUSE)
+    bus.issue(PAUSE)
+
+    def read() -> Iterator[LogEntry]:
+        for entry in bus.entries:
+            if entry.kind == "join":  # of another version
+                entry = replace(entry, event=Raw(encode({"type": "joined otherwise"})))
+            yield entry
+        raise LogCorrupt("record 99 is missing", 99)
+
+    report = gather(read())
+    assert report.damage.startswith("record 3: the event of the coordinator can't be read")
+    assert report.commands == bus.report().commands > 0
+    assert "record 3: the event" in html(report)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
