@@ -14,7 +14,7 @@ case, and once anything is named, CUDA only if it is too. Engines take both unle
 On an NPU an empty list takes the CPU alone, and `contents: null` takes everything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, cast
 
 from msgspec.structs import replace
@@ -33,7 +33,7 @@ from schemas.commands import (
 from schemas.config import ProfilerConfig
 from schemas.desired import ENGINE_TOOLS
 from schemas.errors import ConfigError
-from schemas.profiler.interpolation import References, overlay
+from schemas.profiler.interpolation import ABSENT, References, overlay
 from schemas.profiler.sections import Section, is_list, is_whole, meant, shown
 from schemas.profiler.verl_keys import (
     CONTENTS,
@@ -50,6 +50,7 @@ from schemas.profiler.verl_keys import (
     ROLES,
     ROLLOUT,
     SCHEDULE_KEYS,
+    SECTIONS,
     STAGES,
     TOOL_KEYS,
     TOOLS,
@@ -86,8 +87,9 @@ def read(
     indices of replicas, as before.   layout: of the directories of traces.
     Raises ConfigError: it names the key, the value and what is allowed.
     """
+    _is_verl_s(tree)
     references = References(overlay(DEFAULTS, tree), environment)
-    remarks = list(_strangers(tree))
+    remarks = list(_strangers(tree, references))
     top = Section(references.at("global_profiler"), "global_profiler")
     _tool(top)
     steps, continuous, root = top.numbers("steps") or (), top.flag("profile_continuous_steps"), top.text("save_path")
@@ -117,6 +119,21 @@ def read(
     )
     remarks += _contradictions(config, asked, top, Section(references.at(REF), REF))
     return Reading(config, list(dict.fromkeys(remarks)))
+
+
+def _is_verl_s(tree: Mapping[str, object]) -> None:
+    """Raise ConfigError for a file of our own, and where verl has a section and the file has none."""
+    ours = sorted(tree.keys() & {"steps", "rollout", "roles"})
+    if ours and not tree.keys() & SECTIONS:
+        raise ConfigError(
+            f"{ours[0]} is a key of our own YAML, and no section of verl's is there: read the file with "
+            "ProfilerConfig.from_yaml, or without --verl"
+        )
+    for path in filter(None, NEIGHBOURS):
+        above, _, last = path.rpartition(".")
+        said = _at(tree, above).get(last)
+        if not (isinstance(said, str) and ("${" in said or said == ABSENT)):
+            Section(said, path)
 
 
 # --- a section as a plan ----------------------------------------------------------------------------------------------
@@ -154,6 +171,17 @@ def _rank_plan(section: Section, layout: Layout, remarks: list[str]) -> ProfileP
             f"{tool.path} has a window that is not acted on: it counts forward steps of an engine; write it in "
             f"{ROLLOUT}.tool_config.{plan.tool}, and of a training rank's mini-batches write a schedule"
         )
+    if plan.by_stage or plan.merge:
+        remarks.append(
+            f"{tool.path} asks for {'a trace of each stage' if plan.by_stage else 'merged traces'}, which is not acted "
+            f"on: only an engine makes those; write it in {ROLLOUT}.tool_config.{plan.tool}"
+        )
+        plan = replace(plan, by_stage=False, merge=False)
+    if _schedule(tool) is None and any(tool.section("schedule").whole(key) for key in _WITHOUT_ACTIVE):
+        remarks.append(
+            f"{tool.key('schedule')} is not acted on: active is not set, or 0, which is no schedule; write how many "
+            "mini-batches are recorded"
+        )
     if plan.tool == "torch":
         plan = replace(plan, activities=_rank_activities(plan.activities, tool))
     if plan.tool == "precision_debugger":
@@ -164,7 +192,7 @@ def _rank_plan(section: Section, layout: Layout, remarks: list[str]) -> ProfileP
 def _plan(section: Section, layout: Layout) -> tuple[ProfilePlan, Section]:
     """What rollouts and training ranks have in common, and the section of the tool."""
     name = _tool(section)
-    tool = section.section("tool_config").section(name or "torch")
+    tool = _options_of(section, name or "torch")
     contents = _contents(tool, name)
     plan = ProfilePlan(
         enabled=section.flag("enable") and name is not None,
@@ -187,6 +215,12 @@ def _plan(section: Section, layout: Layout) -> tuple[ProfilePlan, Section]:
         ),
     )
     return plan, tool
+
+
+def _options_of(section: Section, tool: str) -> Section:
+    """The section of a tool, and of that the keys that it has: nothing follows from the others."""
+    said = section.section("tool_config").section(tool)
+    return Section({key: value for key, value in said.values.items() if key in TOOL_KEYS[tool]}, said.path)
 
 
 def _tool(section: Section) -> str | None:
@@ -260,6 +294,9 @@ def _bound(tool: Section, key: str, other: str, unset: int | None) -> dict[str, 
         raise ConfigError(f"{tool.key(key)} is {value} ({beside}): allowed is a whole number of at least {least}")
     number = tool.whole(key, least)
     return {} if number is None or number == unset else {key: number}
+
+
+_WITHOUT_ACTIVE = ("skip_first", "wait", "warmup", "repeat")
 
 
 def _schedule(tool: Section) -> Schedule | None:
@@ -356,6 +393,7 @@ def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, r
             "model alone, and in a worker that has both the actor's section decides"
         )
     for one in on:
+        remarks += _unused_ranks(one)
         remarks += _unused_options(one)
     if any(one.plan.tool == "nsys" for one in on):
         options = top.section("global_tool_config").section("nsys")
@@ -368,9 +406,28 @@ def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, r
     return remarks
 
 
+def _unused_ranks(one: _Asked) -> Iterator[str]:
+    """Of ranks that are named: what nothing follows from."""
+    section, hooked = one.section, bool(one.section.text("finish_hook_cmd"))
+    if section.path != ROLLOUT and one.plan.tool == "precision_debugger":
+        if section.numbers("ranks"):
+            yield f"{section.key('ranks')} is not acted on, by verl neither: msprobe picks the ranks, from its own file"
+    elif section.flag("all_ranks") and section.numbers("ranks"):
+        yield _outdone(section, "ranks", "all_ranks")
+    if hooked and section.flag("finish_hook_all_ranks") and section.numbers("finish_hook_ranks"):
+        yield _outdone(section, "finish_hook_ranks", "finish_hook_all_ranks")
+
+
+def _outdone(section: Section, some: str, everybody: str) -> str:
+    return (
+        f"{section.key(some)} is {shown(section.values.get(some))} and {section.key(everybody)} is true, which counts, "
+        f"as in verl: all are meant; for those alone write {everybody}: false"
+    )
+
+
 def _unused_options(one: _Asked) -> list[str]:
     """Of the tool that is in use: what nothing follows from, unless it is what stands there by default."""
-    tool = one.section.section("tool_config").section(one.plan.tool)
+    tool = _options_of(one.section, one.plan.tool)
     remarks = []
     if tool.whole("stack_depth", 1) not in (None, 32):
         remarks.append(
@@ -392,8 +449,11 @@ def _unused_options(one: _Asked) -> list[str]:
 # --- keys that nothing follows from -----------------------------------------------------------------------------------
 
 
-def _strangers(tree: Mapping[str, object]) -> list[str]:
-    """A remark for each key below a profiler's section, or close to being one, that is not known there."""
+def _strangers(tree: Mapping[str, object], references: References) -> list[str]:
+    """A remark for each key below a profiler's section, or close to being one, that is not known there.
+
+    Raises ConfigError where a section is no mapping of keys, or refers to nothing.
+    """
     remarks = []
     if is_list(tree.get("defaults")):
         remarks.append(
@@ -403,19 +463,25 @@ def _strangers(tree: Mapping[str, object]) -> list[str]:
     for path, advice in OUTDATED.items():
         if _stands(tree, path):
             remarks.append(f"{path} is not read: {advice}")
-    for path in NEIGHBOURS:
-        wanted = "profiler" if path else "global_profiler"
+    remarks += [
+        f"{key} is one key with dots in it, and is not read: write each part of it as a key below the one before it"
+        for key in tree
+        if "." in key and key.lstrip("+~").partition(".")[0] in SECTIONS
+    ]
+    for path, wanted in NEIGHBOURS.items():
         remarks += [
-            _remark(f"{path}.{key}" if path else key, meant(key, [wanted]))
+            _remark(f"{path}.{key}" if path else key, meant(key, wanted))
             for key in _at(tree, path)
-            if key not in (wanted, "profiler") and meant(key, [wanted])
+            if key not in (*wanted, "profiler") and "." not in key and meant(key, wanted)
         ]
-    top = Section(_at(tree, "global_profiler"), "global_profiler")
+    top = Section(references.at("global_profiler"), "global_profiler")
     remarks += _unknown(top, GLOBAL_KEYS)
     remarks += _unknown_tools(top.section("global_tool_config"), ("nsys", "torch_memory", "precision_debugger"))
-    for path in (ROLLOUT, *ROLES):
-        section = Section(_at(tree, path), path)
+    for path in (ROLLOUT, *(one for one in ROLES if _stands(tree, one))):
+        section = Section(references.at(path), path)
         remarks += _unknown(section, PROFILER_KEYS)
+        if section.values.get("global_tool_config"):
+            remarks.append(_remark(section.key("global_tool_config"), "; write it in global_profiler"))
         remarks += _unknown_tools(section.section("tool_config"), TOOLS)
     return remarks
 
@@ -428,18 +494,26 @@ def _unknown_tools(section: Section, tools: tuple[str, ...]) -> list[str]:
             remarks.append(_remark(section.key(name), advice))
         elif isinstance(section.values[name], Mapping):
             tool = section.section(name)
-            remarks += _unknown(tool, TOOL_KEYS[name])
+            remarks += _unknown(tool, TOOL_KEYS[name], TOOL_KEYS)
             if isinstance(tool.values.get("schedule"), Mapping):
                 remarks += _unknown(tool.section("schedule"), SCHEDULE_KEYS)
     return remarks
 
 
-def _unknown(section: Section, known: frozenset[str]) -> list[str]:
-    return [
-        _remark(section.key(key), f"; {MISPLACED[key]}" if key in MISPLACED else meant(key, sorted(known)))
-        for key in section.values
-        if key not in known
-    ]
+def _unknown(
+    section: Section, known: frozenset[str], elsewhere: Mapping[str, frozenset[str]] | None = None
+) -> list[str]:
+    """elsewhere: the keys of sections beside this one."""
+    remarks = []
+    for key in section.values:
+        others = [name for name, keys in (elsewhere or {}).items() if key in keys]
+        if others:
+            advice = f"; it is a key of {' and '.join(filter(None, [', '.join(others[:-1]), others[-1]]))}"
+        else:
+            advice = f"; {MISPLACED[key]}" if key in MISPLACED else meant(key, sorted(known))
+        if key not in known:
+            remarks.append(_remark(section.key(key), advice))
+    return remarks
 
 
 def _remark(path: str, advice: str) -> str:

@@ -66,8 +66,18 @@ OUTDATED: Final = {
 }
 """Keys of an older verl, or of another of its trainers: what to do."""
 
-NEIGHBOURS: Final = ("", "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout", "critic")
-"""Sections that hold a profiler's section among other things."""
+SECTIONS: Final = frozenset({"global_profiler", "actor_rollout_ref", "critic", "reward", "reward_model"})
+"""What stands at the top of a file and has to do with profiling."""
+
+NEIGHBOURS: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("global_profiler", "actor_rollout_ref"),
+    "actor_rollout_ref": ("actor", "rollout", "ref"),
+    "actor_rollout_ref.actor": ("profiler",),
+    "actor_rollout_ref.ref": ("profiler",),
+    "actor_rollout_ref.rollout": ("profiler",),
+    "critic": ("profiler",),
+}
+"""Sections that have other things in them as well, and what is looked for there."""
 
 
 def _profiler(heir_of: str, tools: Mapping[str, object]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from schemas.config import ProfilerConfig
 from schemas.profiler import verl
 from schemas.profiler.files import ConfigWarning
 from schemas.profiler.verl_keys import CONTENTS, DEFAULTS, TOOLS
-from tests.unit.verl_trees import ROLLOUT, TORCH, actor, plan, refused, remarks, rollout
+from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, actor, critic, plan, refused, remarks, rollout
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -71,6 +71,7 @@ def test_a_file_with_every_key_of_verl() -> None:
             f"{TORCH}.contents names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them record the "
             "CPU too; name both for that"
         ),
+        "reward.profiler.ranks is not acted on, by verl neither: msprobe picks the ranks, from its own file",
         f"{nsys}.controller_nsight_options is not acted on: {advice}",
         f"{nsys}.worker_nsight_options is not acted on: {advice}",
     ]
@@ -214,6 +215,63 @@ def test_the_hook_is_run_by_training_ranks_and_by_agents_of_engines_only_without
     assert alone.finish == Finish(relocate=True, hook=True)
 
 
+def test_sections_that_are_references_are_read_as_what_they_stand_for() -> None:
+    tree = actor(ranks=[4])
+    tree["actor_rollout_ref"]["actor"]["profiler"]["tool_config"] = {"torch": {"contents": ["cpu"], "discrete": True}}
+    tree["actor_rollout_ref"]["rollout"] = {"profiler": {"tool_config": f"${{{ACTOR}.tool_config}}"}}
+    config = ProfilerConfig.from_verl(tree)
+    assert (config.plan.activities, config.plan.discrete) == (frozenset({"cpu"}), True)
+    tree = actor(tool="nsys")
+    tree["shared"] = {"nsys": {"discrete": True}}
+    tree["global_profiler"]["global_tool_config"] = "${shared}"
+    assert ProfilerConfig.from_verl(tree).roles["actor"].discrete
+
+
+def test_what_verl_takes_for_everybody_s_is_said_to_be() -> None:
+    asked, remarks = verl.read(rollout(all_ranks=True, ranks=[3]), {})
+    assert (asked.plan.ranks, asked.plan.replicas) == (None, None)
+    assert remarks == [
+        (
+            f"{ROLLOUT}.ranks is [3] and {ROLLOUT}.all_ranks is true, which counts, as in verl: all are meant; for "
+            "those alone write all_ranks: false"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tool", "options", "others"),
+    [
+        ("npu", {"schedule": {"active": 2}}, "torch"),
+        ("nsys", {"profile_by_stage": True}, "torch and npu"),
+        ("torch_memory", {"discrete": True}, "torch, npu and nsys"),
+    ],
+)
+def test_a_key_that_its_tool_does_not_have_changes_nothing(tool: str, options: dict[str, Any], others: str) -> None:
+    """An agent would refuse a plan that has it, as one that it can't honour."""
+    read = verl.read(critic(tool, **options), {})
+    assert read.config == verl.read(critic(tool), {}).config
+    (key,) = options
+    assert read.remarks == [
+        (
+            f"critic.profiler.tool_config.{tool}.{key} is unknown there, and nothing follows from it; it is a key of "
+            f"{others}"
+        )
+    ]
+
+
+def test_a_training_rank_makes_no_trace_of_prefill_and_decode() -> None:
+    """Its agent would refuse the plan; what rollouts have from the actor stays."""
+    tree = actor(tool_config={"torch": {"contents": ["profile-by-stage", "merge-profiles"]}})
+    config, (of_rollouts, of_the_actor) = verl.read(tree, {})
+    assert (config.plan.by_stage, config.plan.merge) == (True, True)
+    assert (config.roles["actor"].by_stage, config.roles["actor"].merge) == (False, False)
+    assert "SGLang makes those only" in of_rollouts
+    assert of_the_actor == (
+        f"{ACTOR}.tool_config.torch asks for a trace of each stage, which is not acted on: only an engine makes "
+        f"those; write it in {ROLLOUT}.tool_config.torch"
+    )
+
+
 # --- who --------------------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +287,7 @@ def test_ranks_of_rollouts_are_global_ranks_or_replicas() -> None:
 def test_without_ranks_the_replica_of_rank_0_is_meant_and_with_all_ranks_everybody(unit: Any) -> None:
     asked = ProfilerConfig.from_verl(rollout(), ranks=unit).plan
     assert (asked.ranks, asked.replicas) == (None, frozenset({0}))
-    asked = ProfilerConfig.from_verl(rollout(all_ranks=True, ranks=[3]), ranks=unit).plan
+    asked = ProfilerConfig.from_verl(rollout(all_ranks=True), ranks=unit).plan
     assert (asked.ranks, asked.replicas) == (None, None)
     assert ProfilerConfig.from_verl(actor(), ranks=unit).roles["actor"].ranks == frozenset({0})
 
@@ -413,7 +471,7 @@ def test_a_schedule_is_on_when_it_records_something() -> None:
     torch = {"schedule": {"wait": 1, "warmup": 2, "active": 3, "repeat": 4, "skip_first": 5, "name": "torch_schedule"}}
     config = ProfilerConfig.from_verl(actor(tool_config={"torch": torch}))
     assert config.roles["actor"].schedule == Schedule(wait=1, warmup=2, active=3, repeat=4, skip_first=5)
-    for schedule in (None, {"active": 0, "wait": 3}, {}):
+    for schedule in (None, {"active": 0, "wait": 0}, {}):
         config = ProfilerConfig.from_verl(actor(tool_config={"torch": {"schedule": schedule}}))
         assert config.roles["actor"].schedule is None
 

@@ -32,6 +32,8 @@ from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, critic, nested, refused
         ("global_profilers", "; did you mean global_profiler?"),
         ("critic.profilers", "; did you mean profiler?"),
         ("actor_rollout_ref.rollout.profile", "; did you mean profiler?"),
+        ("actor_rollout_ref.rolout", "; did you mean rollout?"),
+        ("actor_rolout_ref", "; did you mean actor_rollout_ref?"),
     ],
 )
 def test_an_unknown_key_is_named_with_what_was_meant(key: str, advice: str) -> None:
@@ -48,6 +50,21 @@ def test_an_unknown_key_is_named_with_what_was_meant(key: str, advice: str) -> N
 )
 def test_a_key_of_another_time_is_named_with_its_successor(key: str, advice: str) -> None:
     assert remarks(nested(key, {"all_ranks": True})) == [f"{key} is not read: {advice}"]
+
+
+@pytest.mark.parametrize("key", ["global_profiler.steps", f"{ROLLOUT}.enable", f"+{ROLLOUT}.enable", "critic.profiler"])
+def test_a_key_as_it_stands_on_a_command_line_is_named(key: str) -> None:
+    assert remarks({key: True}) == [
+        f"{key} is one key with dots in it, and is not read: write each part of it as a key below the one before it"
+    ]
+
+
+def test_a_key_that_is_unknown_is_named_where_a_reference_leads_to_it() -> None:
+    tree = {"shared": {"rank": [1], "tool_config": {"torch": {"stp": 1}}}, "critic": {"profiler": "${shared}"}}
+    assert remarks(tree) == [
+        "critic.profiler.rank is unknown there, and nothing follows from it; did you mean ranks?",
+        "critic.profiler.tool_config.torch.stp is unknown there, and nothing follows from it",
+    ]
 
 
 def test_a_file_that_hydra_has_not_put_together_is_told_from_one_that_it_has() -> None:
@@ -132,6 +149,24 @@ def test_remarks_are_warnings_on_the_line_that_asked() -> None:
             ),
         ),
         (
+            critic("torch", schedule={"wait": 2, "warmup": 1}),
+            (
+                "critic.profiler.tool_config.torch.schedule is not acted on: active is not set, or 0, which is no "
+                "schedule; write how many mini-batches are recorded"
+            ),
+        ),
+        (
+            rollout(finish_hook_cmd="send", finish_hook_all_ranks=True, finish_hook_ranks=[1]),
+            (
+                f"{ROLLOUT}.finish_hook_ranks is [1] and {ROLLOUT}.finish_hook_all_ranks is true, which counts, as in "
+                "verl: all are meant; for those alone write finish_hook_all_ranks: false"
+            ),
+        ),
+        (
+            rollout(global_tool_config={"nsys": {"discrete": True}}),
+            f"{ROLLOUT}.global_tool_config is unknown there, and nothing follows from it; write it in global_profiler",
+        ),
+        (
             critic("torch_memory", stack_depth=64),
             (
                 "critic.profiler.tool_config.torch_memory.stack_depth is not acted on: torch records whole "
@@ -188,6 +223,16 @@ COUNTS = "whole numbers of at least 0"
         ),
         (nested("global_profiler.save_path", 3), "save_path is 3: allowed is a text"),
         (nested("global_profiler", [1]), "global_profiler is [1]: allowed is a mapping of keys"),
+        (nested("global_profiler.global_tool_config", 1), "global_tool_config is 1: allowed is a mapping of keys"),
+        (nested("actor_rollout_ref", [1]), "actor_rollout_ref is [1]: allowed is a mapping of keys"),
+        (nested("actor_rollout_ref.actor", "on"), "actor_rollout_ref.actor is 'on': allowed is a mapping of keys"),
+        (
+            {"steps": [1], "rollout": {"ranks": [0]}},
+            (
+                "rollout is a key of our own YAML, and no section of verl's is there: read the file with "
+                "ProfilerConfig.from_yaml, or without --verl"
+            ),
+        ),
         (nested("critic.profiler.enable", 1), "critic.profiler.enable is 1: allowed is true or false"),
         (nested("critic.profiler.ranks", "0,1"), f"critic.profiler.ranks is '0,1': allowed is a list of {COUNTS}"),
         (nested("critic.profiler.tool_config", 1), "critic.profiler.tool_config is 1: allowed is a mapping of keys"),
