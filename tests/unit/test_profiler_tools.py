@@ -238,6 +238,26 @@ def test_an_npu_stage_is_a_profile_of_its_own(rank: Commanded, monkeypatch: pyte
     assert paths == [f"global_step_3/actor_rank_3/{stage}/{file}" for stage in ("1-update", "2-log_prob")]
 
 
+@pytest.mark.parametrize("layout", ["step", "verl_step", "verl"])
+@pytest.mark.parametrize("tool", ["npu", "precision_debugger"])
+def test_what_a_tool_names_itself_is_told_by_its_own_rank_and_session_alone(
+    rank: Commanded, monkeypatch: pytest.MonkeyPatch, tool: str, layout: str
+) -> None:
+    ascend_stand_ins.npu(monkeypatch)
+    ascend_stand_ins.msprobe(monkeypatch)
+    options = PrecisionDebugger(config_path=__file__) if tool == "precision_debugger" else None
+    told: list[str] = []
+    for one in (rank, Commanded(rank.root, "critic")):
+        for step in (3, 4):
+            one.start(plan(tool, options, layout=layout), step=step)
+            with annotate("update", role=one.identity.role):
+                pass
+            traces = one.stop().traces
+            assert len(traces) == 1 and one.identity.role in traces[0].path
+            told += [trace.path for trace in traces]
+    assert len(set(told)) == 4
+
+
 def test_a_tool_that_left_nothing_is_told(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
     ascend_stand_ins.npu(monkeypatch)
     monkeypatch.setattr(ascend_stand_ins.NpuProfile, "stop", lambda self: None)  # it swallows its own errors

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from schemas.desired import Session
 from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import Pause, Returned, StartProfile
 from tests.unit.rank_sessions import Commanded, operators, read, stages, work
-from workers.profilers import annotate, mini_batch
+from workers.profilers import RankProfiler, annotate, mini_batch
+from workers.profilers import stages as stages_of
+from workers.profilers.stages import listen, unlisten
 from workers.profilers.torch_tool import action
 from workers.profilers.writing import MOST_WAITING, TraceFile
 
@@ -248,6 +251,14 @@ def test_a_stage_that_is_not_scheduled_is_recorded_in_full(rank: Commanded) -> N
     assert named(rank.stop()) == ["update_actor.rank3.pt.trace.json.gz"]
 
 
+def test_a_stage_of_any_name_has_its_trace(rank: Commanded) -> None:
+    rank.start(DISCRETE)
+    for name in ("../" * 3, "更新", "a/b" * 100, "a/b" * 100):
+        with annotate(name):
+            work()
+    assert len(rank.stop().traces) == 4
+
+
 def test_mini_batches_are_counted_over_all_stages_of_a_session(rank: Commanded) -> None:
     rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=3, repeat=1)))
     for _ in range(3):
@@ -293,6 +304,18 @@ def test_a_stop_takes_effect_between_mini_batches(rank: Commanded) -> None:
         stopping = rank.stopping()
         mini_batch()
         assert named(stopping.result(60)) == [WHOLE]
+
+
+def test_a_stop_after_a_mini_batch_has_that_mini_batch(rank: Commanded) -> None:
+    rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=1)))
+    with annotate("update", scheduled=True):
+        for index in range(2):
+            with record_function(f"mini-batch {index}"):
+                work()
+            stopping = rank.stopping() if index else None
+            mini_batch()
+    assert stopping is not None
+    assert named(stopping.result(60)) == ["e2e.rank3.mb1-1.pt.trace.json.gz"]
 
 
 def test_a_session_can_be_opened_again_after_it_was_closed(rank: Commanded) -> None:
@@ -361,6 +384,32 @@ def test_two_ranks_of_one_process_are_not_recorded_at_once(rank: Commanded, tmp_
     assert stages(critic.traces(critic.stop())[WHOLE]) == ["update_critic", "update_actor"]
     with pytest.raises(EngineError, match="another rank of this process is recorded"):
         rank.stop()
+
+
+def test_ranks_of_one_process_that_are_commanded_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    ranks = [Commanded(tmp_path, role).profiler for role in ("actor", "critic", "ref", "reward")]
+    lost: list[object] = []
+
+    def commanded(one: RankProfiler) -> None:
+        for _ in range(15_000):
+            listen(one)
+            told = [other for other in stages_of._open if other is one]
+            unlisten(one)
+            told += [other for other in stages_of._open if other is one]
+            if len(told) != 1:
+                lost.append(one)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=commanded, args=(one,)) for one in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert lost == [] and stages_of._open == ()
 
 
 @contextmanager

@@ -31,12 +31,14 @@ class NpuRecorder:
     def __init__(self, plan: ProfilePlan, place: Place) -> None:
         self._plan, self._place = plan, place
         self._options = plan.options if isinstance(plan.options, Npu) else Npu()
+        self._folder = place.directory
         self._npu: Any = None
         self._running: Any = None
         self._stages = 0
 
     def open(self) -> None:
         self._npu = importlib.import_module("torch_npu")
+        self._folder = _apart(self._place)
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         plan, api = self._plan, self._npu.profiler
@@ -45,7 +47,7 @@ class NpuRecorder:
         if "npu" in plan.activities:
             activities.append(api.ProfilerActivity.NPU)
         self._stages += 1
-        folder = self._place.directory / f"{self._stages}-{stage.replace('/', '-')}"
+        folder = self._folder / f"{self._stages}-{stage.replace('/', '-')}"
         running = api.profile(
             activities=activities,
             record_shapes=plan.record_shapes,
@@ -75,7 +77,7 @@ class NpuRecorder:
         return self._span(stage)
 
     def close(self) -> Returned:
-        return _left(self._place, NPU_FILES, self._stages > 0)
+        return _left(self._place, self._folder, NPU_FILES, self._stages > 0)
 
     @contextmanager
     def _span(self, stage: str) -> Iterator[None]:
@@ -98,6 +100,7 @@ class PrecisionRecorder:
     def __init__(self, plan: ProfilePlan, place: Place) -> None:
         self._place = place
         self._options = plan.options if isinstance(plan.options, PrecisionDebugger) else PrecisionDebugger()
+        self._folder = place.directory
         self._debugger: Any = None
         self._running = False
         self._seen: set[str] = set()
@@ -105,12 +108,13 @@ class PrecisionRecorder:
 
     def open(self) -> None:
         self._debugger = importlib.import_module("msprobe.pytorch").PrecisionDebugger
+        self._folder = _apart(self._place)
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         self._seen.add(stage)
         if self._options.stages is not None and stage not in self._options.stages:
             return
-        folder = self._place.directory / stage.replace("/", "-")
+        folder = self._folder / stage.replace("/", "-")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -136,16 +140,23 @@ class PrecisionRecorder:
         if missed and self._options.strict:
             came = ", ".join(sorted(self._seen)) or "none"
             raise EngineError(f"the plan watches stages that never came: {', '.join(missed)}; those that came: {came}.")
-        return _left(self._place, DUMPS, self._watched > 0)
+        return _left(self._place, self._folder, DUMPS, self._watched > 0)
 
 
-def _left(place: Place, patterns: tuple[str, ...], some: bool) -> Returned:
+def _apart(place: Place) -> Path:
+    try:
+        return place.apart()
+    except OSError as error:
+        raise EngineError(f"the profile was not started: {error.filename}: {error.strerror}.") from error
+
+
+def _left(place: Place, folder: Path, patterns: tuple[str, ...], some: bool) -> Returned:
     """The files of a session's directory. Raises EngineError when there ought to be some."""
     try:
-        files = {file for pattern in patterns for file in Path(place.directory).rglob(pattern)}
+        files = {file for pattern in patterns for file in folder.rglob(pattern)}
         traces = place.describe(sorted(files)[:LISTED])
     except OSError as error:
         raise EngineError(f"{error.filename} can't be read: {error.strerror}.") from error
     if some and not traces:
-        raise EngineError(f"the tool left nothing in {place.directory}: its own log says why.")
+        raise EngineError(f"the tool left nothing in {folder}: its own log says why.")
     return Returned(traces=traces, untraced=() if traces else (place.rank,))

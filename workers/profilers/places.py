@@ -14,6 +14,8 @@ from workers.traces import described
 
 WHOLE: Final = "e2e"
 """In the place of a stage: a trace from start to stop."""
+LONGEST: Final = 100
+"""Letters of a stage in a name; a name has 255 at most."""
 _NAMEABLE: Final = re.compile(r"[^0-9A-Za-z.=+_-]+")
 
 
@@ -36,7 +38,7 @@ class Place(Struct, frozen=True, kw_only=True):
 
         scope: the stage, or `WHOLE`.   mini_batches: first and last that it holds.
         """
-        scope = _NAMEABLE.sub("-", scope).strip("-.") or "stage"
+        scope = _NAMEABLE.sub("-", scope).strip("-.")[:LONGEST] or "stage"
         again = 1
         while True:
             file = self.directory / (self._verl if self.verl else self._ours)(scope, mini_batches, again)
@@ -46,6 +48,24 @@ class Place(Struct, frozen=True, kw_only=True):
                 again += 1
                 continue
             return file
+
+    def apart(self) -> Path:
+        """A directory of this session alone, for tools that name their files themselves. Raises OSError.
+
+        In verl's layouts all ranks and steps write to the root.
+        """
+        if not self.verl:
+            return self.directory
+        name = f"{self.identity.role}_step{self.step}_rank{self.rank}-of-{self.world_size}_pid{os.getpid()}"
+        again = 1
+        while True:
+            folder = self.directory / (f"{name}-{again}" if again > 1 else name)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                again += 1
+                continue
+            return folder
 
     def describe(self, files: list[Path]) -> tuple[Trace, ...]:
         """As outcomes tell them, by name. Raises OSError."""

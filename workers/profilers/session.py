@@ -233,10 +233,10 @@ class RankProfiler:
         session = self._session
         if session is None or self._pid != os.getpid():
             return
-        self._pass(session)
         owner = session.owner
         if session.recording and owner is not None and owner.thread == threading.get_ident():
             self._quietly(session, session.recorder.mini_batch)
+        self._pass(session)  # afterwards, or what it ends would lack this mini-batch
 
     def _pass(self, session: _Session) -> None:
         """This thread could act now: end what it records if the session is to close."""

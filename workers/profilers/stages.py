@@ -11,6 +11,7 @@ Rule  Nothing here raises into the training code, and nothing here swallows what
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
@@ -40,23 +41,27 @@ class Listener(Protocol):
 
 _open: tuple[Listener, ...] = ()
 """Replaced as a whole, so that it is read without a lock."""
+_replacing = threading.Lock()
+"""A command may reach all ranks of a process at once."""
 
 
 def listen(listener: Listener) -> None:
     """Tell this one of every stage from now on."""
     global _open
-    _open = (*_open, listener)
+    with _replacing:
+        _open = (*_open, listener)
 
 
 def unlisten(listener: Listener) -> None:
     """Tell it no more."""
     global _open
-    _open = tuple(one for one in _open if one is not listener)
+    with _replacing:
+        _open = tuple(one for one in _open if one is not listener)
 
 
 def _forget() -> None:
-    global _open
-    _open = ()
+    global _open, _replacing
+    _open, _replacing = (), threading.Lock()  # another thread may have held it
 
 
 os.register_at_fork(after_in_child=_forget)  # the agent and its bus stay with the parent
