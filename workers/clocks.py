@@ -3,7 +3,8 @@
 Theory of operation. A question leaves at t1, the bus reads it at t2 and replies at t3, the reply is here at t4 (t1 and
 t4 on one clock of the agent, t2 and t3 on the bus's). Whatever each way took, the question was read between t1 and
 t4 - (t3 - t2): so the middle of that span is wrong by at most its half, and the exchange with the shortest ways tells
-most. It tells less as it grows old, because clocks drift. The best of the last exchanges is the estimate.
+most. It tells less as it grows old, because clocks drift. The best of the last exchanges is the estimate. Exchanges that the
+newest contradicts are dropped: the bus's clock was set since.
 
 The agent's side is measured on the monotonic clock, which never jumps; the wall clock is read beside it each time. So a
 wall clock that is set in the middle of a run is followed at once.
@@ -39,6 +40,10 @@ class Exchange(NamedTuple):
         """By how much the offset may be wrong now."""
         return self.error_ns + (now_ns - self.at_ns) * DRIFT_PPM // 1_000_000
 
+    def agrees_with(self, later: "Exchange") -> bool:
+        """Both can be right. If not, a clock was set between them, or drifts faster: the later one counts."""
+        return abs(later.offset_ns - self.offset_ns) <= later.error_ns + self.error_at(later.at_ns)
+
 
 class Clocks:
     """The clocks of one agent against one bus's. told: the newest estimate that was news; None before the first."""
@@ -58,7 +63,9 @@ class Clocks:
         if not 0 <= held_ns <= away_ns:
             return
         middle = (told.received_ns + told.replied_ns - told.sent_ns - now_ns) // 2
-        self._window.append(Exchange(now_ns, middle, (away_ns - held_ns) // 2 + 1))
+        newest = Exchange(now_ns, middle, (away_ns - held_ns) // 2 + 1)
+        self._window = deque((one for one in self._window if one.agrees_with(newest)), maxlen=WINDOW)
+        self._window.append(newest)
         best = min(self._window, key=lambda one: one.error_at(now_ns))
         at_ms = int(loop_s * 1000)
         clock = Clock(

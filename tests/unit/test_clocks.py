@@ -121,6 +121,19 @@ def test_a_wall_clock_that_is_set_is_told_at_once_and_right() -> None:
     assert network.error_ns(told) <= told.error_ns < MS
 
 
+@pytest.mark.parametrize("step_ns", [-2 * S, 40 * MS, 3_600 * S])
+def test_a_bus_whose_clock_is_set_is_followed_at_once(step_ns: int) -> None:
+    network = Network(5 * MS)
+    network.exchange(50_000, 0, 50_000)
+    before = network.exchange(50_000, 0, 50_000)
+    network.now_ns += step_ns + 2 * S  # of the bus's clock, by which this network tells the time …
+    network.booted_ns += step_ns  # … and not of the agent's two
+    network.skew_ns -= step_ns
+    told = network.exchange(9 * MS, 0, 0)  # a slow one: those before are better, and wrong
+    assert told is not before and told is not None
+    assert network.error_ns(told) <= told.error_ns
+
+
 def test_an_answer_to_no_question_is_not_taken() -> None:
     clocks = Clocks()
     for sent, received, replied in ((11, 5, 5), (5, 9, 5), (5, 5, 99)):  # from the future; backwards; longer than away
