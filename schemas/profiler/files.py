@@ -77,7 +77,7 @@ def _parsed(text: str, name: str) -> dict[str, object]:
     loader = _Loader(text)
     try:
         tree = loader.get_single_data()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter of `!!int x`, say
         raise ConfigError(f"{name} is no YAML: {error}") from None
     finally:
         loader.dispose()
@@ -89,17 +89,39 @@ def _parsed(text: str, name: str) -> dict[str, object]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no key stands twice: of two values, one would be lost in silence."""
+    """YAML in which no key stands twice: of two values, one would be lost in silence.
+
+    A date stays the text that it is, as OmegaConf has it: directories are named so. So does 1:30, which YAML 1.1 takes
+    for 90 and whoever writes it for a range.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping, as the class above makes it."""
         seen: set[object] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem="a key is a list or a mapping, where a text is allowed; put a value with braces in quotes",
+                    problem_mark=key.start_mark,
+                )
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
-            if isinstance(key.value, str) and key.tag != "tag:yaml.org,2002:merge":
+            if key.tag != "tag:yaml.org,2002:merge":
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> object:
+    """A number, unless it is one to the base of 60."""
+    return node.value if ":" in node.value else loader.construct_yaml_int(node)
+
+
+def _text(_: _Loader, node: yaml.ScalarNode) -> object:
+    return node.value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _text)
 
 
 def _plain(mapping: Mapping[Any, Any]) -> dict[str, object]:

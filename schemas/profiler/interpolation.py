@@ -97,8 +97,9 @@ class References:
 
     def _reference(self, inner: str, path: Path) -> object:
         here = ".".join(path)
-        resolver, colon, arguments = inner.partition(":")
+        resolver, colon, arguments = _called(inner)
         if not colon:
+            inner = str(self._filled(inner, path))
             found = self._find(self._absolute(inner, path))
             if found is _MISSING:
                 raise ConfigError(
@@ -138,6 +139,13 @@ class References:
         dots = len(spelled) - len(spelled.lstrip("."))
         parts = tuple(part for part in spelled.split(".") if part)
         return (*path[: len(path) - dots], *parts) if dots else parts
+
+
+def _called(inner: str) -> tuple[str, str, str]:
+    """A resolver, a colon and its arguments; no colon for a plain reference, in which others may have theirs."""
+    head, _, _ = inner.partition("${")
+    resolver, colon, _ = head.partition(":")
+    return (resolver.strip(), colon, inner[len(resolver) + 1 :]) if colon else (inner, "", "")
 
 
 def overlay(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:

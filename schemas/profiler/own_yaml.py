@@ -75,12 +75,12 @@ def read(tree: Mapping[str, object], environment: Mapping[str, str]) -> Profiler
             raise ConfigError(
                 f"{roles.key(role)} names a role: allowed are 1 to 32 small letters, digits, _ and -, a letter first"
             ) from None
-    rollout = top.values.get("rollout")
+    rollout = top.value("rollout")
     if "rollout" not in top.values:
         rollout = not roles.values
     return ProfilerConfig(
         plan=_plan(rollout, "rollout", finish, layout),
-        roles={role: _plan(said, roles.key(role), finish, layout) for role, said in roles.values.items()},
+        roles={role: _plan(roles.value(role), roles.key(role), finish, layout) for role in roles.values},
         steps=tuple(sorted(top.numbers("steps", ranges=True) or ())),
         continuous=top.flag("continuous"),
         timeout_ms=top.whole("timeout_ms", 1) or ProfilerConfig().timeout_ms,
@@ -100,7 +100,7 @@ def _plan(said: object, path: str, finish: Finish, layout: str) -> ProfilePlan:
         contents = _default_contents(tool)
     schedule = section.section("schedule")
     own, _ = _finish(section, finish)
-    return ProfilePlan(
+    plan = ProfilePlan(
         enabled=section.flag("enabled", said is not False),
         tool=tool,
         steps=_some(section, "steps"),
@@ -119,6 +119,27 @@ def _plan(said: object, path: str, finish: Finish, layout: str) -> ProfilePlan:
         layout=cast(Literal["step"], section.choice("layout", LAYOUTS, layout)),
         finish=own,
     )
+    _fits(plan, section)
+    return plan
+
+
+def _fits(plan: ProfilePlan, section: Section) -> None:
+    """Raise ConfigError for what counts nothing there: engines have no mini-batches, and ranks no forward steps."""
+    if section.path == ROLLOUT:
+        others = {"schedule": "it counts mini-batches, and rollouts have none; write a window of forward steps"}
+    else:
+        others = {
+            "replicas": "a training rank belongs to none; write ranks",
+            "window": "it counts forward steps of an engine; write a schedule, which counts mini-batches",
+            "by_stage": "only an engine makes a trace of each stage; write discrete",
+            "merge": "only an engine merges traces",
+        }
+        if plan.tool != "torch":
+            others["schedule"] = f"only the tool torch has one, and this is {plan.tool}"
+    for key, advice in others.items():
+        if getattr(plan, key) not in (None, False):
+            said = shown(section.values.get(key))
+            raise ConfigError(f"{section.key(key)} is {said}, and has no meaning there: {advice}")
 
 
 def _default_contents(tool: str) -> frozenset[str]:
@@ -134,9 +155,9 @@ def _all_known(section: Section, known: tuple[str, ...]) -> None:
 
 def _some(section: Section, name: str) -> frozenset[int] | None:
     """A set of numbers; None for `all`, which is also what no word of it means."""
-    if section.values.get(name) == "all":
+    if section.value(name) == "all":
         return None
-    if isinstance(section.values.get(name), str):
+    if isinstance(section.value(name), str):
         raise section.wrong(name, f'all, or a list of {COUNTS} and of ranges such as "5-8"')
     return section.numbers(name, ranges=True)
 
@@ -201,7 +222,7 @@ def _finish(above: Section, otherwise: Finish) -> tuple[Finish, str]:
     """What a section says of the end, and what holds `otherwise` where it says nothing; and the hook's command."""
     section = above.section("finish")
     _all_known(section, _FINISH)
-    hook, ranks, top = section.values.get("hook"), section.values.get("ranks"), not above.path
+    hook, ranks, top = section.values.get("hook"), section.value("ranks"), not above.path
     if isinstance(hook, str) and not top:
         raise section.wrong("hook", "true or false; the command itself is for finish.hook of the file")
     if hook is not None and not isinstance(hook, str | bool):

@@ -54,7 +54,7 @@ class Section:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Yes or no."""
-        value = self._decoded(name)
+        value = self.value(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -63,7 +63,7 @@ class Section:
 
     def whole(self, name: str, least: int = 0) -> int | None:
         """A whole number, or None when nothing stands there."""
-        value = self._decoded(name)
+        value = self.value(name)
         if value is None:
             return None
         if not is_whole(value) or value < least:
@@ -88,12 +88,12 @@ class Section:
 
     def items(self, name: str, allowed: str) -> list[object] | None:
         """The elements of a list, or None when nothing stands there. allowed: of what, for the error."""
-        value = self._decoded(name)
+        value = self.value(name)
         if value is None:
             return None
         if not is_list(value):
             raise self.wrong(name, f"a list of {allowed}")
-        return list(value)
+        return [literal(one) if isinstance(one, EnvironmentText) else one for one in value]
 
     def words(self, name: str, allowed: Iterable[str]) -> frozenset[str]:
         """A list of some of a few words."""
@@ -129,7 +129,8 @@ class Section:
                 raise ConfigError(f"{self.key(name)} holds {shown(item)}: allowed are {allowed}")
         return frozenset(found)
 
-    def _decoded(self, name: str) -> object:
+    def value(self, name: str) -> object:
+        """Whatever stands there, and None when nothing does; of a text out of the environment, what it spells."""
         value = self.values.get(name)
         return literal(value) if isinstance(value, EnvironmentText) else value
 

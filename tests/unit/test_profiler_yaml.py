@@ -121,6 +121,27 @@ def test_references_are_resolved_here_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert (config.save_path, config.steps) == ("/data/profile", (1, 2))
 
 
+def test_a_variable_says_whatever_a_file_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ALL": "all", "SOME": "[1, 2]", "ONE": "3", "OFF": "false"}.items():
+        monkeypatch.setenv(name, value)
+    config = read(
+        {
+            "steps": ["${oc.env:ONE}", "5-6"],
+            "rollout": {"ranks": "${oc.env:SOME}", "replicas": "${oc.env:ALL}", "window": [0, "${oc.env:ONE}"]},
+            "roles": {"actor": "${oc.env:OFF}"},
+            "finish": {"ranks": "${oc.env:SOME}"},
+        }
+    )
+    assert (config.steps, config.plan.ranks, config.plan.replicas) == ((3, 5, 6), frozenset({1, 2}), None)
+    assert (config.plan.window, config.plan.finish.hook_ranks) == (Window(0, 3), frozenset({1, 2}))
+    assert not config.roles["actor"].enabled
+
+
+def test_a_date_is_a_text_and_so_is_a_number_to_the_base_of_60() -> None:
+    assert read("save_path: 2026-02-30\n").save_path == "2026-02-30"
+    assert refused("steps: [1:30]") == f"steps holds '1:30': allowed are {LIST}"
+
+
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 some = st.frozensets(st.integers(0, 60))
@@ -150,33 +171,39 @@ options = {
 finishes = st.builds(Finish, relocate=st.booleans(), hook=st.booleans(), hook_ranks=some) | st.builds(
     Finish, relocate=st.booleans(), hook=st.booleans(), hook_all_ranks=st.just(True)
 )
-plans = st.sampled_from(sorted(options)).flatmap(
-    lambda tool: st.builds(
+schedules = st.builds(Schedule, active=st.integers(1, 9), wait=count, warmup=count, repeat=count, skip_first=count)
+
+
+def plan(tool: str, role: bool) -> st.SearchStrategy[ProfilePlan]:
+    return st.builds(
         ProfilePlan,
         enabled=st.booleans(),
         tool=st.just(tool),
         steps=st.none() | some,
         ranks=st.none() | some,
-        replicas=st.none() | some,
-        window=st.none() | windows,
+        replicas=st.just(None) if role else st.none() | some,
+        window=st.just(None) if role else st.none() | windows,
         activities=st.frozensets(st.sampled_from(["cpu", "cuda", "memory", "npu"])),
         with_stack=st.booleans(),
         with_modules=st.booleans(),
         record_shapes=st.booleans(),
-        by_stage=st.booleans(),
-        merge=st.booleans(),
+        by_stage=st.just(False) if role else st.booleans(),
+        merge=st.just(False) if role else st.booleans(),
         discrete=st.booleans(),
-        schedule=st.none()
-        | st.builds(Schedule, active=st.integers(1, 9), wait=count, warmup=count, repeat=count, skip_first=count),
+        schedule=st.none() | schedules if role and tool == "torch" else st.none(),
         options=options[tool],
         layout=st.sampled_from(["step", "verl_step", "verl"]),
         finish=finishes,
     )
-)
+
+
+tools = st.sampled_from(sorted(options))
+plans = tools.flatmap(lambda tool: plan(tool, role=False))
+of_roles = tools.flatmap(lambda tool: plan(tool, role=True))
 configs = st.builds(
     ProfilerConfig,
     plan=plans,
-    roles=st.dictionaries(st.sampled_from(["actor", "critic", "ref", "no", "my-role_2"]), plans, max_size=3),
+    roles=st.dictionaries(st.sampled_from(["actor", "critic", "ref", "no", "my-role_2"]), of_roles, max_size=3),
     steps=some.map(lambda steps: tuple(sorted(steps))),
     continuous=st.booleans(),
     timeout_ms=st.integers(1, 99_999),
@@ -309,6 +336,42 @@ PLAN = (
             {"roles": {"a": {"tool": "precision_debugger", "options": {"stages": [3]}}}},
             "roles.a.options.stages is [3]: allowed is a list of names of 1 to 200 characters",
         ),
+        (
+            {"rollout": {"schedule": {"active": 1}}},
+            (
+                "rollout.schedule is a mapping with active, and has no meaning there: it counts mini-batches, and "
+                "rollouts have none; write a window of forward steps"
+            ),
+        ),
+        (
+            {"roles": {"a": {"replicas": [0]}}},
+            "roles.a.replicas is [0], and has no meaning there: a training rank belongs to none; write ranks",
+        ),
+        (
+            {"roles": {"a": {"window": [0, 4]}}},
+            (
+                "roles.a.window is [0, 4], and has no meaning there: it counts forward steps of an engine; write a "
+                "schedule, which counts mini-batches"
+            ),
+        ),
+        (
+            {"roles": {"a": {"by_stage": True}}},
+            (
+                "roles.a.by_stage is true, and has no meaning there: only an engine makes a trace of each stage; "
+                "write discrete"
+            ),
+        ),
+        (
+            {"roles": {"a": {"merge": True}}},
+            "roles.a.merge is true, and has no meaning there: only an engine merges traces",
+        ),
+        (
+            {"roles": {"a": {"tool": "npu", "schedule": {"active": 1}}}},
+            (
+                "roles.a.schedule is a mapping with active, and has no meaning there: only the tool torch has one, "
+                "and this is npu"
+            ),
+        ),
         ({"roles": {"rollout": {}}}, "roles.rollout is no training role: write it as `rollout`, beside `roles`"),
         (
             {"roles": {"Actor": {}}},
@@ -338,6 +401,9 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(tree: dict[str,
         ("steps: [1", "the text is no YAML: .*expected ',' or ']'"),
         ("- 1\n- 2", "the text holds list: allowed is a mapping of keys"),
         ("steps: [1]\nsteps: [2]", "the text is no YAML: key 'steps' stands twice.*line 2"),
+        ("save_path: {{ root }}", "the text is no YAML: a key is a list or a mapping.*line 1, column 13"),
+        ("? [1]\n: 2", "the text is no YAML: a key is a list or a mapping"),
+        ("steps: [!!int x]\n", "the text is no YAML: invalid literal"),
         ("x: !!python/object:os.system {}", "the text is no YAML: could not determine a constructor"),
         ("not_there.yaml", "not_there.yaml can't be read: .*No such file"),
         (3, "the source is 3: allowed is a mapping, a file or a text of YAML"),
