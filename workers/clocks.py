@@ -3,8 +3,8 @@
 Theory of operation. A question leaves at t1, the bus reads it at t2 and replies at t3, the reply is here at t4 (t1 and
 t4 on one clock of the agent, t2 and t3 on the bus's). Whatever each way took, the question was read between t1 and
 t4 - (t3 - t2): so the middle of that span is wrong by at most its half, and the exchange with the shortest ways tells
-most. It tells less as it grows old, because clocks drift. The best of the last exchanges is the estimate. Exchanges that the
-newest contradicts are dropped: the bus's clock was set since.
+most. It tells less as it grows old, because clocks drift. The best of the last exchanges is the estimate. Those that
+the newest contradicts are dropped: the bus's clock was set since.
 
 The agent's side is measured on the monotonic clock, which never jumps; the wall clock is read beside it each time. So a
 wall clock that is set in the middle of a run is followed at once.

@@ -28,7 +28,8 @@ class AgentFacts(Struct, kw_only=True):
     """One agent. lives: its incarnations.   launches: how often its engine was seen to be another instance.
 
     fleet_ns: time in which it heard the commands.   losses: when and why it was lost (ns).   life: joining, live, gone
-    or left, at the end.   state: in words; bad: it should not be so.   failed, missing: commands.
+    or left, at the end.   state: in words; bad: it should not be so.   unready: it said at the end that its engine is
+    not as desired.   failed, missing: commands.
     """
 
     agent: str
@@ -44,6 +45,7 @@ class AgentFacts(Struct, kw_only=True):
     life: str = "joining"
     state: str = ""
     bad: bool = False
+    unready: bool = False
     failed: int = 0
     missing: int = 0
 
@@ -230,6 +232,7 @@ class Fleet:
             self._leave(member, life, lost=member.lost)  # counts the time up to the end of the log
             status = _newest(member, member.status) if member.status is not None else None
             member.facts.state, member.facts.bad = _state(life, status, member.facts.identity.role)
+            member.facts.unready = status is not None and not status.ready and life in ("joining", "live")
         return [self._members[name].facts for name in sorted(self._members, key=place)]
 
     def time(self) -> ReplicaTime:

@@ -111,17 +111,22 @@ class RunReport(Struct, kw_only=True):
         return [one for one in self.agents if one.life == "gone"]
 
     @property
+    def unready(self) -> list[AgentFacts]:
+        """Agents that were in the fleet at the end of the log, and had not got their engines as desired."""
+        return [one for one in self.agents if one.unready]
+
+    @property
     def lost(self) -> list[AgentFacts]:
         """Agents that were ever lost."""
         return [one for one in self.agents if one.losses_count]
 
     @property
     def tone(self) -> Literal["bad", "warn", "ok"]:
-        """bad: something is wrong at the end, or can't be trusted.   warn: something was, and is over."""
+        """bad: something is wrong at the end, or can't be trusted.   warn: something was, and is over, or goes on."""
         if self.out_now or self.gone_now or self.violations or self.damage:
             return "bad"
-        wrong = self.troubles or self.quarantines or self.lost or self.unended or self.refused or self.untraced
-        return "warn" if wrong else "ok"
+        wrong = self.troubles or self.quarantines or self.lost or self.refused or self.untraced
+        return "warn" if wrong or self.unended or self.unready else "ok"
 
     @property
     def verdict(self) -> str:
@@ -133,6 +138,7 @@ class RunReport(Struct, kw_only=True):
             "quarantined for a time": len(self.quarantines) - len(self.out_now),
             "gone": len(self.gone_now),
             "lost for a time": len(self.lost) - sum(1 for one in self.lost if one.life == "gone"),
+            "not ready": len(self.unready),
             "not ended": len(self.unended),
             "without a trace": self.untraced,
             "refused": len(self.refused) + self.left_out["refused"],

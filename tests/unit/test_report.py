@@ -175,6 +175,24 @@ def test_a_command_that_never_ended_is_named() -> None:
     assert not bus.report().steps[-1].bad
 
 
+def test_an_agent_that_was_not_ready_at_the_end_is_no_good_news() -> None:
+    bus = Recorded("0.0", "1.0")
+    for agent, ready in (("0.0", True), ("1.0", False)):
+        bus.say(agent, Status(ready=ready, tokenizer="present", engine="tiny", generating=ready))
+    report = bus.report()
+    assert (report.tone, report.verdict) == ("warn", "1 not ready")
+    page = bus.page()
+    assert "Agent 1.0 on node-1 was <b>not ready</b>: v0, paused, not ready." in page
+    assert "Nothing failed." not in page and "was over" not in page and "No outcome failed" not in page
+    bus.lose("1.0", "left")
+    assert bus.report().tone == "ok"
+
+
+def test_an_empty_log_has_a_page_without_a_time() -> None:
+    page = html(gather([]))
+    assert "1970" not in page and "00:00" not in page and "Nothing of the bus is in this log." in page
+
+
 def test_a_broken_invariant_is_a_card_of_its_own() -> None:
     bus = Recorded("0.0")
     bus.issue(PAUSE)
