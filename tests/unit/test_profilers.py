@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -455,6 +456,19 @@ def test_a_full_disk_of_the_traces_leaves_nothing_half_written(tmp_path: Path) -
             trace.add(Recorded())
             trace.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_temporary_directory_a_trace_is_lost_and_leaves_nothing(
+    rank: Commanded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.start(DISCRETE)
+    update_actor()
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.root / "nowhere"))
+    update_actor()
+    with pytest.raises(EngineError, match="was not written: no temporary directory can be made: .*nowhere"):
+        rank.stop()
+    empty = [one for one in (rank.root / "global_step_3" / "actor_rank_3").iterdir() if not one.stat().st_size]
+    assert empty == []
 
 
 def test_a_trace_that_takes_long_to_write_holds_up_no_step(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,25 @@ def test_a_trainer_that_ends_early_finishes_what_it_profiled() -> None:
     assert [one.plan for one in commands] == [plan] * 5, "the other nodes look for traces where the plan says"
 
 
+@pytest.mark.parametrize(
+    ("steps", "published"),
+    [
+        ((6, 7, 8), ["check 6", "start 6", "stop 6", "collect 6", "finish 6"]),  # it resumed in the middle of the run
+        (
+            (5, 6, 5, 6, 7, 8),
+            [*("check 5", "start 5", "stop 5", "start 5", "collect 5"), *("stop 5", "collect 5"), "finish 5"],
+        ),
+    ],
+)
+def test_the_finish_comes_after_the_last_profiled_step_wherever_its_session_began(
+    steps: tuple[int, ...], published: list[str]
+) -> None:
+    config = ProfilerConfig(steps=(5, 6, 7), continuous=True, plan=ProfilePlan(finish=Finish(relocate=True)))
+    bus = Bus()
+    trained(config, bus, steps)
+    assert bus.published == published
+
+
 def test_what_can_not_be_honoured_is_said_before_the_first_step_is_profiled(caplog: pytest.LogCaptureFixture) -> None:
     refused = Failed(ErrorKind.UNSUPPORTED, "sglang 0.5.23 can't record memory, and it runs on a CPU.")
     bus = Bus(says=lambda action: refused if action == "check" else DONE)

@@ -53,11 +53,15 @@ class TraceFile:
 
     def add(self, recording: Recording) -> None:
         """Append what a recording holds."""
-        with tempfile.TemporaryDirectory(prefix="rolloutctl-") as folder:
+        try:
+            local = tempfile.TemporaryDirectory(prefix="rolloutctl-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise self._given_up(f"no temporary directory can be made: {error}") from error
+        with local as folder:
             raw = Path(folder, "raw.json")
             try:
                 recording.export_chrome_trace(str(raw))
-            except (OSError, RuntimeError) as error:
+            except Exception as error:  # torch's code
                 raise self._given_up(f"torch can't write it to {folder}: {error}") from error
             begin, end = self._events(raw)
             try:
