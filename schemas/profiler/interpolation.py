@@ -1,4 +1,5 @@
-"""References in a configuration: `${a.b}`, `${.sibling}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`. Pure.
+"""References in a configuration: `${a.b}`, `${.sibling}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`,
+`${oc.decode:text}`. Pure.
 
 They mean what they mean to OmegaConf, which trainers keep their configuration with. Only what is asked for is resolved:
 the rest of a trainer's file may refer to things that are known nowhere but in the trainer.
@@ -9,9 +10,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from schemas.errors import ConfigError
-from schemas.profiler.sections import EnvironmentText, is_list, literal, meant, shown, split
+from schemas.profiler.sections import EnvironmentText, is_list, is_quoted, literal, meant, shown, split
 
-RESOLVERS: Final = ("oc.select", "oc.env")
+RESOLVERS: Final = ("oc.select", "oc.env", "oc.decode")
 ABSENT: Final = "???"
 """What OmegaConf writes for a value that is still to be given."""
 _MISSING: Final = object()
@@ -116,6 +117,9 @@ class References:
         name, *default = split(arguments, most=1)
         if resolver == "oc.env":
             return self._variable(name, default, path)
+        if resolver == "oc.decode":
+            text = self._argument(arguments, path)
+            return literal(text) if isinstance(text, str) else text
         found = self._find(self._absolute(str(self._argument(name, path)), path))
         if found is _MISSING:
             return self._argument(default[0], path) if default else None
@@ -128,10 +132,14 @@ class References:
         if not default:
             raise ConfigError(f"{'.'.join(path)} needs the environment variable {name}, which is not set")
         given = self._argument(default[0], path)
-        return EnvironmentText(given) if isinstance(given, str) else given
+        return None if given is None else EnvironmentText(given)  # a text, as it would be out of the environment
 
     def _argument(self, text: str, path: Path) -> object:
-        return self._filled(text, path) if "${" in text else literal(text)
+        if "${" not in text:
+            return literal(text)
+        if text.startswith("[") and text.endswith("]"):
+            return [self._argument(part, path) for part in split(text[1:-1])]
+        return self._filled(text[1:-1] if is_quoted(text) else text, path)
 
     def _absolute(self, reference: str, path: Path) -> Path:
         """The path that is meant: `.a` is beside the key, `..a` one level above it; a[b] is another way to say a.b."""

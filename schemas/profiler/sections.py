@@ -150,7 +150,7 @@ def literal(text: str) -> object:
     text = text.strip()
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if re.fullmatch(r"[-+]?\d+", text):
+    if re.fullmatch(r"[-+]?\d+(_\d+)*", text):
         return int(text)
     if re.fullmatch(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", text):
         return float(text)
@@ -158,9 +158,11 @@ def literal(text: str) -> object:
         return {}
     if text.startswith("[") and text.endswith("]"):
         return [literal(part) for part in split(text[1:-1])]
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    return text
+    return text[1:-1] if is_quoted(text) else text
+
+
+def is_quoted(text: str) -> bool:
+    return len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
 
 
 def split(text: str, most: int = -1) -> list[str]:

@@ -40,6 +40,14 @@ TREE: dict[str, Any] = {
     "spaced": "${ oc.select: a.x , 1 }",
     "escaped": r"\${top}",
     "env": "${oc.env:ROOT}/x",
+    "list_nested": "${oc.select:a.x,[${number},'${top}, too',[${top}]]}",
+    "quoted_nested": "${oc.select:a.x,'${top}, too'}",
+    "grouped": "${oc.select:a.x,100_000}",
+    "env_number": "${oc.env:NOT_SET,3}",
+    "env_flag": "${oc.env:NOT_SET,true}",
+    "decoded": "${oc.decode:${oc.env:NUMBERS}}",
+    "decoded_default": "${oc.decode:${oc.env:NOT_SET,[1,2]}}",
+    "decoded_null": "${oc.decode:null}",
     "env_default": "${oc.env:NOT_SET,none given}",
     "env_null": "${oc.env:NOT_SET,null}",
 }
@@ -48,12 +56,14 @@ KEYS = sorted(set(TREE) - {"a", "missing", "spaced"})
 
 @pytest.mark.parametrize("key", [*KEYS, "a.same", "a.up", "a.list"])
 def test_a_reference_means_what_it_means_to_omegaconf(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROOT", "/data")
+    variables = {"ROOT": "/data", "NUMBERS": "[1, 5]"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("NOT_SET", raising=False)
     theirs = OmegaConf.select(OmegaConf.create(TREE), key)
     if OmegaConf.is_config(theirs):
         theirs = OmegaConf.to_container(theirs, resolve=True)
-    assert References(TREE, {"ROOT": "/data"}).at(key) == theirs
+    assert References(TREE, variables).at(key) == theirs
 
 
 def test_blanks_around_the_parts_do_not_count() -> None:
@@ -89,15 +99,15 @@ def test_what_is_still_to_be_given_is_not_there() -> None:
         (
             {"x": "${now:%Y}"},
             (
-                "x is resolved by 'now', which only the trainer knows: allowed are oc.select, oc.env and plain "
-                "references, or a configuration that is resolved already"
+                "x is resolved by 'now', which only the trainer knows: allowed are oc.select, oc.env, oc.decode and "
+                "plain references, or a configuration that is resolved already"
             ),
         ),
         (
             {"x": "${oc.selct:y,1}"},
             (
-                "x is resolved by 'oc.selct', which only the trainer knows: allowed are oc.select, oc.env and plain "
-                "references, or a configuration that is resolved already; did you mean oc.select?"
+                "x is resolved by 'oc.selct', which only the trainer knows: allowed are oc.select, oc.env, oc.decode and "
+                "plain references, or a configuration that is resolved already; did you mean oc.select?"
             ),
         ),
         ({"x": "${oc.env:NOT_SET}"}, "x needs the environment variable NOT_SET, which is not set"),
