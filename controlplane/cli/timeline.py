@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from controlplane.timeline.file import write_timeline
+from controlplane.timeline.file import Timeline, write_timeline
 
 
 @click.command(short_help="A run and its traces in one file for Perfetto.")
@@ -32,6 +32,8 @@ def timeline(file: Path, out: Path | None, roots: tuple[Path, ...], force: bool,
     is looked for below the roots and compared with its size and sha256. What is missing or another file is named, and
     left out. Printed for each agent: how far its clock was from the bus's, and by how much that may be wrong.
 
+    Ends with 1 if the log could not be read to its end: what could is drawn.
+
     \b
       rolloutctl timeline run.db -o run.perfetto.json.gz --traces /mnt/node0/traces --traces /mnt/node1/traces
     """
@@ -39,7 +41,13 @@ def timeline(file: Path, out: Path | None, roots: tuple[Path, ...], force: bool,
     written = write_timeline(file, out, roots, force=force, say=lambda text: click.echo(text, err=True))
     if as_json:
         click.echo(msgspec.json.encode(written))
-        return
+    else:
+        _tell(written)
+    if not written.whole:
+        click.get_current_context().exit(1)
+
+
+def _tell(written: Timeline) -> None:
     for clock in written.clocks:
         click.echo(str(clock))
     for warning in written.warnings:

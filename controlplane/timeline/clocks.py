@@ -13,7 +13,6 @@ nothing of the wall clocks of their nodes: traces from there are taken as they a
 from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from controlplane.entries import LogEntry, coordinator_effects_decoder, coordinator_event_decoder
@@ -27,6 +26,7 @@ from controlplane.events import (
     StatusReceived,
 )
 from schemas.commands import ProfileCommand
+from schemas.errors import LogCorrupt
 from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Outcome, Trace
@@ -187,6 +187,7 @@ class Survey:
     traces: what agents told of, each file once.   begins_ns: the first moment of all, agents' too.
     first_ns, last_ns: of the records, by the bus's clock.   last: position of the last record.
     unreadable: positions of records that another version wrote.
+    damage: why the log could not be read on after `last`; '' if it could.
     """
 
     def __init__(self, entries: Iterable[LogEntry]) -> None:
@@ -196,6 +197,7 @@ class Survey:
         self.traces: dict[tuple[str, str], ToldTrace] = {}  # by agent and digest
         self.first_ns = self.last_ns = self.last = 0
         self.unreadable: list[int] = []
+        self.damage = ""
         self._published: OrderedDict[int, int] = OrderedDict()
         self._answered: OrderedDict[tuple[str, int], int] = OrderedDict()  # answers, until their agents' records tell
         self._sent: OrderedDict[tuple[str, int], int] = OrderedDict()  # by their agents' clocks, until they arrive
@@ -214,7 +216,11 @@ class Survey:
 
     def surveyed(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
         """The same log, read again, as far as it went the first time: a run that goes on has written more since."""
-        return takewhile(lambda entry: entry.position <= self.last, entries)
+        for entry in entries:
+            if entry.position <= self.last:
+                yield entry
+            if entry.position >= self.last:
+                return
 
     def clock(self, peer: str) -> AgentClock:
         """That of one incarnation; it knows nothing yet when it is new."""
@@ -226,9 +232,12 @@ class Survey:
         return at_ms * MS + self.clock(peer).monotonic(at_ms).offset_ns
 
     def _passing(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
-        for entry in entries:
-            self.last = entry.position
-            yield entry
+        try:
+            for entry in entries:
+                self.last = entry.position
+                yield entry
+        except LogCorrupt as error:
+            self.damage = str(error)
 
     def _bus(self, one: BusRecord) -> None:
         event, at_ns = one.event, one.at_ns

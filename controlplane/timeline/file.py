@@ -60,7 +60,10 @@ class ClockLine(Struct, frozen=True, kw_only=True):
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """What was written. control_events: of the log.   traced_events: of `traces`.   warnings: what is left out."""
+    """What was written. control_events: of the log.   traced_events: of `traces`.   warnings: what is left out.
+
+    whole: the log could be read to its end.
+    """
 
     run: str
     path: str
@@ -70,6 +73,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     traces: tuple[str, ...]
     clocks: tuple[ClockLine, ...]
     warnings: tuple[str, ...]
+    whole: bool
 
 
 def write_timeline(
@@ -83,7 +87,8 @@ def write_timeline(
     """Write the timeline of a run's log. roots: where the agents' traces lie, or copies of them.
 
     force: write over what is there.   say: told of each trace that is read, since that may take long.
-    Compressed if the name ends with `.gz`. Raises ConfigError, LogError (also when it can't be written), LogCorrupt.
+    Compressed if the name ends with `.gz`. A damaged log is drawn up to there. Raises ConfigError, LogError (also when
+    it can't be written), LogCorrupt for what is no log.
     """
     check_place(out, force, [log])
     for root in roots:
@@ -108,22 +113,25 @@ def write_timeline(
         traces=tuple(str(file.path) for file in files),
         clocks=draft.clocks,
         warnings=tuple(draft.warnings),
+        whole=not draft.survey.damage,
     )
 
 
 class Draft:
     """What goes into one timeline. control_events, traced_events: how many were given so far.
 
-    clocks: of every incarnation in the log.   warnings: what is left out, and why.
+    clocks: of every incarnation in the log.   warnings: what is left out, and why.   survey: that it is made from.
     """
 
     def __init__(self, run: str, survey: Survey) -> None:
         self.control_events = self.traced_events = 0
         self.clocks = tuple(_clock_line(one, survey.last_ns) for one in survey.clocks.values())
         self.warnings: list[str] = []
-        self._run, self._survey = run, survey
+        self._run, self.survey = run, survey
         self._zero_ns = survey.begins_ns
         self._sort = {name: i for i, name in enumerate(sorted(survey.agents, key=self._in_order), start=1)}
+        if survey.damage:
+            self.warnings.append(f"cut off: the log after its record {survey.last}. {survey.damage}")
         if survey.unreadable:
             count, first = len(survey.unreadable), survey.unreadable[0]
             self.warnings.append(f"left out: {count} records of the log that another version wrote, from {first} on")
@@ -131,7 +139,7 @@ class Draft:
     def check(self, roots: Sequence[Path], say: Callable[[str], object]) -> list[TraceFile]:
         """The traces that can be had, in the order in which they were told."""
         files: list[TraceFile] = []
-        told = [one for one in self._survey.traces.values() if is_torch_trace(one.trace.path)]
+        told = [one for one in self.survey.traces.values() if is_torch_trace(one.trace.path)]
         if told and not roots:
             self.warnings.append(f"left out: {len(told)} traces that the log names; give --traces with their root")
             return files
@@ -156,12 +164,12 @@ class Draft:
         lanes = {"": Lanes(BUS_PID, "bus (trainer)", 0)}
         for pid, (name, place) in enumerate(self._sort.items(), start=BUS_PID + 1):
             lanes[name] = Lanes(pid, self._title(name), place * SORTS)
-        control = Control(self._survey, self._zero_ns, lanes)
+        control = Control(self.survey, self._zero_ns, lanes)
         for event in control.events(entries):
             self.control_events += 1
             yield event
         for peer, early_ns in control.early_ns.items():
-            allowed_ns = (self._survey.clock(peer).most_error_ns or 0) + MS  # agents' moments are whole milliseconds
+            allowed_ns = (self.survey.clock(peer).most_error_ns or 0) + MS  # agents' moments are whole milliseconds
             if early_ns > allowed_ns:
                 self.warnings.append(
                     f"agent {peer}: commands seemed to be received up to {early_ns / MS:.3f} ms before they were "
@@ -174,7 +182,7 @@ class Draft:
         for file in files:
             say(f"reading {file.path}")
             name = file.told.peer.partition("/")[0]
-            wall = self._survey.clock(file.told.peer).wall(file.told.told_ns)
+            wall = self.survey.clock(file.told.peer).wall(file.told.told_ns)
             if wall.error_ns is None:
                 self.warnings.append(f"{file.path}: on its node's own clock, whose offset is unknown")
             shift_ns = file.base_ns + wall.offset_ns - self._zero_ns
@@ -202,7 +210,7 @@ class Draft:
         return f"agent {name} (clock {line.offset_ns / MS:+.3f} ± {error_ms:.3f} ms)"
 
     def _whose(self, name: str, file: TraceFile) -> str:
-        place, rank = self._survey.places.get(name), file.told.trace.rank
+        place, rank = self.survey.places.get(name), file.told.trace.rank
         step = f", step {file.told.step}" if file.told.step is not None else ""
         if place is None:
             return f"agent {name}{step}"
@@ -212,7 +220,7 @@ class Draft:
         return f"{whose}{step}"
 
     def _in_order(self, name: str) -> tuple[str, int, int]:
-        place = self._survey.places.get(name)
+        place = self.survey.places.get(name)
         if place is None:
             return name, 0, 0
         return "" if place.role == ROLLOUT else place.role, place.replica, place.node_rank

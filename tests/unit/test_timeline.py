@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 from decimal import Decimal
@@ -263,6 +264,20 @@ def test_the_command_tells_of_each_clock_and_of_what_it_wrote(written: Written, 
     )
     forced = rolloutctl("timeline", log, "-o", out, "--force", "--json")
     assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"
+
+
+def test_a_damaged_log_is_drawn_up_to_there_and_that_is_said(tmp_path: Path) -> None:
+    log = Path(shutil.copy(REPLAYS[0], tmp_path / "run.db"))
+    whole, _ = timeline(log)
+    with sqlite3.connect(log) as connection:
+        connection.execute("update records set body = x'00' where position = 100")
+    connection.close()
+    out = tmp_path / "cut.json"
+    done = rolloutctl("timeline", log, "-o", out)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "warning: cut off: the log after its record 99. " in done.stdout
+    events = read(out)["traceEvents"]
+    assert problems(events) == [] and 50 < len(events) < whole.control_events
 
 
 def test_a_traces_root_that_is_not_there_and_a_file_that_is_no_log_are_named(written: Written, tmp_path: Path) -> None:
