@@ -94,7 +94,7 @@ def _about(name: str, plan: ProfilePlan, who: str, config: ProfilerConfig) -> It
         return
     rollout = name == "rollouts"
     yield f"{name}: {who}"
-    yield f"  tool     {plan.tool}{_details(plan)}"
+    yield f"  tool     {plan.tool}{_details(plan, rollout)}"
     if rollout and plan.tool not in ENGINE_TOOLS:
         yield f"           no inference engine runs {plan.tool}: every agent answers skipped(tool_unsupported)"
         return
@@ -106,13 +106,17 @@ def _about(name: str, plan: ProfilePlan, who: str, config: ProfilerConfig) -> It
         yield "  stages   prefill and decode each in a trace of its own"
     if plan.merge:
         yield "  merge    the engine merges the traces of its ranks"
-    yield f"  traces   {_directory(name, plan, config.save_path)}"
+    if plan.tool == "nsys":
+        yield "  traces   none of ours: the report is of the nsys that the rank runs under, wherever that writes it"
+    else:
+        yield f"  traces   {_directory(name, plan, config.save_path)}"
     yield from _end(plan.finish, config.finish_hook_cmd)
 
 
-def _details(plan: ProfilePlan) -> str:
+def _details(plan: ProfilePlan, rollout: bool) -> str:
     if plan.tool in ENGINE_TOOLS:
-        taken = [word for one, word in ACTIVITIES.items() if one in plan.activities]
+        recorded = plan.activities if rollout else plan.activities | {"cpu"}  # the spans of a rank's stages are of it
+        taken = [word for one, word in ACTIVITIES.items() if one in recorded]
         extras = [word for field, word in CONTENTS.items() if getattr(plan, field)]
         options = (
             f"{plan.options.level}, analysis {_yes(plan.options.analysis)}" if isinstance(plan.options, Npu) else ""
@@ -137,6 +141,15 @@ def _recorded(plan: ProfilePlan, rollout: bool) -> str:
             return f"forward steps from {start} on, counted from the session's start, to its stop"
         many = "one forward step" if end - start == 1 else f"{end - start} forward steps"
         return f"forward steps [{start}, {end}) of each session, counted from its start: {many}"
+    match plan.tool:
+        case "torch_memory":
+            return "the whole session, whatever the stages"
+        case "nsys":
+            return "each annotated stage" if plan.discrete else "the whole session, from its first annotated stage on"
+        case "precision_debugger":
+            return "each annotated stage that is watched, in a directory of its own"
+        case "npu":
+            return "each annotated stage, in a trace of its own"
     whole = "each annotated stage, in a trace of its own" if plan.discrete else "the whole session, in one trace"
     if plan.schedule is None:
         return whole
@@ -197,7 +210,9 @@ def _end(finish: Finish, command: str) -> Iterator[str]:
         yield "  finish   the traces of the ranks asked for are moved to the root"
     if finish.hook:
         whom = (
-            "by all agents" if finish.hook_all_ranks else f"by the agents of global ranks {_spelled(finish.hook_ranks)}"
+            "by all agents"
+            if finish.hook_all_ranks
+            else f"by the agents of {_number('global rank', finish.hook_ranks)} {_spelled(finish.hook_ranks)}"
         )
         if not finish.hook_all_ranks and not finish.hook_ranks:
             whom = "by the agents of profiled ranks"

@@ -136,6 +136,11 @@ def _fits(plan: ProfilePlan, section: Section) -> None:
         }
         if plan.tool != "torch":
             others["schedule"] = f"only the tool torch has one, and this is {plan.tool}"
+    if plan.tool == "torch_memory":
+        others["discrete"] = "a snapshot is of whole sessions"
+    if plan.tool not in _DEFAULT_CONTENTS and section.items("contents", ""):
+        said = shown(section.values.get("contents"))
+        raise ConfigError(f"{section.key('contents')} is {said}, and has no meaning there: {plan.tool} has none")
     for key, advice in others.items():
         if getattr(plan, key) not in (None, False):
             said = shown(section.values.get(key))

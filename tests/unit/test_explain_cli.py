@@ -48,7 +48,7 @@ def test_a_file_of_ours() -> None:
         hook,
         "critic: all ranks",
         "  tool     torch_memory: 100000 allocations, a snapshot of 2 profiled steps",
-        "  records  the whole session, in one trace",
+        "  records  the whole session, whatever the stages",
         "  traces   /data/profile/global_step_<N>/critic_rank_<r>/",
         hook,
     ]
@@ -185,6 +185,34 @@ def test_cycles_of_a_schedule() -> None:
         assert f"of mini-batches: skip 0, then {words} wait 0, warm up 0, record 2" in lines[4]
 
 
+@pytest.mark.parametrize(
+    ("plan", "records"),
+    [
+        (ProfilePlan(), "the whole session, in one trace"),
+        (ProfilePlan(discrete=True), "each annotated stage, in a trace of its own"),
+        (ProfilePlan(tool="npu"), "each annotated stage, in a trace of its own"),
+        (ProfilePlan(tool="torch_memory"), "the whole session, whatever the stages"),
+        (ProfilePlan(tool="precision_debugger"), "each annotated stage that is watched, in a directory of its own"),
+        (ProfilePlan(tool="nsys"), "the whole session, from its first annotated stage on"),
+        (ProfilePlan(tool="nsys", discrete=True), "each annotated stage"),
+    ],
+)
+def test_what_each_tool_records_of_a_training_rank(plan: ProfilePlan, records: str) -> None:
+    lines = said(ProfilePlan(enabled=False), roles={"actor": plan}, save_path="/t")
+    assert f"  records  {records}" in lines
+    assert lines[-1] == (
+        "  traces   none of ours: the report is of the nsys that the rank runs under, wherever that writes it"
+        if plan.tool == "nsys"
+        else "  traces   /t/global_step_<N>/actor_rank_<r>/"
+    )
+
+
+def test_a_training_rank_records_the_cpu_whether_it_is_named_or_not() -> None:
+    plan = ProfilePlan(activities=frozenset({"cuda"}))
+    tools = [line for line in said(plan, roles={"actor": plan}) if line.startswith("  tool")]
+    assert tools == ["  tool     torch: CUDA", "  tool     torch: CPU, CUDA"]
+
+
 def test_steps_of_one_plan() -> None:
     assert "  steps    1 of them" in said(ProfilePlan(steps=frozenset({1, 4})))
     assert "  steps    none of them" in said(ProfilePlan(steps=frozenset({4})))
@@ -213,6 +241,7 @@ def test_without_a_root_each_agent_has_its_own() -> None:
     [
         (Finish(hook=True), "by the agents of profiled ranks"),
         (Finish(hook=True, hook_all_ranks=True), "by all agents"),
+        (Finish(hook=True, hook_ranks=frozenset({8})), "by the agents of global rank 8"),
         (Finish(hook=True, hook_ranks=frozenset({0, 8})), "by the agents of global ranks 0 and 8"),
     ],
 )

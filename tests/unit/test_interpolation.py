@@ -106,8 +106,8 @@ def test_what_is_still_to_be_given_is_not_there() -> None:
         (
             {"x": "${oc.selct:y,1}"},
             (
-                "x is resolved by 'oc.selct', which only the trainer knows: allowed are oc.select, oc.env, oc.decode and "
-                "plain references, or a configuration that is resolved already; did you mean oc.select?"
+                "x is resolved by 'oc.selct', which only the trainer knows: allowed are oc.select, oc.env, oc.decode "
+                "and plain references, or a configuration that is resolved already; did you mean oc.select?"
             ),
         ),
         ({"x": "${oc.env:NOT_SET}"}, "x needs the environment variable NOT_SET, which is not set"),

@@ -175,6 +175,7 @@ schedules = st.builds(Schedule, active=st.integers(1, 9), wait=count, warmup=cou
 
 
 def plan(tool: str, role: bool) -> st.SearchStrategy[ProfilePlan]:
+    chosen, nothing = tool in ("torch", "npu"), ProfilePlan().activities
     return st.builds(
         ProfilePlan,
         enabled=st.booleans(),
@@ -183,13 +184,13 @@ def plan(tool: str, role: bool) -> st.SearchStrategy[ProfilePlan]:
         ranks=st.none() | some,
         replicas=st.just(None) if role else st.none() | some,
         window=st.just(None) if role else st.none() | windows,
-        activities=st.frozensets(st.sampled_from(["cpu", "cuda", "memory", "npu"])),
-        with_stack=st.booleans(),
-        with_modules=st.booleans(),
-        record_shapes=st.booleans(),
+        activities=st.frozensets(st.sampled_from(["cpu", "cuda", "memory", "npu"])) if chosen else st.just(nothing),
+        with_stack=st.booleans() if chosen else st.just(False),
+        with_modules=st.booleans() if chosen else st.just(False),
+        record_shapes=st.booleans() if chosen else st.just(False),
         by_stage=st.just(False) if role else st.booleans(),
         merge=st.just(False) if role else st.booleans(),
-        discrete=st.booleans(),
+        discrete=st.just(False) if tool == "torch_memory" else st.booleans(),
         schedule=st.none() | schedules if role and tool == "torch" else st.none(),
         options=options[tool],
         layout=st.sampled_from(["step", "verl_step", "verl"]),
@@ -371,6 +372,14 @@ PLAN = (
                 "roles.a.schedule is a mapping with active, and has no meaning there: only the tool torch has one, "
                 "and this is npu"
             ),
+        ),
+        (
+            {"roles": {"a": {"tool": "nsys", "contents": ["cuda", "stack"]}}},
+            "roles.a.contents is ['cuda', 'stack'], and has no meaning there: nsys has none",
+        ),
+        (
+            {"roles": {"a": {"tool": "torch_memory", "discrete": True}}},
+            "roles.a.discrete is true, and has no meaning there: a snapshot is of whole sessions",
         ),
         ({"roles": {"rollout": {}}}, "roles.rollout is no training role: write it as `rollout`, beside `roles`"),
         (
