@@ -326,6 +326,8 @@ class Gathering:
             return  # the invariants say so
         facts.ended = True
         facts.duration_us = max((one.latency_us for one in report.outcomes), default=max(0, self._at_us - since_us))
+        if any(_left_open(one) for one in report.outcomes):  # by a life of the trainer whose clock is not this one's
+            facts.duration_us = max(0, self._fleet.lanes.end_ns - facts.at_ns) // 1000
         facts.said = alike(report.outcomes)
         for said in facts.said:
             self._counts[said.what] += said.count
@@ -406,7 +408,7 @@ class Gathering:
         """Who was the last, and how far behind the median."""
         acted = sorted((one.latency_us, one.agent) for one in report.outcomes if isinstance(one.conclusion, Acted))
         for one in report.outcomes:
-            if isinstance(one.conclusion, Missing):
+            if isinstance(one.conclusion, Missing) and not _left_open(one):
                 self._straggler(one.agent).missing += 1
         if len(acted) < 2:
             return
@@ -460,3 +462,8 @@ class Gathering:
     def _note_held(self, agent: str, seq: int) -> None:
         if agent in self._seen and len(self._held) < 8 * TROUBLES:
             self._held[agent, seq] = holds(self._seen[agent])
+
+
+def _left_open(outcome: AgentOutcome) -> bool:
+    """The trainer ended before the agent answered, and nobody waited for it any more."""
+    return isinstance(outcome.conclusion, Missing) and outcome.conclusion.why == "bus_restarted"

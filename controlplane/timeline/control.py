@@ -102,7 +102,10 @@ class BusTrack:
         """One record."""
         at_ns = self._last_ns = max(at_ns, self._last_ns)  # a wall clock can be set back
         match event:
-            case Opened():
+            case Opened():  # what the life before left open is concluded now, as far as its log tells of it
+                for effect in effects:
+                    if isinstance(effect, Conclude) and isinstance(effect.report, Report):
+                        yield from self._conclude(effect.report, at_ns)
                 yield from self.end(at_ns)
                 yield self._instant("fleet", f"the bus of run {event.run} opens", at_ns)
             case HelloReceived():

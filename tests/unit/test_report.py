@@ -175,6 +175,18 @@ def test_a_command_that_never_ended_is_named() -> None:
     assert not bus.report().steps[-1].bad
 
 
+def test_what_a_trainer_left_open_took_until_its_next_life_and_is_no_agents_fault() -> None:
+    bus = Recorded("0.0", "1.0")
+    bus.issue(PAUSE, timeout_ms=600_000)
+    bus.answer(a0_0=DONE)
+    bus.open()
+    report = bus.report()
+    (left,) = [one for one in report.steps[0].commands if one.words == "pause"]
+    assert (left.ended, left.duration_us) == (True, 2_000_000)  # and not the ten minutes that it had
+    assert [(one.what, one.why) for one in report.troubles] == [("missing", "bus_restarted")]
+    assert report.stragglers == []
+
+
 def test_an_agent_that_was_not_ready_at_the_end_is_no_good_news() -> None:
     bus = Recorded("0.0", "1.0")
     for agent, ready in (("0.0", True), ("1.0", False)):

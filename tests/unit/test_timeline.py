@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from controlplane.log import RunLog
 from controlplane.timeline.clocks import Survey
 from controlplane.timeline.file import Draft, Timeline, write_timeline
+from controlplane.timeline.tracks import TraceEvent
 from schemas.errors import ConfigError, LogError
 from schemas.events import Answer, CommandReceived
 from schemas.identity import Identity
@@ -22,6 +23,7 @@ from schemas.outcomes import Reason as Why
 from schemas.records import RecordFile
 from tests.timeline.trace_events import Event, problems, read
 from tests.timeline.written import FLUSH, MS, START_NS, Written
+from tests.unit.test_report import Recorded as LoggedBus
 
 REPLAYS = sorted((Path(__file__).parents[1] / "replays").glob("*.db"))
 PRIMARY = Identity(replica=0, node_rank=0)
@@ -264,6 +266,25 @@ def test_the_command_tells_of_each_clock_and_of_what_it_wrote(written: Written, 
     )
     forced = rolloutctl("timeline", log, "-o", out, "--force", "--json")
     assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"
+
+
+def test_what_a_trainer_left_open_is_concluded_by_its_next_life() -> None:
+    bus = LoggedBus("0.0", "1.0")
+    bus.issue(FLUSH)
+    bus.answer(a0_0=FLUSHED)
+    bus.open()
+    (left,) = [one for one in drawn(bus) if one.ph == "X" and one.name.startswith("flush")]
+    assert left.args == {
+        "kind": "command",
+        "seq": 2,
+        "epoch": 1,
+        "0.0": "acted (flush)",
+        "1.0": "missing (bus_restarted)",
+    }
+
+
+def drawn(bus: LoggedBus) -> list[TraceEvent]:
+    return list(Draft("run", Survey(bus.entries)).control(bus.entries))
 
 
 def test_a_damaged_log_is_drawn_up_to_there_and_that_is_said(tmp_path: Path) -> None:
