@@ -177,7 +177,9 @@ def _placed(readings: Sequence[Reading], at_ns: int) -> Offset:
     before, after = readings[max(0, at - 1)], readings[min(at, len(readings) - 1)]
     rise = after.offset_ns - before.offset_ns
     part = rise * (at_ns - before.at_ns) // max(1, after.at_ns - before.at_ns)
-    return Offset(before.offset_ns + part, max(before.error_ns, after.error_ns) + abs(rise))
+    away_ns = max(0, before.at_ns - at_ns, at_ns - after.at_ns)  # before the first of all, or after the last
+    drift_ns = away_ns * DRIFT_PPM // 1_000_000
+    return Offset(before.offset_ns + part, max(before.error_ns, after.error_ns) + abs(rise) + drift_ns)
 
 
 class Survey:

@@ -123,6 +123,15 @@ def test_between_estimates_that_contradict_each_other_a_line_is_drawn(written: W
     assert abs(decided["ts"] - (20_099_000 + 2_010)) < 1  # 6 ms in 60 s make 2.01 ms in 20.1 s
 
 
+def test_the_error_grows_after_the_last_estimate_even_if_it_contradicts_the_one_before(written: Written) -> None:
+    was_set = replace(written.clock(1_000), offset_ns=6 * MS)
+    peer = written.joins(PRIMARY, clocks=(written.clock(0), was_set))
+    written.commands(peer, 601_000, 4, FLUSHED)
+    told, _ = timeline(written.close())
+    error_ns = told.clocks[0].error_ns
+    assert error_ns is not None and abs(error_ns - 9 * MS) < MS / 10  # 15 ppm of ten minutes
+
+
 def test_a_poor_estimate_does_not_spoil_a_good_one(written: Written) -> None:
     poor = replace(written.clock(1), offset_ns=9 * MS, error_ns=10 * MS)
     peer = written.joins(PRIMARY, clocks=(poor, written.clock(500)))
