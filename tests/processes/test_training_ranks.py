@@ -245,6 +245,30 @@ def test_a_trainer_that_forgets_to_close_ends_all_the_same(tmp_path: Path, endin
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_stage_that_outlives_a_window_does_not_kill_the_process_that_trains(tmp_path: Path) -> None:
+    """torch ends a span in memory that it has freed, when the next window is recorded by then."""
+    code = """
+import sys, pathlib
+from schemas.commands import ProfilePlan, Schedule
+from tests.unit.rank_sessions import Commanded, work
+from workers.profilers import annotate, mini_batch
+rank = Commanded(pathlib.Path(sys.argv[1]))
+for step in range(40):
+    rank.start(ProfilePlan(schedule=Schedule(active=1)), step=step)
+    with annotate("update", scheduled=True):
+        for _ in range(6):
+            with annotate("forward"):
+                work()
+                mini_batch()
+        work()
+    assert len(rank.stop().traces) == 6
+print("trained")
+"""
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+
+
 def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Path) -> None:
     with ExitStack() as stack:
         plane = stack.enter_context(ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK))

@@ -10,6 +10,8 @@ What was found by experiment with torch 2.13, and is why it is built so:
 - So a profiler runs from the beginning to the end of an outermost stage, on its thread, and never between two of them:
   there the thread might not come back before a stop has to be answered. A session that is not discrete joins what its
   stages left into one trace. Who wants to see what lies between the stages annotates the whole step as one.
+- A span that is open when a recording ends, and is left while the next one runs, is written into memory that torch has
+  freed: the process dies, now or later. So spans of stages end with the recording.
 - There is one such profiler per process: two threads that start one bring the process down, and a second start on one
   thread silently takes the first one's place. `torch.autograd.profiler._is_profiler_enabled` tells of any.
 """
@@ -41,6 +43,18 @@ _in_use = threading.Lock()
 
 LISTED: Final = 150
 """Traces that one outcome names; more have no room in a message."""
+
+
+class _Here(threading.local):
+    """Whether one of our profilers records this thread, and the spans in what it records."""
+
+    recording = False
+
+    def __init__(self) -> None:
+        self.spans: list[_Span] = []
+
+
+_here = _Here()
 
 
 class TorchRecorder:
@@ -99,7 +113,7 @@ class TorchRecorder:
                 raise EngineError(f"torch's profiler failed between two mini-batches: {error}.") from error
 
     def mark(self, stage: str) -> AbstractContextManager[object]:
-        return record_function(stage)
+        return _Span(stage)
 
     def close(self) -> Returned:
         self._writer.put(self._finish_whole)
@@ -124,6 +138,7 @@ class TorchRecorder:
     def start(self, profiler: profile) -> None:
         """Start it, and label what it records with the place of this rank."""
         profiler.start_trace()
+        _here.recording = True
         place = self._place
         label = {"role": place.identity.role, "rank": place.rank, "step": place.step, "scope": self._scope}
         profiler.add_metadata_json("rolloutctl", json.dumps(label))
@@ -178,7 +193,7 @@ class _Whole:
         recorder.start(self.profiler)
 
     def end(self) -> None:
-        self.profiler.stop_trace()
+        _stop(self.profiler)
 
 
 class _Windows:
@@ -208,7 +223,7 @@ class _Windows:
         elif (profiler := self._profiler) is not None:
             if self._first is None:
                 profiler.start_trace()  # torch takes a profiler that was only warmed up back no other way
-            profiler.stop_trace()
+            _stop(profiler)
 
     def _go_on(self) -> None:
         action = self._action(self.mini_batch_at)
@@ -225,8 +240,41 @@ class _Windows:
         profiler, first = self._profiler, self._first
         self._profiler = self._first = None
         if profiler is not None and first is not None:
-            profiler.stop_trace()
+            _stop(profiler)
             self._recorder.window(profiler, first, last)
+
+
+class _Span:
+    """A stage in what is recorded of this thread, if anything is. It ends with the recording at the latest."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._among = _here.spans
+        self._opened: record_function | None = None
+
+    def __enter__(self) -> None:
+        if _here.recording:
+            self._opened = record_function(self._stage)
+            self._opened.__enter__()  # type: ignore[no-untyped-call]
+            self._among.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        if self._opened is not None:
+            self._among.remove(self)
+            self.end()
+
+    def end(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+
+def _stop(profiler: profile) -> None:
+    """Raises RuntimeError."""
+    _here.recording = False
+    while _here.spans:
+        _here.spans.pop().end()
+    profiler.stop_trace()
 
 
 def action(schedule: Schedule, mini_batch: int) -> ProfilerAction:
