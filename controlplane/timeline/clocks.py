@@ -164,9 +164,13 @@ class AgentClock:
 
 
 def _placed(readings: Sequence[Reading], at_ns: int) -> Offset:
-    """The offset that all estimates around a moment agree on, each grown by what clocks drift until there."""
+    """The offset that all estimates around a moment agree on, each grown by what clocks drift until there.
+
+    An estimate that contradicts a nearer one on its side is of a time before a clock was set, or after.
+    """
     at = bisect(readings, at_ns, key=lambda one: one.at_ns)
-    around = readings[max(0, at - 2) : at + 2]
+    around = [one for one in readings[max(0, at - 2) : at] if _agree(one, readings[at - 1])]
+    around += [one for one in readings[at : at + 2] if _agree(one, readings[at])]
     grown = [one.error_ns + abs(at_ns - one.at_ns) * DRIFT_PPM // 1_000_000 for one in around]
     least = max(one.offset_ns - error for one, error in zip(around, grown, strict=True))
     most = min(one.offset_ns + error for one, error in zip(around, grown, strict=True))
@@ -177,9 +181,13 @@ def _placed(readings: Sequence[Reading], at_ns: int) -> Offset:
     before, after = readings[max(0, at - 1)], readings[min(at, len(readings) - 1)]
     rise = after.offset_ns - before.offset_ns
     part = rise * (at_ns - before.at_ns) // max(1, after.at_ns - before.at_ns)
-    away_ns = max(0, before.at_ns - at_ns, at_ns - after.at_ns)  # before the first of all, or after the last
-    drift_ns = away_ns * DRIFT_PPM // 1_000_000
-    return Offset(before.offset_ns + part, max(before.error_ns, after.error_ns) + abs(rise) + drift_ns)
+    return Offset(before.offset_ns + part, max(before.error_ns, after.error_ns) + abs(rise))
+
+
+def _agree(one: Reading, other: Reading) -> bool:
+    """Both can be right, as clocks drift."""
+    drift_ns = abs(one.at_ns - other.at_ns) * DRIFT_PPM // 1_000_000
+    return abs(one.offset_ns - other.offset_ns) <= one.error_ns + other.error_ns + drift_ns
 
 
 class Survey:
