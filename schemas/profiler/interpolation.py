@@ -48,11 +48,11 @@ class References:
                 node = list(node)[int(part)]
             else:
                 return _MISSING
-        return _MISSING if node is _MISSING or node == ABSENT else self._resolved(node, path)
+        return _MISSING if node is _MISSING or _absent(node) else self._resolved(node, path)
 
     def _resolved(self, value: object, path: Path) -> object:
         if isinstance(value, Mapping):
-            return {str(key): self._resolved(one, (*path, str(key))) for key, one in value.items() if one != ABSENT}
+            return {str(key): self._resolved(one, (*path, str(key))) for key, one in value.items() if not _absent(one)}
         if isinstance(value, str):
             return self._text(value, path) if "${" in value else value
         if is_list(value):
@@ -156,6 +156,11 @@ def _called(inner: str) -> tuple[str, str, str]:
     return (resolver.strip(), colon, inner[len(resolver) + 1 :]) if colon else (inner, "", "")
 
 
+def _absent(value: object) -> bool:
+    """Only a text is compared: what else a trainer keeps, an array say, may not compare as a yes or no."""
+    return isinstance(value, str) and value == ABSENT
+
+
 def overlay(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """Both, with what stands above where both say something. Nothing above a mapping leaves that mapping."""
     both = dict(below)
@@ -163,6 +168,6 @@ def overlay(below: Mapping[str, object], above: Mapping[str, object]) -> dict[st
         under = both.get(key)
         if isinstance(under, Mapping) and isinstance(value, Mapping):
             both[key] = overlay(under, value)
-        elif value != ABSENT and not (isinstance(under, Mapping) and value is None):
+        elif not _absent(value) and not (isinstance(under, Mapping) and value is None):
             both[key] = value
     return both

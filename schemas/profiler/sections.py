@@ -81,10 +81,13 @@ class Section:
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         """One of a few words."""
-        value = self.text(name, default)
-        if value not in allowed:
-            raise self.wrong(name, f"one of {', '.join(allowed)}{meant(value, allowed)}")
-        return value
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str) or value not in allowed:
+            close = meant(value, allowed) if isinstance(value, str) else ""
+            raise self.wrong(name, f"one of {', '.join(allowed)}{close}")
+        return str(value)
 
     def items(self, name: str, allowed: str) -> list[object] | None:
         """The elements of a list, or None when nothing stands there. allowed: of what, for the error."""

@@ -194,6 +194,7 @@ def _plan(section: Section, layout: Layout) -> tuple[ProfilePlan, Section]:
     name = _tool(section)
     tool = _options_of(section, name or "torch")
     contents = _contents(tool, name)
+    everybody, some = section.flag("finish_hook_all_ranks"), section.numbers("finish_hook_ranks")
     plan = ProfilePlan(
         enabled=section.flag("enable") and name is not None,
         tool=name or "torch",
@@ -210,8 +211,8 @@ def _plan(section: Section, layout: Layout) -> tuple[ProfilePlan, Section]:
         finish=Finish(
             relocate=section.flag("relocate_results"),
             hook=bool(section.text("finish_hook_cmd")),
-            hook_all_ranks=section.flag("finish_hook_all_ranks"),
-            hook_ranks=section.numbers("finish_hook_ranks") or frozenset(),
+            hook_all_ranks=everybody,
+            hook_ranks=frozenset() if everybody else some or frozenset(),
         ),
     )
     return plan, tool
@@ -492,10 +493,10 @@ def _unknown_tools(section: Section, tools: tuple[str, ...]) -> list[str]:
         if name not in tools:
             advice = "; write it in tool_config of a role" if name in TOOLS else meant(name, tools)
             remarks.append(_remark(section.key(name), advice))
-        elif isinstance(section.values[name], Mapping):
+        else:
             tool = section.section(name)
             remarks += _unknown(tool, TOOL_KEYS[name], TOOL_KEYS)
-            if isinstance(tool.values.get("schedule"), Mapping):
+            if "schedule" in TOOL_KEYS[name]:
                 remarks += _unknown(tool.section("schedule"), SCHEDULE_KEYS)
     return remarks
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule, TorchMemory, Window
 from schemas.config import ProfilerConfig
-from schemas.profiler import verl
+from schemas.profiler import own_yaml, verl
 from schemas.profiler.files import ConfigWarning
 from schemas.profiler.verl_keys import CONTENTS, DEFAULTS, TOOLS
 from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, actor, critic, plan, refused, remarks, rollout
@@ -225,6 +225,26 @@ def test_sections_that_are_references_are_read_as_what_they_stand_for() -> None:
     tree["shared"] = {"nsys": {"discrete": True}}
     tree["global_profiler"]["global_tool_config"] = "${shared}"
     assert ProfilerConfig.from_verl(tree).roles["actor"].discrete
+
+
+def test_a_hook_for_all_ranks_is_not_one_for_some() -> None:
+    """So that what is written as our YAML is read back as the same."""
+    asked, _ = verl.read(rollout(finish_hook_cmd="send", finish_hook_all_ranks=True, finish_hook_ranks=[1]), {})
+    assert asked.plan.finish == Finish(hook=True, hook_all_ranks=True)
+    assert own_yaml.read(own_yaml.written(asked), {}) == asked
+
+
+def test_what_else_a_trainer_keeps_is_left_alone() -> None:
+    class Array:
+        """As numpy's: whether it is equal to something is no yes or no."""
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("the truth value of an array is ambiguous")
+
+    tree = rollout()
+    assert ProfilerConfig.from_verl({**tree, "data": {"weights": Array()}}) == ProfilerConfig.from_verl(tree)
 
 
 def test_what_verl_takes_for_everybody_s_is_said_to_be() -> None:

@@ -221,6 +221,18 @@ COUNTS = "whole numbers of at least 0"
             nested("global_profiler.profile_continuous_steps", "maybe"),
             "global_profiler.profile_continuous_steps is 'maybe': allowed is true or false",
         ),
+        (
+            nested("global_profiler.tool", ["torch"]),
+            "global_profiler.tool is ['torch']: allowed is one of torch, npu, nsys, torch_memory, precision_debugger",
+        ),
+        (
+            nested("global_profiler.global_tool_config.torch_memory", [1]),
+            "global_profiler.global_tool_config.torch_memory is [1]: allowed is a mapping of keys",
+        ),
+        (
+            rollout(tool="npu", tool_config={"npu": {}, "torch": "all"}),
+            f"{TORCH} is 'all': allowed is a mapping of keys",
+        ),
         (nested("global_profiler.save_path", 3), "save_path is 3: allowed is a text"),
         (nested("global_profiler", [1]), "global_profiler is [1]: allowed is a mapping of keys"),
         (nested("global_profiler.global_tool_config", 1), "global_tool_config is 1: allowed is a mapping of keys"),
