@@ -396,6 +396,9 @@ def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, r
     for one in on:
         remarks += _unused_ranks(one)
         remarks += _unused_options(one)
+    debugger = top.section("global_tool_config").section("precision_debugger")
+    if any(one.plan.tool == "precision_debugger" for one in on) and debugger.values.get("steps") is not None:
+        remarks.append(_STEPS_OF_ITS_OWN.format(debugger.key("steps")))
     if any(one.plan.tool == "nsys" for one in on):
         options = top.section("global_tool_config").section("nsys")
         remarks += [
@@ -405,6 +408,9 @@ def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, r
             if options.values.get(key)
         ]
     return remarks
+
+
+_STEPS_OF_ITS_OWN = "{} is not acted on, by verl neither: write global_profiler.steps"
 
 
 def _unused_ranks(one: _Asked) -> Iterator[str]:
@@ -438,7 +444,7 @@ def _unused_options(one: _Asked) -> list[str]:
         remarks.append(f"{tool.key('kw_args')} is not acted on: write context, stacks and trace_alloc_max_entries")
     if one.plan.tool == "precision_debugger":
         if tool.values.get("steps") is not None:
-            remarks.append(f"{tool.key('steps')} is not acted on, by verl neither: write global_profiler.steps")
+            remarks.append(_STEPS_OF_ITS_OWN.format(tool.key("steps")))
         remarks += [
             f"{tool.key('stages')} holds {shown(stage)}, which is no stage of verl{meant(str(stage), STAGES)}"
             for stage in tool.items("stages", "stages") or []

@@ -188,6 +188,16 @@ def test_remarks_are_warnings_on_the_line_that_asked() -> None:
             ),
         ),
         (
+            {
+                **critic("precision_debugger"),
+                "global_profiler": {"steps": [1], "global_tool_config": {"precision_debugger": {"steps": [3]}}},
+            },
+            (
+                "global_profiler.global_tool_config.precision_debugger.steps is not acted on, by verl neither: write "
+                "global_profiler.steps"
+            ),
+        ),
+        (
             critic("precision_debugger", stages=["actor_updat"]),
             (
                 "critic.profiler.tool_config.precision_debugger.stages holds 'actor_updat', which is no stage of "
