@@ -36,6 +36,7 @@ from schemas.errors import ConfigError
 from schemas.profiler.interpolation import ABSENT, References, overlay
 from schemas.profiler.sections import Section, is_list, is_whole, meant, shown
 from schemas.profiler.verl_keys import (
+    ACTOR,
     CONTENTS,
     DEFAULTS,
     GLOBAL_KEYS,
@@ -108,6 +109,13 @@ def read(
     plan = asked[0].plan
     if any(one.finish.hook for one in roles.values()):
         # As in verl: the hook is the training ranks', and with engines on their nodes would run there twice.
+        heir_of = Section(references.at(ACTOR), ACTOR)
+        remarks += [
+            f"{engine.key(key)} is not acted on, by verl neither: training ranks run the command, and those that their "
+            "sections name"
+            for key in ("finish_hook_all_ranks", "finish_hook_ranks")
+            if plan.enabled and engine.values.get(key) and engine.values.get(key) != heir_of.values.get(key)
+        ]
         plan = replace(plan, finish=Finish(relocate=plan.finish.relocate))
     config = ProfilerConfig(
         plan=plan,

@@ -211,6 +211,15 @@ def test_the_hook_is_run_by_training_ranks_and_by_agents_of_engines_only_without
     config = ProfilerConfig.from_verl(actor(**hook))
     assert config.roles["actor"].finish == Finish(relocate=True, hook=True)
     assert config.plan.finish == Finish(relocate=True)
+    tree = actor(**hook, finish_hook_ranks=[0])
+    assert remarks(tree) == []
+    tree["actor_rollout_ref"]["rollout"]["profiler"]["finish_hook_ranks"] = [8]
+    assert remarks(tree) == [
+        (
+            f"{ROLLOUT}.finish_hook_ranks is not acted on, by verl neither: training ranks run the command, and those "
+            "that their sections name"
+        )
+    ]
     alone = plan(finish_hook_cmd="send", relocate_results=True)
     assert alone.finish == Finish(relocate=True, hook=True)
 
