@@ -37,13 +37,12 @@ class FinishHook:
 
     async def run(self, tool: str, steps: tuple[int, ...]) -> bool:
         """Run it; return whether it still runs. Raises EngineError when it failed or can't be started."""
-        log = self._root / f".finish_hook-{self._identity.agent}.log"
+        bell, log = Doorbell(), self._log
         try:
-            process = await to_thread.run_sync(self._start, log, {**os.environ, **self._told(tool, steps)})
-        except OSError as error:
-            raise EngineError(f"the finish hook was not started: {error.strerror}: {error.filename}.") from error
-        bell = Doorbell()
-        Thread(target=self._await_end, args=(process, bell, log), name="finish-hook", daemon=True).start()
+            process = await to_thread.run_sync(self.begin, tool, steps, bell)
+        except EngineError:
+            bell.close()
+            raise
         try:
             with anyio.move_on_after(PATIENCE_S):
                 await bell.wait()
@@ -62,9 +61,23 @@ class FinishHook:
             )
         return False
 
-    def _await_end(self, process: "subprocess.Popen[bytes]", bell: Doorbell, log: Path) -> None:
+    def begin(self, tool: str, steps: tuple[int, ...], bell: Doorbell | None = None) -> "subprocess.Popen[bytes]":
+        """Start it; its end rings the bell, and is logged. Raises EngineError when it can't be started."""
+        try:
+            process = self._start(self._log, {**os.environ, **self._told(tool, steps)})
+        except OSError as error:
+            raise EngineError(f"the finish hook was not started: {error.strerror}: {error.filename}.") from error
+        Thread(target=self._await_end, args=(process, bell, self._log), name="finish-hook", daemon=True).start()
+        return process
+
+    @property
+    def _log(self) -> Path:
+        return self._root / f".finish_hook-{self._identity.agent}.log"
+
+    def _await_end(self, process: "subprocess.Popen[bytes]", bell: Doorbell | None, log: Path) -> None:
         code = process.wait()
-        bell.ring()
+        if bell is not None:
+            bell.ring()
         level = logging.INFO if code == 0 else logging.WARNING
         logger.log(level, "agent %s: the finish hook ended with exit code %d: %s", self._identity.agent, code, log)
 

@@ -13,10 +13,14 @@ import re
 import shutil
 import tempfile
 import zlib
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
+import anyio
 from anyio import to_thread
 
 from schemas.commands import ProfilePlan
@@ -24,6 +28,8 @@ from schemas.errors import EngineError
 from schemas.events import CollectTraces, DiskCall, FinishProfile, Returned
 from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Trace
+from schemas.sockets import Doorbell
+from workers import finish_hook
 from workers.finish_hook import FinishHook
 
 logger = logging.getLogger("rolloutctl.agent")
@@ -57,21 +63,61 @@ class NodeTraces:
         return await self._finish(call)
 
     async def _finish(self, call: FinishProfile) -> Returned:
-        plan, finish = call.plan, call.plan.finish
         traces: tuple[Trace, ...] = ()
-        if finish.relocate:
-            traces = await to_thread.run_sync(relocated, self._root, call.directories, plan, self._identity)
+        if call.plan.finish.relocate:
+            moving = self._moving(call)
+            if not await _done(moving, finish_hook.PATIENCE_S):
+                moving.add_done_callback(partial(self._go_on, call))
+                return Returned(hook_running=True)
+            traces = moving.result()
             if len(traces) > LISTED:
                 logger.warning("agent %s: %d traces moved; %d named", self._identity.agent, len(traces), LISTED)
                 traces = traces[:LISTED]
-        if not runs_hook(plan, self._identity):
+        if not runs_hook(call.plan, self._identity):
             return Returned(traces=traces)
+        return Returned(traces=traces, hook_running=await self._require_hook().run(call.plan.tool, call.steps))
+
+    def _moving(self, call: FinishProfile) -> "Future[tuple[Trace, ...]]":
+        """Relocate on a thread, which the end of the process waits for."""
+        moving: Future[tuple[Trace, ...]] = Future()
+
+        def run() -> None:
+            try:
+                moving.set_result(relocated(self._root, call.directories, call.plan, self._identity))
+            except BaseException as error:
+                moving.set_exception(error)
+
+        Thread(target=run, name="relocation").start()
+        return moving
+
+    def _go_on(self, call: FinishProfile, moving: "Future[tuple[Trace, ...]]") -> None:
+        """What is left to be done when a relocation ends that nobody waits for any more."""
+        try:
+            logger.info("agent %s: %d traces moved", self._identity.agent, len(moving.result()))
+            if runs_hook(call.plan, self._identity):
+                self._require_hook().begin(call.plan.tool, call.steps)
+        except EngineError as error:
+            logger.warning("agent %s: profiling was not finished: %s", self._identity.agent, error)
+
+    def _require_hook(self) -> FinishHook:
         if self._hook is None:
             raise EngineError(
                 "the finish hook was not run: this agent was started without one. Give it the same profiler "
                 "configuration as the trainer, or its command (--finish-hook). The traces are where they were written."
             )
-        return Returned(traces=traces, hook_running=await self._hook.run(plan.tool, call.steps))
+        return self._hook
+
+
+async def _done(work: "Future[tuple[Trace, ...]]", within_s: float) -> bool:
+    """Wait, but not for long: an agent that waits here does nothing else, whatever the next step asks of it."""
+    bell = Doorbell()
+    try:
+        work.add_done_callback(lambda _: bell.ring())
+        with anyio.move_on_after(within_s):
+            await bell.wait()
+    finally:
+        bell.close()
+    return work.done()
 
 
 def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:

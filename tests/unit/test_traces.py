@@ -3,6 +3,7 @@
 import gzip
 import json
 import resource
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -15,6 +16,7 @@ from schemas.errors import EngineError
 from schemas.events import CollectTraces, FinishProfile, Returned
 from schemas.identity import Identity
 from schemas.outcomes import Trace
+from tests.unit.rank_sessions import until
 from workers import traces
 from workers.agent import _fitting
 from workers.finish_hook import PATIENCE_S
@@ -285,6 +287,35 @@ async def test_a_hook_that_fails_is_told_though_it_took_the_traces_and_its_log_a
     root, plan = tmp_path / "traces", ProfilePlan(finish=Finish(hook=True))
     with pytest.raises(EngineError, match="exit code 3: it said nothing"):
         await NodeTraces(root, FIRST, f"rm -r {root}; exit 3").perform(finish(plan, 1))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """The agent would do nothing else until then, and the next step wants its engine paused."""
+    root, gate, described = tmp_path / "traces", threading.Event(), traces.described
+
+    def slow(file: Path, root: Path, rank: int | None = None) -> Trace:
+        gate.wait(60)
+        if fails:
+            raise OSError(5, "Input/output error", str(file))
+        return described(file, root, rank)
+
+    monkeypatch.setattr("workers.finish_hook.PATIENCE_S", 0.05)
+    monkeypatch.setattr(traces, "described", slow)
+    plan = ProfilePlan(finish=Finish(relocate=True, hook=True))
+    written(root, plan)
+    hook = f"ls {root} > {tmp_path}/listed; mv {tmp_path}/listed {tmp_path}/moved"
+    found = await NodeTraces(root, FIRST, hook).perform(finish(plan, 1))
+    assert found == Returned(hook_running=True)
+    gate.set()
+    if fails:
+        until(lambda: "profiling was not finished: the traces in" in caplog.text)
+    else:
+        until((tmp_path / "moved").exists)
+        assert (tmp_path / "moved").read_text().count("rollout-replica4-globalrank1") == 2
 
 
 @pytest.mark.anyio
