@@ -30,6 +30,9 @@ FIELD_BYTES: Final = 4_096
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
 _RANK: Final = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
 _STACKS: Final = b'"python_function"'
+_NO_NUMBERS: Final = (b"NaN", b"nan", b"Infinity", b"inf")
+_NO_NUMBER: Final = re.compile(rb'((?<!\\)"\s*:\s*)-?(?:NaN|nan|Infinity|inf)(?=\s*[,}])')
+"""A value that JSON has not, where it can't be a part of a text: after a key. Python writes those, and so does C."""
 _UNREADABLE: Final = (OSError, EOFError, zlib.error)
 _ODD: Final = (TypeError, ValueError, ArithmeticError, AttributeError)
 """Of an event whose fields are not what they should be: no object, a time that is none or beyond all numbers."""
@@ -41,6 +44,7 @@ class TraceFile(NamedTuple):
     """One file that was found and is what the log says. base_ns: of its `ts`, on the wall clock of its node.
 
     rank: within its torch.distributed group; None when the file does not tell.   stacks: it has Python's calls, too.
+    loose: it has numbers that are none.
     """
 
     path: Path
@@ -48,6 +52,7 @@ class TraceFile(NamedTuple):
     base_ns: int
     rank: int | None
     stacks: bool
+    loose: bool
 
 
 def is_torch_trace(path: str) -> bool:
@@ -77,7 +82,7 @@ def found(told: ToldTrace, roots: Sequence[Path]) -> TraceFile | str:
                 seen.append(f"{file} can't be read: {error}")
                 continue
             if scanned.sha256 == told.trace.sha256:
-                return TraceFile(file, told, scanned.base_ns, scanned.rank, scanned.stacks)
+                return TraceFile(file, told, scanned.base_ns, scanned.rank, scanned.stacks, scanned.loose)
             seen.append(
                 f"{file} has sha256 {scanned.sha256[:16]}…, the log says {told.trace.sha256[:16]}…: another file"
             )
@@ -157,7 +162,8 @@ class TorchTrace:
         import ijson  # on use: few commands need it
 
         with ExitStack() as stack:
-            stream = _opened(stack, self._file.path)
+            file = _opened(stack, self._file.path)
+            stream = _Strict(file) if self._file.loose else file
             try:
                 for event in ijson.items(stream, "traceEvents.item", buf_size=READ_BYTES):
                     try:
@@ -280,16 +286,38 @@ class _Hashed:
         return data
 
 
+class _Strict:
+    """A trace in which what is no number is null. A parser would end there, and no viewer shows it."""
+
+    def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
+        self._file = file
+        self._rest = b""
+
+    def read(self, size: int = -1) -> bytes:
+        """Some bytes, none at the end."""
+        while piece := self._file.read(size):
+            text = self._rest + piece
+            at = text.rfind(b'"')  # what begins before the last quote ends before it
+            while at > 0 and text[at - 1 : at] == b"\\":
+                at = text.rfind(b'"', 0, at)
+            self._rest = text[max(0, at) :]
+            if at > 0:
+                return _NO_NUMBER.sub(rb"\1null", text[:at])
+        text, self._rest = self._rest, b""
+        return _NO_NUMBER.sub(rb"\1null", text)
+
+
 class _Scanned(NamedTuple):
     base_ns: int
     rank: int | None
     stacks: bool
+    loose: bool
     sha256: str
 
 
 def _scanned(path: Path) -> _Scanned:
     """What has to be known of a file before its events. Raises OSError, EOFError, zlib.error: it can't be read."""
-    base_ns, rank, stacks, tail = 0, None, False, b""
+    base_ns, rank, stacks, loose, tail = 0, None, False, False, b""
     with ExitStack() as stack:
         raw = _Hashed(stack.enter_context(open(path, "rb")))
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[call-overload]
@@ -300,10 +328,12 @@ def _scanned(path: Path) -> _Scanned:
             if rank is None and (seen := _RANK.search(text)) is not None:
                 rank = int(seen.group(1))
             stacks = stacks or _STACKS in text
+            if not loose and any(word in text for word in _NO_NUMBERS):
+                loose = _NO_NUMBER.search(text) is not None
             tail = text[-FIELD_BYTES:]
         while raw.read(READ_BYTES):  # what stands after the last block of a compressed file
             pass
-    return _Scanned(base_ns, rank, stacks, raw.sha256.hexdigest())
+    return _Scanned(base_ns, rank, stacks, loose, raw.sha256.hexdigest())
 
 
 def _opened(stack: ExitStack, path: Path) -> IO[bytes] | gzip.GzipFile:

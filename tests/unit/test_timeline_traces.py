@@ -283,6 +283,24 @@ def test_an_odd_event_is_left_out_and_counted_and_all_others_are_drawn(
     assert told.warnings == (f"left out: 1 events of {file} without a place that can be told",)
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "inf", "nan"])
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_number_that_is_none_does_not_end_a_trace(
+    written: Written, tmp_path: Path, number: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python writes one into what a user says of a run, and torch wrote one as the bandwidth of what took no time."""
+    monkeypatch.setattr("controlplane.timeline.traces.READ_BYTES", size)
+    named = Op(rf"f(\"x\": {number}, 1)", 60, 10)
+    content = torch_trace([named, *OPS[1:]]).replace(b'"External id": 1,', f'"GB/s" : {number} ,'.encode())
+    content = content.replace(b'"schemaVersion"', f'"loss":{number},"schemaVersion"'.encode())
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json.gz", content))
+    told, events = merged(written.close(), tmp_path / "traces")
+    assert set(ops(events)) == {f'f("x": {number}, 1)', *(op.name for op in OPS[1:])}
+    assert [one["args"]["GB/s"] for one in events if "GB/s" in one.get("args", {})] == [None]
+    assert told.warnings == ()
+
+
 @pytest.mark.parametrize("content", [b"[]", b'{"other": [1]}', b'{"traceEvents": []}', b"7"])
 def test_a_file_without_events_is_named(written: Written, tmp_path: Path, content: bytes) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
