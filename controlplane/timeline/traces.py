@@ -30,7 +30,8 @@ FIELD_BYTES: Final = 4_096
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
 _RANK: Final = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
 _STACKS: Final = b'"python_function"'
-_NO_NUMBERS: Final = (b"NaN", b"nan", b"Infinity", b"inf")
+_NO_NUMBERS: Final = tuple(word + end for word in (b"NaN", b"nan", b"ity", b"inf") for end in (b",", b"}", b" ", b"\n"))
+"""Looked for at first: that is several times as fast as the expression below."""
 _NO_NUMBER: Final = re.compile(rb'((?<!\\)"\s*:\s*)-?(?:NaN|nan|Infinity|inf)(?=\s*[,}])')
 """A value that JSON has not, where it can't be a part of a text: after a key. Python writes those, and so does C."""
 _UNREADABLE: Final = (OSError, EOFError, zlib.error)
