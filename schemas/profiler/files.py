@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -12,7 +13,7 @@ import yaml
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.profiler import own_yaml, verl
-from schemas.profiler.sections import is_list
+from schemas.profiler.sections import EnvironmentText, is_list
 
 VERLS = frozenset({"global_profiler", "actor_rollout_ref"})
 """Sections that only a configuration of verl has."""
@@ -128,8 +129,27 @@ def _plain(mapping: Mapping[Any, Any]) -> dict[str, object]:
     """Dictionaries and lists in place of whatever mappings and sequences a trainer uses."""
     omegaconf = sys.modules.get("omegaconf")  # loaded by whoever hands over one of its mappings
     if omegaconf is not None and isinstance(mapping, omegaconf.DictConfig):
-        mapping = omegaconf.OmegaConf.to_container(mapping, resolve=False)
+        unresolved = omegaconf.OmegaConf.to_container(mapping, resolve=False)
+        mapping = unresolved if mapping._get_parent() is None else _part(omegaconf, mapping, unresolved)
     return {str(key): _plain_value(value) for key, value in mapping.items()}
+
+
+def _part(omegaconf: ModuleType, part: Any, unresolved: Mapping[Any, Any]) -> dict[Any, object]:
+    """A section out of a configuration, of which only OmegaConf still knows the rest: that is what it may refer to.
+
+    unresolved: the same without OmegaConf. A reference that OmegaConf can't resolve stays one.
+    """
+    settled: dict[Any, object] = {}
+    for key, written in unresolved.items():
+        try:
+            value = written if omegaconf.OmegaConf.is_missing(part, key) else part[key]
+            if isinstance(value, omegaconf.ListConfig):
+                value = omegaconf.OmegaConf.to_container(value, resolve=True)
+        except omegaconf.errors.OmegaConfBaseException:
+            value = written
+        of_environment = isinstance(value, str) and isinstance(written, str) and "${oc.env:" in written
+        settled[key] = EnvironmentText(value) if of_environment else value
+    return settled
 
 
 def _plain_value(value: object) -> object:

@@ -103,6 +103,26 @@ def test_an_omegaconf_configuration_is_read_unresolved() -> None:
         assert ProfilerConfig.from_verl(tree) == expected  # type: ignore[arg-type]
 
 
+def test_sections_out_of_an_omegaconf_configuration_may_refer_to_the_rest_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANKS", "[0, 8]")
+    whole = OmegaConf.create(
+        {
+            **rollout({"discrete": True}, ranks="${oc.env:RANKS}", all_ranks="???"),
+            "trainer": {"name": "a", "steps": [3], "unknown": "${nothing.here}"},
+            "critic": {"profiler": {"enable": False}, "theirs": ["${nothing.here}"]},
+        }
+    )
+    whole.global_profiler.update({"save_path": "/d/${trainer.name}", "steps": "${trainer.steps}"})
+    keys = ("global_profiler", "actor_rollout_ref", "critic")
+    config = ProfilerConfig.from_verl({key: whole[key] for key in keys})
+    assert config == ProfilerConfig.from_verl(whole)
+    assert (config.save_path, config.steps, config.plan.ranks) == ("/d/a", (3,), frozenset({0, 8}))
+    whole.global_profiler.save_path = "${nothing.here}"
+    assert "global_profiler.save_path refers to nothing.here" in refused({key: whole[key] for key in keys})
+
+
 class Frozen(Mapping[str, object]):
     """A mapping of a trainer's own, as verl's dataclasses are."""
 
