@@ -86,7 +86,10 @@ def _parsed(text: str, name: str) -> dict[str, object]:
         return {}
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{name} holds {type(tree).__name__}: allowed is a mapping of keys")
-    return _plain(tree)
+    try:
+        return _plain(tree)
+    except RecursionError:
+        raise ConfigError(f"{name} has an anchor that stands within itself: allowed is one beside it") from None
 
 
 class _Loader(yaml.SafeLoader):
