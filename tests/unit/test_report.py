@@ -200,6 +200,19 @@ def test_an_agent_that_was_not_ready_at_the_end_is_no_good_news() -> None:
     assert bus.report().tone == "ok"
 
 
+def test_lists_that_are_cut_say_so() -> None:
+    bus = Recorded("0.0")
+    for _ in range(60):
+        bus.issue(PAUSE)
+    for _ in range(500):
+        bus.sync()  # while one is under way there is no other
+    report = bus.report()
+    refused = len(report.refused) + report.left_out["refused"]
+    assert (len(report.unended), refused) == (61, 499)
+    page = bus.page()
+    assert "And 11 more.</p>" in page and "And 449 more: <code>rolloutctl log show run.db</code>" in page
+
+
 def test_an_empty_log_has_a_page_without_a_time() -> None:
     page = html(gather([]))
     assert "1970" not in page and "00:00" not in page and "Nothing of the bus is in this log." in page
