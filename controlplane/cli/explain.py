@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from controlplane.profiling import sessions
-from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, TorchMemory
+from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, TorchMemory
 from schemas.config import ProfilerConfig
 from schemas.desired import ENGINE_TOOLS, trace_directory
 from schemas.identity import Identity
@@ -110,7 +110,7 @@ def _about(name: str, plan: ProfilePlan, who: str, config: ProfilerConfig) -> It
         yield "  traces   none of ours: the report is of the nsys that the rank runs under, wherever that writes it"
     else:
         yield f"  traces   {_directory(name, plan, config.save_path)}"
-    yield from _end(plan.finish, config.finish_hook_cmd)
+    yield from _end(plan, config.finish_hook_cmd)
 
 
 def _details(plan: ProfilePlan, rollout: bool) -> str:
@@ -205,8 +205,11 @@ def _directory(name: str, plan: ProfilePlan, root: str) -> str:
     return f"{below}/" if place == "." else f"{below}/{place}/"
 
 
-def _end(finish: Finish, command: str) -> Iterator[str]:
-    if finish.relocate:
+def _end(plan: ProfilePlan, command: str) -> Iterator[str]:
+    finish = plan.finish
+    if finish.relocate and plan.tool == "nsys":
+        yield "  finish   nothing is moved: nsys's reports stay where it was told to write"
+    elif finish.relocate:
         yield "  finish   the traces of the ranks asked for are moved to the root"
     if finish.hook:
         whom = (

@@ -404,6 +404,12 @@ def _contradictions(config: ProfilerConfig, asked: list[_Asked], top: Section, r
     for one in on:
         remarks += _unused_ranks(one)
         remarks += _unused_options(one)
+    remarks += [
+        f"{one.section.key('relocate_results')} is true and the tool is nsys, whose reports are not ours to move: they "
+        "lie where nsys was told to write; a finish_hook_cmd finds Ray's place for them in $VERL_PROFILE_RAY_NSIGHT_DIR"
+        for one in on
+        if one.section.path != ROLLOUT and one.plan.tool == "nsys" and one.plan.finish.relocate
+    ]
     debugger = top.section("global_tool_config").section("precision_debugger")
     if any(one.plan.tool == "precision_debugger" for one in on) and debugger.values.get("steps") is not None:
         remarks.append(_STEPS_OF_ITS_OWN.format(debugger.key("steps")))

@@ -87,7 +87,7 @@ def test_warnings_are_told_and_what_verl_itself_would_not_do(tmp_path: Path) -> 
 def test_it_is_printed_as_a_file_of_ours_that_means_the_same() -> None:
     shown = explain(CONFIGS / "verl_all_on.yaml", "--verl", "--yaml")
     assert read_yaml(shown.stdout) == read_verl(CONFIGS / "verl_all_on.yaml").config
-    assert len(shown.stderr.splitlines()) == 4
+    assert len(shown.stderr.splitlines()) == 5
 
 
 def test_a_wrong_value_ends_with_2_and_one_line(tmp_path: Path) -> None:
@@ -205,6 +205,12 @@ def test_what_each_tool_records_of_a_training_rank(plan: ProfilePlan, records: s
         if plan.tool == "nsys"
         else "  traces   /t/global_step_<N>/actor_rank_<r>/"
     )
+
+
+def test_nsys_s_reports_are_not_said_to_be_moved() -> None:
+    plan = ProfilePlan(tool="nsys", finish=Finish(relocate=True))
+    lines = said(ProfilePlan(enabled=False), roles={"actor": plan})
+    assert lines[-1] == "  finish   nothing is moved: nsys's reports stay where it was told to write"
 
 
 def test_a_training_rank_records_the_cpu_whether_it_is_named_or_not() -> None:

@@ -72,6 +72,11 @@ def test_a_file_with_every_key_of_verl() -> None:
             "CPU too; name both for that"
         ),
         "reward.profiler.ranks is not acted on, by verl neither: msprobe picks the ranks, from its own file",
+        (
+            "actor_rollout_ref.ref.profiler.relocate_results is true and the tool is nsys, whose reports are not ours "
+            "to move: they lie where nsys was told to write; a finish_hook_cmd finds Ray's place for them in "
+            "$VERL_PROFILE_RAY_NSIGHT_DIR"
+        ),
         f"{nsys}.controller_nsight_options is not acted on: {advice}",
         f"{nsys}.worker_nsight_options is not acted on: {advice}",
     ]
