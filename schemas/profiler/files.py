@@ -78,7 +78,7 @@ def _parsed(text: str, name: str) -> dict[str, object]:
     loader = _Loader(text)
     try:
         tree = loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:  # the latter of `!!int x`, say
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # the others of `!!int x` and `!!bool x`, say
         raise ConfigError(f"{name} is no YAML: {error}") from None
     finally:
         loader.dispose()

@@ -114,6 +114,8 @@ class References:
                 f"{', '.join(RESOLVERS)} and plain references, or a configuration that is resolved already"
                 f"{meant(resolver, RESOLVERS)}"
             )
+        if not arguments.strip():
+            raise ConfigError(f"{here} refers by {resolver} to nothing: write ${{{resolver}:what is meant}}")
         name, *default = split(arguments, most=1)
         if resolver == "oc.env":
             return self._variable(name, default, path)

@@ -110,6 +110,8 @@ def test_what_is_still_to_be_given_is_not_there() -> None:
                 "and plain references, or a configuration that is resolved already; did you mean oc.select?"
             ),
         ),
+        ({"x": "${oc.env:}"}, "x refers by oc.env to nothing: write ${oc.env:what is meant}"),
+        ({"x": "${oc.select: }"}, "x refers by oc.select to nothing: write ${oc.select:what is meant}"),
         ({"x": "${oc.env:NOT_SET}"}, "x needs the environment variable NOT_SET, which is not set"),
         ({"x": "${y"}, "x is '${y': a reference is not closed, } is missing"),
         (
