@@ -67,7 +67,8 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
     calls: names of the engine calls made, in order.   version, digest: what the engine holds, after a load or commit.
     auto_stopped: the engine had ended the session by itself when its window closed.
     traces: of the ranks asked for, after a profile stop, collect or finish.   untraced: ranks asked for that left none.
-    hook_running: the finish hook takes long: it goes on, and the agent's own log tells how it ended.
+    hook_running: a finish takes long (traces are being moved, or the hook runs): it goes on, and the agent's own log
+    tells how it ended.
     """
 
     calls: tuple[Name, ...]

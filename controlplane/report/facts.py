@@ -31,7 +31,7 @@ class Said(Struct, frozen=True, kw_only=True):
 class CommandFacts(Struct, kw_only=True):
     """One command. target: in words.   ended: its report is in the log.   duration_us: from publishing to the end.
 
-    untraced: global ranks that were to leave a trace and did not.   hooks: agents whose finish hook went on.
+    untraced: global ranks that were to leave a trace and did not.   hooks: agents whose finish went on.
     """
 
     seq: int

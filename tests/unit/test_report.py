@@ -154,7 +154,7 @@ def test_an_untraced_rank_and_a_hook_that_goes_on_are_told() -> None:
     report = bus.report()
     assert (report.tone, report.verdict) == ("warn", "1 without a trace")
     page = bus.page()
-    assert "no trace of rank 3" in page and "hook goes on: actor.3" in page and "training rank" in page
+    assert "no trace of rank 3" in page and "goes on: actor.3" in page and "training rank" in page
 
 
 def test_profiled_steps_part_the_commands_where_no_weights_are_synced() -> None:
