@@ -273,6 +273,13 @@ class Agent:
             case _:
                 assert_never(answer.outcome)
 
+    def _tell_unasked(self, call: Call, result: Returned | Fault) -> None:
+        """A failure that no outcome tells, since no command waits for the call, or none does any more."""
+        activity = self.state.activity
+        if isinstance(result, Fault) and activity is not None and (activity.cause is None or activity.overdue):
+            what, why = type(call).__name__, result.message
+            logger.warning("agent %s: %s, which no command waits for, failed: %s", self.identity.agent, what, why)
+
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     async def _call_engine(self) -> None:
@@ -285,6 +292,7 @@ class Agent:
                     self._next = None
                     async with self._engine_lock:
                         result = await self._guarded(self._performed(perform.call))
+                        self._tell_unasked(perform.call, result)
                         self._seen = seen = await self._observe()
                         result = _fitting(result)
                         call_id = perform.call_id

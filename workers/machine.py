@@ -50,7 +50,7 @@ from schemas.events import (
     Tick,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.rules.commands import about_disk, needless, rule
+from workers.rules.commands import about_disk, finish_of, needless, rule
 from workers.rules.concede import NOTHING, concede, remaining, renew
 from workers.rules.gate import GATE, not_targeted
 from workers.rules.settle import (
@@ -240,7 +240,12 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         state = _turn(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
         if state.held:
             state = _advance(state)
-    if state.activity is not None or not state.joined or state.inhibited:
+    if state.activity is not None or not state.joined:
+        return state
+    if state.owed is not None:
+        owed = (state.owed,)
+        return _begin(replace(state, owed=None), None, owed, now_ms + state.settings.settle_ms, effects)
+    if state.inhibited:
         return state
     if state.identity.node_rank > 0 or state.engine.tokenizer != "present":
         return state
@@ -282,6 +287,8 @@ def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effe
     earlier = remaining(before, state.conceded)
     state = replace(state, seq=seq, desired=desired, conceded=conceded, inhibited=False, needs=0)
     if state.activity is not None and not _spared(state, event):
+        if isinstance(event.command, ProfileCommand) and event.command.action == "finish":
+            return _owe(state, event, event.command, effects)
         return _answer(_concede(state, event.command), event, _busy(state), 10, effects)
     syncing = before.sync.version if before.sync is not None else 0
     verdict = rule(event.command, earlier, remaining(desired, conceded), syncing, state.engine, state.identity)
@@ -298,6 +305,12 @@ def _spared(state: AgentState, event: CommandReceived) -> bool:
     """Is a busy engine not in the way? Of a stop it is: the start may be what is under way."""
     stopping = isinstance(event.command, ProfileCommand) and event.command.action == "stop"
     return not stopping and needless(event.command, state.engine, state.identity)
+
+
+def _owe(state: AgentState, event: CommandReceived, command: ProfileCommand, effects: Effects) -> AgentState:
+    """The last trace is still being written, past the deadline of its stop: it is finished when the engine is free."""
+    owing = replace(state, owed=finish_of(command, state.identity))
+    return _answer(owing, event, Acted(calls=(), hook_running=True), 10, effects)
 
 
 def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
@@ -480,6 +493,7 @@ def _start(state: AgentState, event: Started) -> AgentState:
         engine=replace(state.engine, tokenizer="unknown"),
         calls_made=state.calls_made,
         answers=state.answers,
+        owed=state.owed,
         interrupted=state.activity or state.interrupted,
     )
 

@@ -15,14 +15,19 @@ from schemas.commands import (
 )
 from schemas.desired import Desired, Session, trace_directory
 from schemas.events import (
+    Answer,
     CheckProfile,
     CollectTraces,
+    Effect,
+    EngineObserved,
     EngineReturned,
     Fault,
     FinishProfile,
     Observation,
     Perform,
     Returned,
+    SnapshotReceived,
+    Started,
     StartProfile,
     Tick,
 )
@@ -221,6 +226,55 @@ def test_a_hook_that_goes_on_is_told() -> None:
     found = Returned(traces=(Trace("rollout-replica0_x", 1, "sha", 0),), hook_running=True)
     _, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=found, observation=PRESENT))
     assert answers(effects)[0].outcome == Acted(calls=("finish_profile",), traces=found.traces, hook_running=True)
+
+
+def late_stop() -> AgentState:
+    """The engine still writes the last trace when the time of the stop is over."""
+    state, _ = fold(agent(), command(START))
+    begun = replace(PRESENT, profiling=True)
+    state, _ = fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=begun))
+    state, _ = fold(state, command(STOP, 2, ttl_ms=10), Tick(at_ms=10))
+    return state
+
+
+def finished(effects: list[Effect]) -> bool:
+    return [one.call for one in effects if isinstance(one, Perform)] == asked(agent(), FINISH)
+
+
+def test_a_finish_that_comes_before_the_last_trace_is_written_goes_on_when_it_is() -> None:
+    state, effects = fold(late_stop(), command(FINISH, 3))
+    assert effects == [Answer(epoch=1, seq=3, outcome=Acted(calls=(), hook_running=True), row=10)]
+    state, effects = fold(state, command(PAUSE, 4))
+    (busy,) = answers(effects)
+    assert isinstance(busy.outcome, Failed) and busy.outcome.error is ErrorKind.ENGINE_BUSY
+    state, effects = fold(state, EngineReturned(at_ms=99, call_id=2, result=Returned(), observation=PRESENT))
+    assert finished(effects) and answers(effects) == []
+    state, effects = fold(state, EngineReturned(at_ms=100, call_id=3, result=Returned(), observation=PRESENT))
+    assert not finished(effects), "once"
+
+
+def test_a_finish_that_is_owed_outlives_a_stop_that_failed() -> None:
+    state, _ = fold(late_stop(), command(FINISH, 3))
+    _, effects = fold(
+        state, EngineReturned(at_ms=99, call_id=2, result=Fault("engine_error", "No."), observation=PRESENT)
+    )
+    assert finished(effects)
+
+
+def test_a_finish_that_is_owed_outlives_the_agent() -> None:
+    state, _ = fold(late_stop(), command(FINISH, 3))
+    started = Started(at_ms=0, incarnation="next", identity=state.identity, settings=state.settings)
+    state, effects = fold(state, started, EngineObserved(at_ms=1, observation=PRESENT))
+    assert effects == [], "nothing before it knows what is wanted"
+    snapshot = SnapshotReceived(at_ms=2, epoch=1, seq=3, desired=state.desired)
+    _, effects = fold(state, snapshot)
+    assert finished(effects)
+
+
+def test_a_finish_that_is_not_for_this_agent_waits_for_nothing() -> None:
+    state, _ = fold(agent(), command(PAUSE, ttl_ms=10), Tick(at_ms=10))
+    assert told(state, replace(FINISH, plan=ProfilePlan()), seq=2) == Skipped(Reason.DISABLED)
+    assert told(state, FINISH, seq=2, target=Target(replicas=frozenset({5}))) == Skipped(Reason.NOT_TARGETED)
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

@@ -37,12 +37,14 @@ def about_disk(command: Command | UnknownCommand) -> bool:
 
 def needless(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
     """Is it a profile command that asks nothing of this engine? Then it need not be up, idle, nor have a profiler."""
-    if type(command) is not ProfileCommand or about_disk(command):
+    if type(command) is not ProfileCommand or command.action == "collect":
         return False
     if command.action == "stop":
         return engine.session is None
-    step = None if command.action == "check" else command.step
-    return refuse_profile(command.plan_of(identity.role), step, identity) is not None
+    plan = command.plan_of(identity.role)
+    if command.action == "finish":
+        return refuse_finish(plan, identity) is not None
+    return refuse_profile(plan, None if command.action == "check" else command.step, identity) is not None
 
 
 def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
@@ -94,8 +96,7 @@ def _profile(command: ProfileCommand, after: Desired, engine: EngineState, ident
     plan, step = command.plan_of(identity.role) or _NO_PLAN, command.step
     if command.action == "finish":
         reason = refuse_finish(plan, identity)
-        directories = tuple(trace_directory(one, plan, identity) for one in command.sessions)
-        return Skipped(reason) if reason is not None else (FinishProfile(plan, directories, command.sessions),)
+        return Skipped(reason) if reason is not None else (finish_of(command, identity),)
     reason = refuse_profile(plan, None if command.action == "check" else step, identity)
     if reason is not None:
         return Skipped(reason)
@@ -110,6 +111,13 @@ def _profile(command: ProfileCommand, after: Desired, engine: EngineState, ident
     if after.quarantined or engine.torn:
         return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))
     return settle(after, engine, identity)
+
+
+def finish_of(command: ProfileCommand, identity: Identity) -> FinishProfile:
+    """What the end of profiling asks of this agent, if anything."""
+    plan = command.plan_of(identity.role) or _NO_PLAN
+    directories = tuple(trace_directory(one, plan, identity) for one in command.sessions)
+    return FinishProfile(plan, directories, command.sessions)
 
 
 def _weights(command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity) -> Verdict:

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from schemas.desired import Desired
-from schemas.events import Answer, Call, CommandReceived, Returned, Settings
+from schemas.events import Answer, Call, CommandReceived, FinishProfile, Returned, Settings
 from schemas.identity import Count, Identity, Positive
 from workers.rules.concede import NOTHING, Conceded
 from workers.rules.settle import EngineState
@@ -36,6 +36,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     joined: a snapshot was applied in this incarnation.   astray: the lease ran out or histories diverged; only a
     snapshot helps.   queue: in order, not decided yet.   held: after a hole.   needs: first seq asked for, 0 if none.
     inhibited: settling failed and waits for something new before it is tried again.
+    owed: what a finish asked for while the engine was still writing a trace.
     interrupted: what was under way when the last incarnation ended; settled once the engine has been read.
     """
 
@@ -56,4 +57,5 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls_made: Count = 0
     answers: tuple[Answer, ...] = ()
     inhibited: bool = False
+    owed: FinishProfile | None = None
     interrupted: Activity | None = None
