@@ -13,7 +13,7 @@ import pytest
 
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
-from schemas.commands import Checkpoint, ProfileCommand, ProfilePlan, Schedule
+from schemas.commands import Checkpoint, Finish, ProfileCommand, ProfilePlan, Schedule
 from schemas.config import AgentConfig, BusConfig, ProfilerConfig
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.wire import Report
@@ -197,19 +197,21 @@ def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
         fleet.step(8)
 
 
-def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_all_the_same(fleet: Fleet) -> None:
-    actor = ProfilePlan(ranks=frozenset({0}))
+def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_and_relocated_all_the_same(fleet: Fleet) -> None:
+    actor = ProfilePlan(ranks=frozenset({0}), finish=Finish(relocate=True))
     fleet.plane.publish(profile("start", actor))
     rank = fleet.ranks[0]
     rank.tell("hang 3")
     assert rank.heard() == "inside 3"
     late = by_agent(fleet.plane.publish(profile("stop", actor), timeout=0.5))["actor.0"]
     assert isinstance(late, Failed) and late.error is ErrorKind.ENGINE_TIMEOUT
+    finish = ProfileCommand(action="finish", step=3, roles={"actor": actor}, sessions=(3,))
+    assert by_agent(fleet.plane.publish(finish))["actor.0"] == Acted(calls=(), hook_running=True)
     rank.tell("go on")
     assert rank.heard() == "done 3"
-    folder = fleet.folder / "traces" / "global_step_3" / "actor_rank_0"
-    until(lambda: any(one.stat().st_size for one in folder.glob("e2e.rank0.pt.trace.json.gz")))
-    seen = stages(load(next(folder.iterdir())))
+    moved = fleet.folder / "traces" / "actor-rank0_step_3_e2e.rank0.pt.trace.json.gz"
+    until(moved.exists)
+    seen = stages(load(moved))
     assert [one for one in seen if "actor" in one or "log" in one] == ["compute_log_prob", "update_actor"]
 
 
