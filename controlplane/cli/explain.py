@@ -102,6 +102,7 @@ def _about(name: str, plan: ProfilePlan, who: str, config: ProfilerConfig) -> It
         both = frozenset(config.steps) & plan.steps
         yield f"  steps    {_spelled(both)} of them" if both else "  steps    none of them"
     yield f"  records  {_recorded(plan, rollout)}"
+    yield from _undumped(plan, config)
     if plan.by_stage:
         yield "  stages   prefill and decode each in a trace of its own"
     if plan.merge:
@@ -111,6 +112,14 @@ def _about(name: str, plan: ProfilePlan, who: str, config: ProfilerConfig) -> It
     else:
         yield f"  traces   {_directory(name, plan, config.save_path)}"
     yield from _end(plan, config.finish_hook_cmd)
+
+
+def _undumped(plan: ProfilePlan, config: ProfilerConfig) -> Iterator[str]:
+    if plan.tool == "torch_memory" and isinstance(plan.options, TorchMemory):
+        taken = sum(1 for step in sessions(config) if plan.steps is None or step in plan.steps)
+        if left := taken % plan.options.snapshot_steps:
+            last, them = ("session ends", "it") if left == 1 else (f"{left} sessions end", "them")
+            yield f"           the last {last} before a snapshot is due: nothing is written of {them}"
 
 
 def _details(plan: ProfilePlan, rollout: bool) -> str:
