@@ -274,6 +274,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
 
 
 def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: VllmFleet) -> None:
+    assert fleet.sync("a").status == "committed"
     agent = fleet.agents[2]
     server = next(one for one in agent.family() if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
     before = fleet.tokens()
