@@ -53,6 +53,7 @@ from controlplane.log import RunLog
 from controlplane.tickets import Ticket
 from schemas.commands import Command, EngineCommand, Manifest, ProfileCommand, Source, Target
 from schemas.config import BusConfig
+from schemas.doorbell import Doorbell
 from schemas.errors import (
     AddressInUse,
     BusClosed,
@@ -63,7 +64,7 @@ from schemas.errors import (
     SyncInProgress,
 )
 from schemas.identity import InFlight
-from schemas.sockets import Context, Doorbell, Sent, bus_publisher, bus_router
+from schemas.sockets import Context, Sent, bus_publisher, bus_router
 from schemas.wire import (
     HOSTILE,
     MAX_BYTES,

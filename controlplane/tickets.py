@@ -5,7 +5,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from schemas.sockets import Doorbell
+from schemas.doorbell import Doorbell
 
 R = TypeVar("R")
 

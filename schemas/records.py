@@ -24,9 +24,7 @@ Theory of operation.
 
 import contextlib
 import errno
-import fcntl
 import os
-import re
 import sqlite3
 import threading
 import zlib
@@ -38,7 +36,9 @@ from urllib.parse import quote
 
 from msgspec import Struct
 
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
+from schemas import writer_lock
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull
+from schemas.filesystems import filesystem_at, is_network, mounts_here
 
 FORMAT: Final = 1  # of the tables above; a reader refuses what is newer
 PAGE_RECORDS: Final = 256  # that a reader takes at a time
@@ -78,41 +78,6 @@ class Problem(Struct, frozen=True):
 def checksum(position: int, at_ns: int, kind: str, agent: str, body: bytes) -> int:
     """CRC-32 over everything in a record, so that nothing in it changes unnoticed, its place included."""
     return zlib.crc32(body, zlib.crc32(f"{position} {at_ns} {kind}\0{agent}\0".encode()))
-
-
-# Where the file lies
-
-_NETWORK: Final = re.compile(
-    r"nfs\d?|cifs|smb\w*|lustre|gpfs|beegfs\w*|ceph|glusterfs|fuse(\..+)?|9p|afs|wekafs|panfs|pvfs2|orangefs|virtiofs"
-)
-
-
-def filesystem_at(path: str, mounts: str) -> str:
-    """Type of the file system under an absolute path without links, by the text of /proc/mounts; '' if it tells none.
-
-    Of mounts on the same place the last one counts: it hides the others.
-    """
-    found, depth = "", -1
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        # The kernel writes a space in a name as \040, and so on.
-        place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[1]).rstrip("/")
-        if (path == place or path.startswith(place + "/")) and len(place) >= depth:
-            found, depth = fields[2], len(place)
-    return found
-
-
-def is_network(filesystem: str) -> bool:
-    """Whether WAL must not be used on it. All of FUSE counts: what is behind it can't be seen from here."""
-    return _NETWORK.fullmatch(filesystem) is not None
-
-
-def _mounts() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
-    return ""
 
 
 # Reading
@@ -322,8 +287,8 @@ class RecordFile(RecordReader):
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                lock = _take_lock(path)
-                undo.callback(_drop_lock, lock)
+                lock = writer_lock.take(path)
+                undo.callback(writer_lock.drop, lock)
                 _create_file(path)
                 connection = undo.enter_context(contextlib.closing(_connect(path, "mode=rw")))
                 _set_up(path, connection, header or {}, durability)
@@ -407,7 +372,7 @@ class RecordFile(RecordReader):
                 self._connection.execute("PRAGMA busy_timeout = 0")
                 self._connection.execute("PRAGMA journal_mode = DELETE")
             self._connection.close()
-            _drop_lock(self._lock)
+            writer_lock.drop(self._lock)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -478,7 +443,7 @@ def _look(path: Path, mode: str) -> sqlite3.Connection:
 def _set_up(path: Path, connection: sqlite3.Connection, header: Mapping[str, str], durability: Durability) -> None:
     """Choose the journal, and make the tables if there are none."""
     mode = ""
-    if not is_network(filesystem_at(os.path.realpath(path), _mounts())):
+    if not is_network(filesystem_at(os.path.realpath(path), mounts_here())):
         # Raises where the system can't share memory, and returns another mode where SQLite was built without it.
         with contextlib.suppress(sqlite3.OperationalError):
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
@@ -561,40 +526,3 @@ def _create_file(path: Path) -> None:
     # Only if it is new: closing a second descriptor of a file that SQLite has open in this process drops its locks.
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
-
-
-# Locks held by this process. A fork shares them, and would keep them after its parent's death: a trainer's data loaders
-# outlive it, and the next trainer would find the log locked.
-_locks: set[int] = set()
-
-
-def _take_lock(path: Path) -> int:
-    """Take the lock beside the file, which is left behind on purpose: removing it would race with the next writer."""
-    name = f"{path}.lock"
-    descriptor = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise LogLocked(f"{path}: another process writes this file and holds {name}. Use another file") from None
-        raise LogError(
-            f"{path}: this file system offers no locks ({error.strerror}), so a second writer could not be kept out. "
-            "Use a local disk, or mount it with locks (Lustre: -o flock)"
-        ) from error
-    _locks.add(descriptor)
-    return descriptor
-
-
-def _drop_lock(descriptor: int) -> None:
-    _locks.discard(descriptor)
-    os.close(descriptor)
-
-
-def _close_locks_in_fork() -> None:
-    # Closing is enough: the lock belongs to the parent's descriptor too and stays with it.
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_close_locks_in_fork)

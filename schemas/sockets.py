@@ -26,7 +26,6 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
@@ -36,6 +35,7 @@ from anyio.lowlevel import RunVar, checkpoint
 from zmq.backend import Socket as PlainSocket
 
 from schemas.errors import AddressInUse, BusAddressError, BusError, ConfigError
+from schemas.forks import forked, forks
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -54,15 +54,6 @@ _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 _NOW, _NOW_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT) | int(zmq.SNDMORE)
 # The class under zmq.Socket: the same calls, without the sugar that doubles their cost.
 _send, _recv, _get = PlainSocket.send, PlainSocket.recv, PlainSocket.get
-
-# One item for each fork on the way to this process. An object that remembers another number was made by a parent; to
-# compare two numbers costs a quarter of getpid(), and this check stands in front of every message.
-_forks: list[None] = []
-os.register_at_fork(after_in_child=partial(_forks.append, None))
-
-
-def _forked(what: str, made_in: int) -> BusError:
-    return BusError(f"this {what} was made in process {made_in} and does not survive a fork: open it in {os.getpid()}")
 
 
 class Sent(Enum):
@@ -93,7 +84,7 @@ class EdgeSocket:
         self._fd = int(sock.FD)
         self._is_router = sock.type == zmq.ROUTER
         self._thread = threading.get_ident()
-        self._process, self._generation = os.getpid(), len(_forks)
+        self._process, self._generation = os.getpid(), len(forks)
         self._watch: _Watch | None = None
         self._waiters: list[_Waiter] = []
         self._burst = 0
@@ -210,8 +201,8 @@ class EdgeSocket:
         self.close()
 
     def _check(self) -> None:
-        if self._generation != len(_forks):
-            raise _forked("socket", self._process)
+        if self._generation != len(forks):
+            raise forked("socket", self._process)
         if self._thread != threading.get_ident():
             raise BusError(f"the socket at {self.address} belongs to another thread: use a queue and a Doorbell")
 
@@ -376,78 +367,6 @@ def _watch_for(fd: int) -> _Watch:
         watch = _Watch()
         _watches.set(watch)
     return watch
-
-
-class Doorbell:
-    """Wakes a task of the loop from any thread, in about 2 us and without taking part in the loop.
-
-    Whoever has something to hand over puts it where the loop will look, then rings. Whoever waits returns from `wait`
-    and looks for all there is: rings that come before it looks are one. In a fork, where a ring would wake the parent,
-    `ring` and `wait` raise BusError.
-    """
-
-    def __init__(self) -> None:
-        self._ends = _ends()
-        self._lock = threading.Lock()
-        self._rung = False
-        self._waiting = False
-        self._closed = False
-        self._process, self._generation = os.getpid(), len(_forks)
-
-    def ring(self) -> None:
-        """Wake the waiter. Never blocks; from any thread. After `close` it does nothing."""
-        if self._generation != len(_forks):
-            raise _forked("doorbell", self._process)
-        if self._rung:  # the waiter lowers it before it looks for what was handed over
-            return
-        # The lock keeps `close` from giving the descriptor's number to somebody else's file under our write.
-        with self._lock:
-            if not self._closed:
-                self._rung = True
-                os.write(self._ends[1], b"\1" * 8)
-
-    async def wait(self) -> None:
-        """Return when rung since the last return. One task at a time. Raises anyio.ClosedResourceError once closed."""
-        if self._generation != len(_forks):
-            raise _forked("doorbell", self._process)
-        if self._closed:
-            raise anyio.ClosedResourceError
-        self._waiting = True
-        try:
-            await anyio.wait_readable(self._ends[0])
-        finally:
-            self._waiting = False
-        if self._closed:
-            raise anyio.ClosedResourceError
-        # Empty it first and lower the flag second: the other way round a ring between the two would be read away and
-        # leave the flag raised over an empty descriptor, for ever.
-        os.read(self._ends[0], 8)
-        self._rung = False
-
-    def close(self) -> None:
-        """Close, and wake the waiter. In the loop's thread; rings may go on meanwhile. May be called twice."""
-        if self._closed or self._generation != len(_forks):
-            return
-        with self._lock:
-            self._closed = True
-            if self._waiting:
-                anyio.notify_closing(self._ends[0])
-            for end in set(self._ends):
-                os.close(end)
-
-
-def _ends() -> tuple[int, int]:
-    """What to read and what to write: one descriptor that counts, or a pair where the system has none.
-
-    At most one ring is in it unread, so no write can block and one read empties it.
-    """
-    if hasattr(os, "eventfd"):
-        end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        return end, end
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-    return reader.detach(), writer.detach()
 
 
 def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:

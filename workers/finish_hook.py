@@ -15,9 +15,9 @@ from typing import Final
 import anyio
 from anyio import to_thread
 
+from schemas.doorbell import Doorbell
 from schemas.errors import EngineError
 from schemas.identity import Identity
-from schemas.sockets import Doorbell
 
 logger = logging.getLogger("rolloutctl.agent")
 

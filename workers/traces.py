@@ -24,11 +24,11 @@ import anyio
 from anyio import to_thread
 
 from schemas.commands import ProfilePlan
+from schemas.doorbell import Doorbell
 from schemas.errors import EngineError
 from schemas.events import CollectTraces, DiskCall, FinishProfile, Returned
 from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Trace
-from schemas.sockets import Doorbell
 from workers import finish_hook
 from workers.finish_hook import FinishHook
 

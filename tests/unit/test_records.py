@@ -14,12 +14,11 @@ import pytest
 
 from schemas import records
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
+from schemas.filesystems import filesystem_at, is_network
 from schemas.records import (
     Record,
     RecordFile,
     RecordReader,
-    filesystem_at,
-    is_network,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -475,7 +474,7 @@ def test_network_file_systems_are_known_by_name() -> None:
 
 
 def test_on_a_network_file_system_the_file_has_a_rollback_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(records, "mounts_here", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
         assert file.journal_mode == "truncate"
         fill(file, 400)
@@ -493,7 +492,7 @@ def test_a_file_with_a_write_ahead_log_changes_over_when_it_comes_to_a_network(
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     connection.close()
-    monkeypatch.setattr(records, "_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(records, "mounts_here", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file:
         assert file.journal_mode == "truncate"
         fill(file, 20)

@@ -13,17 +13,9 @@ import zmq
 from anyio.lowlevel import checkpoint
 
 from schemas import sockets
+from schemas.doorbell import Doorbell
 from schemas.errors import AddressInUse, BusError
-from schemas.sockets import (
-    Context,
-    Doorbell,
-    EdgeSocket,
-    Sent,
-    agent_dealer,
-    agent_subscriber,
-    bus_publisher,
-    bus_router,
-)
+from schemas.sockets import Context, EdgeSocket, Sent, agent_dealer, agent_subscriber, bus_publisher, bus_router
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

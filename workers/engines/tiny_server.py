@@ -24,9 +24,10 @@ from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 from msgspec import Meta, Struct
 
+from schemas.doorbell import Doorbell
 from schemas.errors import EngineError, RolloutctlError
 from schemas.identity import Count, Name, Positive
-from schemas.sockets import FRAME_BYTES_MAX, Doorbell, EdgeSocket, agent_dealer, bus_router
+from schemas.sockets import FRAME_BYTES_MAX, EdgeSocket, agent_dealer, bus_router
 
 T = TypeVar("T")
 

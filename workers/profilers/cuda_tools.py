@@ -62,6 +62,7 @@ class MemoryRecorder:
                 return Returned(untraced=(place.rank,))  # a later step's snapshot covers this one
             steps, _history.steps = _history.steps, []
             name = f"memory.rank{place.rank}.step{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))}"
+            # The format is torch's and its viewer's (pytorch.org/memory_viz); nothing here ever opens one.
             file = place.directory / f"{name}.pid{os.getpid()}.pickle"
             part = file.with_name(f".{file.name}.part")
             try:

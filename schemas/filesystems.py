@@ -1,0 +1,39 @@
+"""On what kind of file system a path lies: SQLite's write-ahead log needs one that is local."""
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Final
+
+_NETWORK: Final = re.compile(
+    r"nfs\d?|cifs|smb\w*|lustre|gpfs|beegfs\w*|ceph|glusterfs|fuse(\..+)?|9p|afs|wekafs|panfs|pvfs2|orangefs|virtiofs"
+)
+
+
+def filesystem_at(path: str, mounts: str) -> str:
+    """Type of the file system under an absolute path without links, by the text of /proc/mounts; '' if it tells none.
+
+    Of mounts on the same place the last one counts: it hides the others.
+    """
+    found, depth = "", -1
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        # The kernel writes a space in a name as \040, and so on.
+        place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[1]).rstrip("/")
+        if (path == place or path.startswith(place + "/")) and len(place) >= depth:
+            found, depth = fields[2], len(place)
+    return found
+
+
+def is_network(filesystem: str) -> bool:
+    """Whether WAL must not be used on it. All of FUSE counts: what is behind it can't be seen from here."""
+    return _NETWORK.fullmatch(filesystem) is not None
+
+
+def mounts_here() -> str:
+    """The text of /proc/mounts; '' where there is none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
+    return ""
