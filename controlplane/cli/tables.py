@@ -85,8 +85,9 @@ def fleet_table(console: Console, fleet: FleetStatus) -> None:
     for one in fleet.agents:
         holds = one.status is not None and one.status.tokenizer == "present" and replica_and_node(one.agent) is not None
         version = f"v{one.status.version}" if one.status is not None and holds else "-"
+        silent = f"{one.silent_ms / 1000:.1f} s" if one.life in ("joining", "live") else "-"  # nobody counts any more
         table.add_row(
-            *(one.agent, one.host, one.life, f"{one.silent_ms / 1000:.1f} s", str(one.seq), version, _state(one)),
+            *(one.agent, one.host, one.life, silent, str(one.seq), version, _state(one)),
             escape(one.status.engine) if one.status is not None else "-",
             "; ".join(one.waits_for) or "-",
         )
