@@ -224,8 +224,9 @@ class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class AgentLine(Struct, frozen=True, kw_only=True):
-    """One agent in `rolloutctl status`. silent_ms: since it was last heard, 0 of one that is gone; waits_for: what it is
-    late with.
+    """One agent in `rolloutctl status`.
+
+    silent_ms: since it was last heard; 0 of one that is gone.   waits_for: what it is late with.
     """
 
     agent: Name
