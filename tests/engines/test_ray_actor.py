@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint, ProfilePlan, Window
@@ -114,6 +115,9 @@ async def bench(kind: type[Server], *given: Any, folder: Path, **options: Any) -
     finally:
         await made.engine.close()
         ray.kill(server)
+        with suppress(RayActorError):  # a kill does not wait for the end, and until then it may still answer
+            while True:
+                ray.get(server.__ray_ready__.remote())
 
 
 @pytest.fixture(scope="module")
