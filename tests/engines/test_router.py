@@ -147,14 +147,19 @@ class RouterProcess(Process):
         return next(iter(ids.values()), "")
 
     def add(self, url: str) -> str:
-        """As somebody else would do it, to the end of the job. Returns the id."""
+        """As somebody else would do it, to the end of the job. Returns the id.
+
+        The job of a worker that is there fails, and nothing is said of it before the router has taken it up.
+        """
+        there = any(one["url"] == url for one in self.client.get("/workers").json()["workers"])
         answer = self.client.post("/workers", json={"url": url})
         assert answer.status_code == 202
         its_id = str(answer.json()["worker_id"])
 
         def over() -> bool:
-            job = self.client.get(f"/workers/{its_id}").json().get("job_status") or {}
-            return job.get("status") not in ("pending", "processing")
+            known = self.client.get(f"/workers/{its_id}")
+            status = (known.json().get("job_status") or {}).get("status")
+            return status == "failed" if there else known.is_success and status not in ("pending", "processing")
 
         wait_for("the worker was added", over)
         return its_id
