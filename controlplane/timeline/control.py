@@ -9,6 +9,7 @@ moved within its millisecond: no decision is drawn before the one that came befo
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from controlplane.coordinator import describe
 from controlplane.entries import LogEntry
@@ -87,6 +88,18 @@ class Arrows:
             yield TraceEvent(ph=ph, name="command", cat=CATEGORY, id=self._count, bp=bound, pid=pid, tid=tid, ts=ts)
 
 
+class Session(NamedTuple):
+    """A profiling session as the bus commanded it. replicas: None for all."""
+
+    step: int
+    replicas: frozenset[int] | None
+    span: Span
+
+    def meets(self, replicas: frozenset[int] | None) -> bool:
+        """Do some of its replicas belong to these?"""
+        return self.replicas is None or replicas is None or not self.replicas.isdisjoint(replicas)
+
+
 class BusTrack:
     """The bus's own process. published: until when the issue of each command was drawn, on the bus's clock."""
 
@@ -96,7 +109,8 @@ class BusTrack:
         self._last_ns = 0
         self._open: dict[int, Span] = {}
         self._sync: tuple[int, Span] | None = None  # its version
-        self._session: Span | None = None
+        self._sessions: list[Session] = []
+        self._stopping: dict[int, list[Session]] = {}  # by the stop's seq
 
     def take(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...], at_ns: int) -> Drawn:
         """One record."""
@@ -136,7 +150,10 @@ class BusTrack:
         for seq in list(self._open):
             yield from self._close(seq, at_ns, {"unfinished": True})
         yield from self._end_sync(at_ns, {"unfinished": True})
-        yield from self._end_session(at_ns, {"unfinished": True})
+        stopping = [one for stopped in self._stopping.values() for one in stopped]
+        for session in (*stopping, *self._sessions):
+            yield self._end_session(session, at_ns, {"unfinished": True})
+        self._stopping, self._sessions = {}, []
 
     def _publish(self, effect: Publish, at_ns: int) -> Drawn:
         command = decode_command(effect.envelope.body)
@@ -147,9 +164,8 @@ class BusTrack:
                 yield from self._end_sync(at_ns, {"unfinished": True})
                 self._sync = command.version, Span(self._lanes, thread, f"sync to v{command.version}", at_ns)
             inside = self._sync[1]
-        if isinstance(command, ProfileCommand) and command.action == "start":
-            yield from self._end_session(at_ns, {"unfinished": True})
-            self._session = Span(self._lanes, "profiling", f"profile step {command.step}", at_ns)
+        if isinstance(command, ProfileCommand):
+            yield from self._profile(effect.seq, command, effect.envelope.target.replicas, at_ns)
         args: dict[str, object] = {"kind": "command", "seq": effect.seq, "epoch": effect.epoch}
         if effect.envelope.target.replicas is not None:
             args["replicas"] = sorted(effect.envelope.target.replicas, key=str)
@@ -161,9 +177,22 @@ class BusTrack:
     def _conclude(self, report: Report, at_ns: int) -> Drawn:
         said = {one.agent: _short(one.conclusion) for one in report.outcomes}
         yield from self._close(report.seq, at_ns, said)
-        command = report.command
-        if isinstance(command, ProfileCommand) and command.action == "stop":
-            yield from self._end_session(at_ns, {})
+        for session in self._stopping.pop(report.seq, ()):
+            yield self._end_session(session, at_ns, {})
+
+    def _profile(self, seq: int, command: ProfileCommand, replicas: frozenset[int] | None, at_ns: int) -> Drawn:
+        """Replicas can be profiled by themselves. A start for another step ends what one of its replicas has open."""
+        met = [one for one in self._sessions if one.meets(replicas)]
+        same = [one for one in met if one.step == command.step]
+        if command.action == "stop":
+            self._stopping[seq] = same
+            self._sessions = [one for one in self._sessions if one not in same]
+        elif command.action == "start" and not same:
+            for session in met:
+                yield self._end_session(session, at_ns, {"unfinished": True})
+            span = Span(self._lanes, "profiling", f"profile step {command.step}", at_ns)
+            others = [one for one in self._sessions if one not in met]
+            self._sessions = [*others, Session(command.step, replicas, span)]
 
     def _close(self, seq: int, at_ns: int, args: Mapping[str, object]) -> Drawn:
         span = self._open.pop(seq, None)
@@ -196,11 +225,9 @@ class BusTrack:
             sync.name = f"{sync.name}: {args['status']}"
         yield sync.end(at_ns, self._zero_ns)
 
-    def _end_session(self, at_ns: int, args: dict[str, object]) -> Drawn:
-        if self._session is not None:
-            self._session.args.update(args)
-            yield self._session.end(at_ns, self._zero_ns)
-            self._session = None
+    def _end_session(self, session: Session, at_ns: int, args: dict[str, object]) -> TraceEvent:
+        session.span.args.update(args)
+        return session.span.end(at_ns, self._zero_ns)
 
     def _instant(self, thread: str, name: str, at_ns: int, args: dict[str, object] | None = None) -> TraceEvent:
         return _instant(self._lanes, thread, name, at_ns - self._zero_ns, args)
@@ -251,7 +278,8 @@ class AgentTrack:
             self._call[1].args["unfinished"] = True
             yield self._call[1].end(at_ns, self._zero_ns)
             self._call = None
-        for thread in list(self._holds):
+        for thread, span in list(self._holds.items()):
+            span.args["unfinished"] = True
             yield from self._hold(thread, "", at_ns)
 
     def _see(self, event: Event, at_ns: int) -> Drawn:

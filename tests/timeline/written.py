@@ -80,13 +80,21 @@ class Written:
         wall_ns = START_NS + at_ms * MS - offset_ns
         return Clock(at_ms=self.zero_ms + at_ms, wall_ns=wall_ns, offset_ns=offset_ns, error_ns=error_ns)
 
-    def issue(self, peer: str, at_ms: float, got_ms: float, command: EngineCommand | ProfileCommand = FLUSH) -> int:
-        """A command that one agent receives. Returns its seq."""
+    def issue(
+        self,
+        peer: str,
+        at_ms: float,
+        got_ms: float,
+        command: EngineCommand | ProfileCommand = FLUSH,
+        replicas: frozenset[int] | None = None,
+    ) -> int:
+        """A command for some replicas, or all, that one agent receives. Returns its seq."""
         self._seq += 1
         seq, agent = self._seq, peer.partition("/")[0]
         self._asked[seq] = command
-        envelope = Envelope(run="written", issued_at_ns=0, ttl_ms=1, body=Raw(encode(command)))
-        issued = Issued(at_us=0, at_ns=0, ticket=seq, command=command, target=Target(), timeout_ms=1)
+        target = Target(replicas=replicas)
+        envelope = Envelope(run="written", issued_at_ns=0, ttl_ms=1, target=target, body=Raw(encode(command)))
+        issued = Issued(at_us=0, at_ns=0, ticket=seq, command=command, target=target, timeout_ms=1)
         self.bus(at_ms, issued, Publish(epoch=1, seq=seq, envelope=envelope))
         self.decides(agent, self._received(seq, got_ms))
         return seq

@@ -7,16 +7,18 @@ import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from controlplane.log import RunLog
 from controlplane.timeline.clocks import Survey
 from controlplane.timeline.file import Draft, Timeline, write_timeline
 from controlplane.timeline.tracks import TraceEvent
+from schemas.commands import ProfileCommand
 from schemas.errors import ConfigError, LogError
-from schemas.events import Answer, CommandReceived
+from schemas.events import Answer, CommandReceived, EngineObserved, Observation
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from schemas.outcomes import Reason as Why
@@ -115,7 +117,7 @@ def test_an_agents_decisions_lie_where_they_were_on_the_buss_clock(written: Writ
 
 
 def test_between_estimates_that_contradict_each_other_a_line_is_drawn(written: Written) -> None:
-    drifted = replace(written.clock(60_000), offset_ns=6 * MS)  # a hundred ppm, much more than clocks do
+    drifted = structs.replace(written.clock(60_000), offset_ns=6 * MS)  # a hundred ppm, much more than clocks do
     peer = written.joins(PRIMARY, clocks=(written.clock(0), drifted))
     written.commands(peer, 20_000, 400, FLUSHED)
     _, events = timeline(written.close())
@@ -125,7 +127,7 @@ def test_between_estimates_that_contradict_each_other_a_line_is_drawn(written: W
 
 def test_an_estimate_of_before_a_clock_was_set_is_not_believed_again(written: Written) -> None:
     """Clocks may drift by more in ten minutes than this one was set by."""
-    was_set = replace(written.clock(60_000), offset_ns=6 * MS)
+    was_set = structs.replace(written.clock(60_000), offset_ns=6 * MS)
     peer = written.joins(PRIMARY, clocks=(written.clock(59_000), was_set))
     clock = Survey(RunLog.read(written.close())).clock(peer)
     before, after = clock.monotonic(written.zero_ms + 500), clock.monotonic(written.zero_ms + 601_000)
@@ -135,7 +137,7 @@ def test_an_estimate_of_before_a_clock_was_set_is_not_believed_again(written: Wr
 
 
 def test_a_poor_estimate_does_not_spoil_a_good_one(written: Written) -> None:
-    poor = replace(written.clock(1), offset_ns=9 * MS, error_ns=10 * MS)
+    poor = structs.replace(written.clock(1), offset_ns=9 * MS, error_ns=10 * MS)
     peer = written.joins(PRIMARY, clocks=(poor, written.clock(500)))
     written.commands(peer, 100, 8, FLUSHED)
     told, events = timeline(written.close())
@@ -145,7 +147,7 @@ def test_a_poor_estimate_does_not_spoil_a_good_one(written: Written) -> None:
 
 
 def test_a_clock_that_is_wrong_is_found_out_by_its_commands(written: Written) -> None:
-    wrong = replace(written.clock(0), offset_ns=-50 * MS)
+    wrong = structs.replace(written.clock(0), offset_ns=-50 * MS)
     peer = written.joins(PRIMARY, clocks=(wrong,))
     written.commands(peer, 100, 8, FLUSHED)
     told, _ = timeline(written.close())
@@ -193,6 +195,46 @@ def test_a_run_that_was_cut_off_ends_its_spans_with_the_log(written: Written) ->
     _, events = timeline(cut)
     (open_,) = slices(events, "bus", "commands")
     assert open_["args"]["unfinished"] is True
+
+
+def test_a_pause_that_never_ended_lasts_to_the_end_and_says_so(written: Written) -> None:
+    for replica in (0, 1):
+        written.joins(Identity(replica=replica, node_rank=0), 0, (written.clock(0),))
+        paused = Observation(engine="tiny", tokenizer="present", generating=False)
+        written.decides(f"{replica}.0", EngineObserved(at_ms=written.zero_ms + 10, observation=paused))
+    runs = structs.replace(paused, generating=True)
+    written.decides("1.0", EngineObserved(at_ms=written.zero_ms + 90, observation=runs))
+    told, events = timeline(written.close())
+    (never,) = slices(events, "agent 0.0", "generation")
+    assert never["args"] == {"unfinished": True}
+    assert never["ts"] + never["dur"] == 590_000, "the log ends when the bus had the last decision"
+    (ended,) = slices(events, "agent 1.0", "generation")
+    assert (ended["dur"], "args" in ended) == (80_000, False)
+
+
+def test_replicas_that_are_profiled_by_themselves_have_sessions_of_their_own(written: Written) -> None:
+    peers = [written.joins(Identity(replica=replica, node_rank=0), at_ms=0) for replica in (0, 1)]
+
+    def command(action: Literal["start", "stop"], step: int, at_ms: float) -> None:
+        replica = step % 2
+        asked = ProfileCommand(action=action, step=step)
+        seq = written.issue(peers[replica], at_ms, at_ms + 1, asked, frozenset([replica]))
+        written.answer(peers[replica], seq, at_ms + 2, at_ms + 5, Acted(calls=("profile",)))
+
+    command("start", 2, 10)
+    command("start", 3, 20)
+    command("stop", 2, 30)
+    command("stop", 3, 40)
+    command("start", 4, 50)
+    command("start", 6, 60)  # which has the replica stop the one before
+    _, events = timeline(written.close())
+    lanes = [one for lane in ("profiling", "profiling (2)") for one in slices(events, "bus", lane)]
+    assert [(one["name"][-1], one["ts"], one["dur"], "args" in one) for one in lanes] == [
+        ("2", 10_000, 25_000, False),
+        ("4", 50_000, 10_000, True),
+        ("6", 60_000, 502_000, True),
+        ("3", 20_000, 25_000, False),
+    ]
 
 
 def test_a_run_that_goes_on_is_drawn_as_far_as_its_clocks_were_read(written: Written) -> None:
