@@ -40,9 +40,9 @@ _encoder = json.Encoder(decimal_format="number")
 class ClockLine(Struct, frozen=True, kw_only=True):
     """What is known of the clocks of one agent's incarnation.
 
-    offset_ns: from its node's wall clock to the bus's; None when it was never measured. Then the agent's events are
-    placed by commands and answers, and its node's traces as they are.   error_ns: by how much what is known may be
-    wrong; None when nothing is known.   estimates: how often it was told.
+    offset_ns: from its node's wall clock to the bus's, at the end; None when it was never measured. Then the agent's
+    events are placed by commands and answers, and its node's traces as they are.   error_ns: by how much what is known
+    may be wrong, there or where a trace begins; None when nothing is known.   estimates: how often it was told.
     """
 
     agent: str
@@ -125,7 +125,7 @@ class Draft:
 
     def __init__(self, run: str, survey: Survey) -> None:
         self.control_events = self.traced_events = 0
-        self.clocks = tuple(_clock_line(one, survey.last_ns) for one in survey.clocks.values())
+        self.clocks = tuple(_clock_line(one, [survey.last_ns]) for one in survey.clocks.values())
         self.warnings: list[str] = []
         self._run, self.survey = run, survey
         self._zero_ns = survey.begins_ns
@@ -145,11 +145,15 @@ class Draft:
             return files
         for one in told:
             say(f"checking {one.trace.path}")
-            file = found(one, roots)
-            if isinstance(file, TraceFile):
-                files.append(file)
+            had = found(one, roots)
+            if isinstance(had, TraceFile):
+                files.append(had)
             else:
-                self.warnings.append(f"left out: the trace {file}")
+                self.warnings.append(f"left out: the trace {had}")
+        moments = {peer: [self.survey.last_ns] for peer in self.survey.clocks}
+        for file in files:
+            moments.setdefault(file.told.peer, [self.survey.last_ns]).append(self._begins_ns(file))
+        self.clocks = tuple(_clock_line(self.survey.clock(peer), at_ns) for peer, at_ns in moments.items())
         return files
 
     def head(self) -> bytes:
@@ -182,7 +186,8 @@ class Draft:
         for file in files:
             say(f"reading {file.path}")
             name = file.told.peer.partition("/")[0]
-            wall = self.survey.clock(file.told.peer).wall(file.told.told_ns)
+            clock = self.survey.clock(file.told.peer)
+            wall = clock.wall(self._begins_ns(file))
             if wall.error_ns is None:
                 self.warnings.append(f"{file.path}: on its node's own clock, whose offset is unknown")
             shift_ns = file.base_ns + wall.offset_ns - self._zero_ns
@@ -198,8 +203,22 @@ class Draft:
                 self.warnings.append(f"left out: {trace.odd} events of {file.path} without a place that can be told")
             self.traced_events += trace.count
             if trace.before:
-                what = f"{trace.before} of its {trace.count} events lie before the run began"
+                what = f"{trace.before} of its {trace.count} events lie before the run began, where Perfetto draws none"
                 self.warnings.append(f"{file.path}: {what}; is the clock of its node right?")
+            then = clock.wall(self._zero_ns + trace.last_ns)
+            moved_ns, allowed_ns = then.offset_ns - wall.offset_ns, (then.error_ns or 0) + (wall.error_ns or 0)
+            if abs(moved_ns) > allowed_ns:
+                self.warnings.append(
+                    f"{file.path}: the clock of its node moved by {moved_ns / MS:+.3f} ms against the bus's meanwhile, "
+                    "and the trace is placed by its begin"
+                )
+
+    def _begins_ns(self, file: TraceFile) -> int:
+        """When a trace begins, on the bus's clock; when it was told, if it does not say. It was not told before."""
+        told_ns = file.told.told_ns
+        if file.first_ns is None:
+            return told_ns
+        return min(told_ns, file.first_ns + self.survey.clock(file.told.peer).wall(told_ns).offset_ns)
 
     def _title(self, name: str) -> str:
         """Of an agent's process. Its newest clock is named, so that whoever looks knows how sure the places are."""
@@ -226,15 +245,16 @@ class Draft:
         return "" if place.role == ROLLOUT else place.role, place.replica, place.node_rank
 
 
-def _clock_line(clock: AgentClock, at_ns: int) -> ClockLine:
+def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:
+    """moments_ns: on the bus's clock; the end of the log, and when traces begin."""
     agent, _, incarnation = clock.peer.partition("/")
-    wall = clock.wall(at_ns)
+    wall, *others = (clock.wall(at_ns) for at_ns in moments_ns)
     known = wall.error_ns is not None
     return ClockLine(
         agent=agent,
         incarnation=incarnation,
         offset_ns=wall.offset_ns if known else None,
-        error_ns=wall.error_ns if known else clock.monotonic(0).error_ns,
+        error_ns=max(one.error_ns or 0 for one in (wall, *others)) if known else clock.monotonic(0).error_ns,
         estimates=clock.estimates,
     )
 

@@ -28,6 +28,7 @@ ARROW_BITS: Final = 40
 FIELD_BYTES: Final = 4_096
 """Longest field that is looked for in a file read piece by piece."""
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
+_FIRST: Final = re.compile(rb'"ph"\s*:\s*"X".{0,%d}?"ts"\s*:\s*"?(\d{1,20}(?:\.\d{1,9})?)' % FIELD_BYTES, re.DOTALL)
 _RANK: Final = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
 _STACKS: Final = b'"python_function"'
 _NO_NUMBERS: Final = tuple(word + end for word in (b"NaN", b"nan", b"ity", b"inf") for end in (b",", b"}", b" ", b"\n"))
@@ -44,6 +45,7 @@ Event = dict[str, Any]
 class TraceFile(NamedTuple):
     """One file that was found and is what the log says. base_ns: of its `ts`, on the wall clock of its node.
 
+    first_ns: when its first slice begins, on that clock; None when it has none.
     rank: within its torch.distributed group; None when the file does not tell.   stacks: it has Python's calls, too.
     loose: it has numbers that are none.
     """
@@ -51,6 +53,7 @@ class TraceFile(NamedTuple):
     path: Path
     told: ToldTrace
     base_ns: int
+    first_ns: int | None
     rank: int | None
     stacks: bool
     loose: bool
@@ -83,7 +86,7 @@ def found(told: ToldTrace, roots: Sequence[Path]) -> TraceFile | str:
                 seen.append(f"{file} can't be read: {error}")
                 continue
             if scanned.sha256 == told.trace.sha256:
-                return TraceFile(file, told, scanned.base_ns, scanned.rank, scanned.stacks, scanned.loose)
+                return TraceFile(file, told, *scanned[:-1])
             seen.append(
                 f"{file} has sha256 {scanned.sha256[:16]}…, the log says {told.trace.sha256[:16]}…: another file"
             )
@@ -143,12 +146,13 @@ class TorchTrace:
 
     shift_ns: what to add to a `ts` of the file, in ns, for one of the timeline.   sort: among the processes.
     count: events that were given so far.   before: how many lie before the beginning of the timeline.
+    last_ns: when the last of them was, after the beginning.
     odd: how many were left out, for they have no place that can be told.
     fault: why the file was not read to its end, if it was not.
     """
 
     def __init__(self, file: TraceFile, whose: str, shift_ns: int, sort: int, numbers: Numbers) -> None:
-        self.count = self.before = self.odd = 0
+        self.count = self.before = self.odd = self.last_ns = 0
         self.fault: str | None = None
         self._file, self._whose, self._shift_ns, self._sort, self._numbers = file, whose, shift_ns, sort, numbers
         self._number = numbers.file()
@@ -163,9 +167,9 @@ class TorchTrace:
         import ijson  # on use: few commands need it
 
         with ExitStack() as stack:
-            file = _opened(stack, self._file.path)
-            stream = _Strict(file) if self._file.loose else file
             try:
+                file = _opened(stack, self._file.path)
+                stream = _Strict(file) if self._file.loose else file
                 for event in ijson.items(stream, "traceEvents.item", buf_size=READ_BYTES):
                     try:
                         moved = self._moved(event)
@@ -192,7 +196,9 @@ class TorchTrace:
             event["ts"] = ts_ns / 1000
             if kind == "X" and "dur" in event:
                 self._nest(event, ts_ns, int(Decimal(event["dur"]) * 1000))
-            self.before += ts_ns < 0
+            if kind != "M":
+                self.before += ts_ns < 0
+                self.last_ns = max(self.last_ns, ts_ns)
         if event.get("s") == "g":  # of all that this file shows, and that is one process among others here
             event["s"] = "p"
         for name in ("id", "bind_id"):
@@ -310,6 +316,7 @@ class _Strict:
 
 class _Scanned(NamedTuple):
     base_ns: int
+    first_ns: int | None
     rank: int | None
     stacks: bool
     loose: bool
@@ -318,12 +325,14 @@ class _Scanned(NamedTuple):
 
 def _scanned(path: Path) -> _Scanned:
     """What has to be known of a file before its events. Raises OSError, EOFError, zlib.error: it can't be read."""
-    base_ns, rank, stacks, loose, tail = 0, None, False, False, b""
+    base_ns, first, rank, stacks, loose, tail = 0, b"", None, False, False, b""
     with ExitStack() as stack:
         raw = _Hashed(stack.enter_context(open(path, "rb")))
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[call-overload]
         while piece := stream.read(READ_BYTES):
             text = tail + piece
+            if not first and (seen := _FIRST.search(text)) is not None:
+                first = seen.group(1)
             if (seen := _BASE.search(text)) is not None:
                 base_ns = int(seen.group(1))
             if rank is None and (seen := _RANK.search(text)) is not None:
@@ -334,7 +343,8 @@ def _scanned(path: Path) -> _Scanned:
             tail = text[-FIELD_BYTES:]
         while raw.read(READ_BYTES):  # what stands after the last block of a compressed file
             pass
-    return _Scanned(base_ns, rank, stacks, loose, raw.sha256.hexdigest())
+    first_ns = base_ns + int(Decimal(first.decode()) * 1000) if first else None
+    return _Scanned(base_ns, first_ns, rank, stacks, loose, raw.sha256.hexdigest())
 
 
 def _opened(stack: ExitStack, path: Path) -> IO[bytes] | gzip.GzipFile:

@@ -9,10 +9,11 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from controlplane.timeline.file import Timeline, write_timeline
 from schemas.identity import Identity
-from schemas.outcomes import Trace
+from schemas.outcomes import Acted, Trace
 from tests.timeline.trace_events import Event, problems, read
 from tests.timeline.written import MS, Op, Written, placed, torch_trace
 
@@ -186,7 +187,67 @@ def test_a_trace_from_before_the_run_is_told(written: Written, tmp_path: Path) -
     written.profiles(peer, 80, 20, trace)
     told = write_timeline(written.close(), tmp_path / "t.json", [tmp_path])
     assert told.warnings[-1] == (
-        f"{tmp_path}/a.trace.json: 1 of its 6 events lie before the run began; is the clock of its node right?"
+        f"{tmp_path}/a.trace.json: 1 of its 6 events lie before the run began, where Perfetto draws none; is the clock "
+        "of its node right?"
+    )
+
+
+def test_a_trace_that_was_told_late_is_placed_by_the_clock_of_when_it_was_recorded(
+    written: Written, tmp_path: Path
+) -> None:
+    """The node's clock loses a hundred ppm; the bus was away until it heard of the trace."""
+    slow = [structs.replace(written.clock(at, at * 100), error_ns=200_000) for at in (0, 1_000, 599_000, 600_000)]
+    peer = written.joins(PRIMARY, clocks=tuple(slow))
+    written.profiles(peer, 600_000, 20, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
+    told, events = merged(written.close(), tmp_path)
+    assert told.warnings == ()
+    ts, _ = ops(events)["aten::mm"]
+    assert abs(ts - 59_000) < 200, "with the clock of the end it would be 60 ms late"
+    assert told.clocks[0].offset_ns == pytest.approx(60 * MS, abs=400_000)
+
+
+def test_a_clock_that_moves_while_it_is_recorded_is_told(written: Written, tmp_path: Path) -> None:
+    slow = [written.clock(at, at * 100) for at in (0, 1_000, 299_000, 300_000)]
+    peer = written.joins(PRIMARY, clocks=tuple(slow))
+    long = [Op("first", 60, 10), Op("last", 299_970, 1)]
+    written.profiles(peer, 300_000, 20, placed(tmp_path, "a.trace.json", torch_trace(long)))
+    told, events = merged(written.close(), tmp_path)
+    assert abs(ops(events)["first"][0] - 59_000) < 100
+    (warning,) = told.warnings
+    begin = f"{tmp_path}/a.trace.json: the clock of its node moved by +29."
+    assert warning.startswith(begin) and warning.endswith("meanwhile, and the trace is placed by its begin")
+
+
+def test_the_error_of_a_clock_is_that_of_where_its_traces_lie(written: Written, tmp_path: Path) -> None:
+    clocks = [structs.replace(written.clock(at), error_ns=error) for at, error in ((0, 5 * MS), (500, 5 * MS))]
+    peer = written.joins(PRIMARY, clocks=(*clocks, written.clock(60_000)))
+    trace = placed(tmp_path, "a.trace.json", torch_trace(OPS))
+    written.profiles(peer, 80, 20, trace)
+    written.commands(peer, 60_010, 1, Acted(calls=("flush",)))
+    log = written.close()
+    alone = write_timeline(log, tmp_path / "alone.json")
+    assert alone.clocks[0].error_ns == 8_650, "1 µs, and what clocks drift in half a second"
+    both = write_timeline(log, tmp_path / "both.json", [tmp_path])
+    assert both.clocks[0].error_ns == pytest.approx(900_000, abs=2_000), "what they drift in a minute"
+
+
+def test_a_trace_that_is_moved_away_while_others_are_read_does_not_end_the_timeline(
+    written: Written, tmp_path: Path
+) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    names = ("first", "moved", "last")
+    told_of = [placed(tmp_path, f"{name}.trace.json", torch_trace([Op(name, 60, 10)])) for name in names]
+    written.profiles(peer, 80, 20, *told_of)
+    moved = tmp_path / "moved.trace.json"
+
+    def say(text: str) -> None:
+        if text.startswith("reading") and "first" in text:
+            moved.unlink()
+
+    told = write_timeline(written.close(), tmp_path / "t.json", [tmp_path], say=say)
+    assert ops(read(tmp_path / "t.json")["traceEvents"]).keys() >= {"first", "last"}
+    assert told.warnings == (
+        f"cut off: {moved} is no trace any more after 0 events: [Errno 2] No such file or directory: '{moved}'",
     )
 
 
