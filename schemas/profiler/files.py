@@ -1,6 +1,7 @@
 """Where a configuration of profiling comes from: a file, a text of YAML, or the mapping that a trainer holds."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -75,13 +76,12 @@ def _tree(source: object) -> dict[str, object]:
 
 
 def _parsed(text: str, name: str) -> dict[str, object]:
-    loader = _Loader(text)
     try:
-        tree = loader.get_single_data()
+        tree = _Loader(text).get_single_data()
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply") from None
     except (yaml.YAMLError, ValueError, LookupError) as error:  # the others of `!!int x` and `!!bool x`, say
         raise ConfigError(f"{name} is no YAML: {error}") from None
-    finally:
-        loader.dispose()
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
@@ -116,8 +116,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> object:
-    """A number, unless it is one to the base of 60."""
-    return node.value if ":" in node.value else loader.construct_yaml_int(node)
+    """A number, unless it is one to the base of 60, or of 8, as YAML 1.1 has 010: whoever writes that means ten."""
+    ambiguous = ":" in node.value or re.match(r"[-+]?0[0-7_]", node.value)
+    return node.value if ambiguous else loader.construct_yaml_int(node)
 
 
 def _text(_: _Loader, node: yaml.ScalarNode) -> object:

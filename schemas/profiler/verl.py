@@ -82,7 +82,10 @@ def read(
     _tool(top)
     steps, continuous, root = top.numbers("steps") or (), top.flag("profile_continuous_steps"), top.text("save_path")
     engine = Section(references.at(ROLLOUT), ROLLOUT)
-    asked = [Asked(engine, _rollout_plan(engine, ranks, layout, remarks))]
+    older = "_target_" in below(tree, ROLLOUT) and not any(
+        "relocate_results" in below(tree, path) for path in ("global_profiler", ACTOR, ROLLOUT)
+    )  # it came together with global ranks
+    asked = [Asked(engine, _rollout_plan(engine, ranks, layout, older, remarks))]
     roles: dict[str, ProfilePlan] = {}
     if stands(tree, REWARD) and stands(tree, REWARD_MODEL):
         raise ConfigError(f"{REWARD} and {REWARD_MODEL} stand for the same: allowed is one of them")
@@ -134,7 +137,8 @@ def _is_verl_s(tree: Mapping[str, object]) -> None:
 # --- a section as a plan ----------------------------------------------------------------------------------------------
 
 
-def _rollout_plan(section: Section, ranks: RankUnit, layout: Layout, remarks: list[str]) -> ProfilePlan:
+def _rollout_plan(section: Section, ranks: RankUnit, layout: Layout, older: bool, remarks: list[str]) -> ProfilePlan:
+    """older: whether a verl wrote the section in which `ranks` were replicas."""
     plan, tool = _plan(section, layout)
     if _schedule(tool) is not None:
         remarks.append(
@@ -151,6 +155,12 @@ def _rollout_plan(section: Section, ranks: RankUnit, layout: Layout, remarks: li
         remarks.append(
             f"{tool.key('contents')} names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them "
             "record the CPU too; name both for that"
+        )
+    if ranks == "global" and plan.enabled and older and (plan.ranks or frozenset()) - {0}:
+        remarks.append(
+            f"{section.key('ranks')} is {shown(section.values.get('ranks'))}, read as global ranks, and the file is of "
+            "a verl up to 0.9.0 (its sections have no relocate_results), which took them for replicas: for those, "
+            'read it with ranks="replica" (--ranks replica)'
         )
     everybody = section.flag("all_ranks")
     if not everybody and (ranks == "replica" or not section.numbers("ranks")):
@@ -181,7 +191,15 @@ def _rank_plan(section: Section, layout: Layout, remarks: list[str]) -> ProfileP
         plan = replace(plan, activities=_rank_activities(plan.activities, tool))
     if plan.tool == "precision_debugger":
         plan = replace(plan, ranks=None)  # msprobe picks the ranks, from its own file
-    return replace(plan, schedule=_schedule(tool))
+    schedule = _schedule(tool)
+    if schedule is not None and not plan.discrete:
+        schedule = replace(schedule, repeat=schedule.repeat or 1)  # as verl has it: one window for each session
+        if plan.enabled and not (schedule.skip_first or schedule.wait or schedule.warmup):
+            remarks.append(
+                f"{tool.key('schedule')} is set and {tool.key('discrete')} is not: only mini-batches are recorded, "
+                "where verl keeps the stages before them too; with discrete: true each stage has its trace"
+            )
+    return replace(plan, schedule=schedule)
 
 
 def _plan(section: Section, layout: Layout) -> tuple[ProfilePlan, Section]:
@@ -214,7 +232,8 @@ def _plan(section: Section, layout: Layout) -> tuple[ProfilePlan, Section]:
 
 
 def _tool(section: Section) -> str | None:
-    return section.choice("tool", TOOLS, "torch") if section.values.get("tool") is not None else None
+    nothing = section.values.get("tool") in (None, "None", "none")  # Hydra takes the None of a command line for a text
+    return None if nothing else section.choice("tool", TOOLS, "torch")
 
 
 def _contents(tool: Section, name: str | None) -> frozenset[str]:

@@ -67,10 +67,15 @@ def contradictions(config: ProfilerConfig, asked: list[Asked], top: Section, ref
         remarks.append(f"global_profiler.steps is {shown(top.values.get('steps'))}: no step is profiled")
     if config.steps and not any(one.section.flag("enable") for one in asked):
         remarks.append("global_profiler.steps names steps and no section has enable: true: nothing is profiled")
-    if "ref" in config.roles and "actor" not in config.roles:
+    if "ref" in config.roles and config.roles["ref"] != config.roles.get("actor"):
+        differs = (
+            f"{ref.path} says other things than the actor's"
+            if "actor" in config.roles
+            else f"{ref.key('enable')} is true and the actor's is not"
+        )
         remarks.append(
-            f"{ref.key('enable')} is true and the actor's is not: it counts only for a worker that has the reference "
-            "model alone, and in a worker that has both the actor's section decides"
+            f"{differs}: it counts only for a worker that has the reference model alone, and in a worker that has both "
+            "the actor's section decides"
         )
     for one in on:
         remarks += _unused_ranks(one)

@@ -88,7 +88,7 @@ def test_warnings_are_told_and_what_verl_itself_would_not_do(tmp_path: Path) -> 
 def test_it_is_printed_as_a_file_of_ours_that_means_the_same() -> None:
     shown = explain(CONFIGS / "verl_all_on.yaml", "--verl", "--yaml")
     assert read_yaml(shown.stdout) == read_verl(CONFIGS / "verl_all_on.yaml").config
-    assert len(shown.stderr.splitlines()) == 5
+    assert len(shown.stderr.splitlines()) == 6
 
 
 def test_a_wrong_value_ends_with_2_and_one_line(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_a_variable_says_whatever_a_file_could(monkeypatch: pytest.MonkeyPatch) 
 def test_a_date_is_a_text_and_so_is_a_number_to_the_base_of_60() -> None:
     assert read("save_path: 2026-02-30\n").save_path == "2026-02-30"
     assert refused("steps: [1:30]") == f"steps holds '1:30': allowed are {LIST}"
+    assert refused("steps: [010]") == f"steps holds '010': allowed are {LIST}"
 
 
 # --- there and back ---------------------------------------------------------------------------------------------------
@@ -413,6 +414,8 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(tree: dict[str,
         ("rollout: &a\n  finish: *a\n", "the text has an anchor that stands within itself"),
         ("save_path: {{ root }}", "the text is no YAML: a key is a list or a mapping.*line 1, column 13"),
         ("? [1]\n: 2", "the text is no YAML: a key is a list or a mapping"),
+        ("steps: [1]\nsave_path: /a\x1b\n", "the text is no YAML: unacceptable character"),
+        ("a: " + "[" * 2000 + "]" * 2000, "the text is nested too deeply"),
         ("continuous: !!bool x\n", "the text is no YAML: 'x'"),
         ("steps: [!!int x]\n", "the text is no YAML: invalid literal"),
         ("x: !!python/object:os.system {}", "the text is no YAML: could not determine a constructor"),

@@ -71,6 +71,10 @@ def test_a_file_with_every_key_of_verl() -> None:
             f"{TORCH}.contents names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them record the "
             "CPU too; name both for that"
         ),
+        (
+            "actor_rollout_ref.ref.profiler says other things than the actor's: it counts only for a worker that has "
+            "the reference model alone, and in a worker that has both the actor's section decides"
+        ),
         "reward.profiler.ranks is not acted on, by verl neither: msprobe picks the ranks, from its own file",
         (
             "actor_rollout_ref.ref.profiler.relocate_results is true and the tool is nsys, whose reports are not ours "
@@ -197,6 +201,33 @@ def test_a_role_that_is_switched_off_is_left_out_and_its_values_are_checked_all_
     assert said == "critic.profiler.ranks holds -1: allowed are whole numbers of at least 0"
 
 
+@pytest.mark.parametrize("nothing", [None, "None", "none"])
+def test_no_tool_is_none_however_a_command_line_spells_it(nothing: str | None) -> None:
+    tree: dict[str, Any] = {"global_profiler": {"tool": nothing}, "actor_rollout_ref": {"actor": {"profiler": {}}}}
+    assert verl.read(tree, {}) == (ProfilerConfig.from_verl({}), [])
+    tree["critic"] = {"profiler": {"enable": True}}
+    tree["global_profiler"]["steps"] = [1]
+    assert remarks(tree) == [
+        "critic.profiler.enable is true and critic.profiler.tool is null: nothing is profiled there"
+    ]
+
+
+def test_a_file_of_a_verl_that_took_ranks_for_replicas_is_told_by_what_it_has_not() -> None:
+    section = {"_target_": "verl.utils.profiler.ProfilerConfig", "ranks": [0, 2]}
+    composed = rollout({"discrete": True}, **section)
+    (remark,) = remarks(composed)
+    assert remark == (
+        f"{ROLLOUT}.ranks is [0, 2], read as global ranks, and the file is of a verl up to 0.9.0 (its "
+        "sections have no relocate_results), which took them for replicas: for those, read it with "
+        'ranks="replica" (--ranks replica)'
+    )
+    assert verl.read(composed, {}, ranks="replica").remarks == []
+    for quiet in ({"ranks": [0]}, {"all_ranks": True, "ranks": []}, {"relocate_results": False}):
+        assert remarks(rollout({"discrete": True}, **section | quiet)) == []
+    composed["global_profiler"]["relocate_results"] = False
+    assert remarks(composed) == []
+
+
 def test_the_reward_model_s_section_is_found_where_it_was_and_where_it_is() -> None:
     on = {"profiler": {"enable": True, "tool": "torch", "ranks": [2]}}
     steps = {"global_profiler": {"steps": [1]}}
@@ -221,6 +252,9 @@ def test_a_reference_model_of_its_own_is_told_from_one_in_the_actor_s_worker() -
     tree["actor_rollout_ref"]["actor"] = {"profiler": {"enable": True}}
     tree["actor_rollout_ref"]["rollout"] = {"profiler": {"enable": False}}
     assert remarks(tree) == []
+    tree["actor_rollout_ref"]["ref"]["profiler"]["ranks"] = [4]
+    (remark,) = remarks(tree)
+    assert remark.startswith("actor_rollout_ref.ref.profiler says other things than the actor's: it counts only")
 
 
 def test_rollouts_that_verl_would_leave_alone_without_a_word_are_profiled_with_one() -> None:
@@ -528,6 +562,13 @@ def test_a_schedule_is_on_when_it_records_something() -> None:
     for schedule in (None, {"active": 0, "wait": 0}, {}):
         config = ProfilerConfig.from_verl(actor(tool_config={"torch": {"schedule": schedule}}))
         assert config.roles["actor"].schedule is None
+
+
+def test_a_schedule_without_repeat_is_of_one_window_in_the_trace_of_a_session_as_verl_has_it() -> None:
+    for discrete, repeat in ((False, 1), (True, 0)):
+        torch = {"discrete": discrete, "schedule": {"active": 2, "skip_first": 1}}
+        config = ProfilerConfig.from_verl(actor(tool_config={"torch": torch}))
+        assert config.roles["actor"].schedule == Schedule(active=2, skip_first=1, repeat=repeat)
 
 
 def test_a_run_has_one_root_and_one_command() -> None:

@@ -149,6 +149,14 @@ def test_remarks_are_warnings_on_the_line_that_asked() -> None:
             ),
         ),
         (
+            critic("torch", schedule={"active": 1}),
+            (
+                "critic.profiler.tool_config.torch.schedule is set and critic.profiler.tool_config.torch.discrete is "
+                "not: only mini-batches are recorded, where verl keeps the stages before them too; with discrete: true "
+                "each stage has its trace"
+            ),
+        ),
+        (
             critic("torch", schedule={"wait": 2, "warmup": 1}),
             (
                 "critic.profiler.tool_config.torch.schedule is not acted on: active is not set, or 0, which is no "
