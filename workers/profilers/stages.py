@@ -39,29 +39,34 @@ class Listener(Protocol):
     def mini_batch(self) -> None: ...
 
 
-_open: tuple[Listener, ...] = ()
-"""Replaced as a whole, so that it is read without a lock."""
+class _Told:
+    """Who is told of stages. An attribute of a class: a function that is sent to another process by value, as Ray sends
+    what the trainer's script defines, takes the globals that it reads along, and would go on asking a tuple of its own.
+    """
+
+    open: tuple[Listener, ...] = ()
+    """Replaced as a whole, so that it is read without a lock."""
+
+
 _replacing = threading.Lock()
 """A command may reach all ranks of a process at once."""
 
 
 def listen(listener: Listener) -> None:
     """Tell this one of every stage from now on."""
-    global _open
     with _replacing:
-        _open = (*_open, listener)
+        _Told.open = (*_Told.open, listener)
 
 
 def unlisten(listener: Listener) -> None:
     """Tell it no more."""
-    global _open
     with _replacing:
-        _open = tuple(one for one in _open if one is not listener)
+        _Told.open = tuple(one for one in _Told.open if one is not listener)
 
 
 def _forget() -> None:
-    global _open, _replacing
-    _open, _replacing = (), threading.Lock()  # another thread may have held it
+    global _replacing
+    _Told.open, _replacing = (), threading.Lock()  # another thread may have held it
 
 
 os.register_at_fork(after_in_child=_forget)  # the agent and its bus stay with the parent
@@ -88,7 +93,7 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
     """What was told on entering, innermost last."""
 
     def __enter__(self) -> Self:
-        if _open or self.entered:  # the latter: entered again, and the session over in between
+        if _Told.open or self.entered:  # the latter: entered again, and the session over in between
             if self.entered is None:
                 self.entered = []
             self.entered.append(self._enter())
@@ -111,7 +116,7 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
 
             @functools.wraps(function)
             async def later(*args: P.args, **kwargs: P.kwargs) -> Any:
-                entered = self._enter() if _open else _NOBODY
+                entered = self._enter() if _Told.open else _NOBODY
                 try:
                     return await function(*args, **kwargs)
                 finally:
@@ -121,7 +126,7 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
 
         @functools.wraps(function)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _open:
+            if not _Told.open:
                 return function(*args, **kwargs)
             entered = self._enter()
             try:
@@ -132,7 +137,7 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
         return wrapped
 
     def _enter(self) -> Entered:
-        return tuple((one, one.enter(self)) for one in _open if self._is_for(one))
+        return tuple((one, one.enter(self)) for one in _Told.open if self._is_for(one))
 
     def _is_for(self, listener: Listener) -> bool:
         if self.listener is not None:
@@ -156,6 +161,6 @@ def annotate(stage: str, *, role: str | None = None, scheduled: bool = False, mo
 
 def mini_batch(role: str | None = None) -> None:
     """One mini-batch of a scheduled stage is done. Costs nothing while no session is open."""
-    for one in _open:
+    for one in _Told.open:
         if role is None or role == one.role:
             one.mini_batch()

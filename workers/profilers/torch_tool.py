@@ -14,8 +14,13 @@ What was found by experiment with torch 2.13, and is why it is built so:
   freed: the process dies, now or later. So spans of stages end with the recording.
 - There is one such profiler per process: two threads that start one bring the process down, and a second start on one
   thread silently takes the first one's place. `torch.autograd.profiler._is_profiler_enabled` tells of any.
+- Nobody can be kept from starting one while ours records, and theirs takes the place of ours as soon as it warms up. To
+  stop ours then, to write it, or to end a span in it brings the process down, or ends theirs. So the flag holds a value
+  of our own as long as ours is the one. Theirs dies in the same way of one of ours that comes between its warm-up and
+  its recording, and nothing but its object tells that it warms up.
 """
 
+import gc
 import importlib
 import json
 import logging
@@ -23,7 +28,7 @@ import threading
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch.autograd.profiler
 import torch.distributed
@@ -40,6 +45,9 @@ logger = logging.getLogger("rolloutctl.rank")
 
 _in_use = threading.Lock()
 """Held by the rank of this process whose stage is recorded."""
+
+_OURS: Final[Any] = 1
+"""As true as torch's own True, and told from it."""
 
 LISTED: Final = 150
 """Traces that one outcome names; more have no room in a message."""
@@ -80,12 +88,12 @@ class TorchRecorder:
         plan = self.plan
         self._scope = stage if plan.discrete else WHOLE
         try:
-            _require_nobody_else()
             if plan.schedule is None or (plan.discrete and not scheduled):
                 self._running = _Whole(self)
             else:
                 self._running = _Windows(self, 0 if plan.discrete else self._mini_batches)
         except BaseException as error:
+            _is_over()
             _in_use.release()
             if isinstance(error, RuntimeError):
                 raise EngineError(f"torch's profiler did not start: {error}.") from error
@@ -136,8 +144,13 @@ class TorchRecorder:
         self._writer.put(partial(self._write, recording, self._scope, (first, last)))
 
     def start(self, profiler: profile) -> None:
-        """Start it, and label what it records with the place of this rank."""
+        """Start it, and label what it records with the place of this rank. Raises EngineError and RuntimeError."""
+        if not _is_ours():
+            _prepare(profiler)
+        else:
+            _require_nobody_else()
         profiler.start_trace()
+        torch.autograd.profiler._set_is_profiler_enabled(_OURS)
         _here.recording = True
         place = self._place
         label = {"role": place.identity.role, "rank": place.rank, "step": place.step, "scope": self._scope}
@@ -189,7 +202,6 @@ class _Whole:
 
     def __init__(self, recorder: "TorchRecorder") -> None:
         self.profiler = recorder.profiler()
-        self.profiler.prepare_trace()
         recorder.start(self.profiler)
 
     def end(self) -> None:
@@ -222,7 +234,9 @@ class _Windows:
             self._save(self.mini_batch_at - 1)
         elif (profiler := self._profiler) is not None:
             if self._first is None:
-                profiler.start_trace()  # torch takes a profiler that was only warmed up back no other way
+                if not _is_ours():
+                    return  # somebody else took its place
+                self._recorder.start(profiler)  # torch takes a profiler that was only warmed up back no other way
             _stop(profiler)
 
     def _go_on(self) -> None:
@@ -231,7 +245,8 @@ class _Windows:
             return
         if self._profiler is None:
             self._profiler = self._recorder.profiler()
-            self._profiler.prepare_trace()
+            if action is ProfilerAction.WARMUP:
+                _prepare(self._profiler)
         if action is not ProfilerAction.WARMUP and self._first is None:
             self._first = self.mini_batch_at
             self._recorder.start(self._profiler)
@@ -253,13 +268,13 @@ class _Span:
         self._opened: record_function | None = None
 
     def __enter__(self) -> None:
-        if _here.recording:
+        if _here.recording and not _is_somebody_elses():
             self._opened = record_function(self._stage)
             self._opened.__enter__()  # type: ignore[no-untyped-call]
             self._among.append(self)
 
     def __exit__(self, *_: object) -> None:
-        if self._opened is not None:
+        if self._opened is not None and not _is_somebody_elses():  # else it is ended when theirs is over
             self._among.remove(self)
             self.end()
 
@@ -269,12 +284,61 @@ class _Span:
             opened.__exit__(None, None, None)
 
 
+def _prepare(profiler: profile) -> None:
+    """Warm it up. Raises EngineError and RuntimeError."""
+    _require_nobody_else()
+    if torch._C._autograd._profiler_enabled():
+        _take_back(profiler)
+    _end_spans()
+    profiler.prepare_trace()
+    torch.autograd.profiler._set_is_profiler_enabled(_OURS)
+
+
 def _stop(profiler: profile) -> None:
-    """Raises RuntimeError."""
+    """Raises RuntimeError, and EngineError when another has taken its place."""
     _here.recording = False
+    enabled = torch._C._autograd._profiler_enabled()
+    try:
+        if _is_ours() and enabled:
+            _end_spans()
+            profiler.stop_trace()
+            return
+        if enabled and not _is_somebody_elses():
+            _take_back(profiler)
+    finally:
+        _is_over()
+    raise EngineError(
+        "somebody else's profiler was started while this stage was recorded, and torch has one per process. Theirs was "
+        "left alone; what was recorded is lost."
+    )
+
+
+def _take_back(profiler: profile) -> None:
+    """This thread is recorded still, and another thread's profiler, which is over, took the rest of it along."""
+    profiler.prepare_trace()
+    profiler.stop_trace()
+
+
+def _end_spans() -> None:
+    """Those of this thread that are open. Not while somebody else's profiler records."""
     while _here.spans:
         _here.spans.pop().end()
-    profiler.stop_trace()
+
+
+def _is_ours() -> bool:
+    """Whether torch's profiler warms up or records for a rank of this process."""
+    return torch.autograd.profiler._is_profiler_enabled is _OURS
+
+
+def _is_over() -> None:
+    """Ours is not the one any more, however it ended."""
+    if _is_ours():
+        torch.autograd.profiler._set_is_profiler_enabled(False)
+
+
+def _is_somebody_elses() -> bool:
+    """Whether it records for anybody else."""
+    return bool(torch.autograd.profiler._is_profiler_enabled) and not _is_ours()
 
 
 def action(schedule: Schedule, mini_batch: int) -> ProfilerAction:
@@ -292,9 +356,15 @@ def action(schedule: Schedule, mini_batch: int) -> ProfilerAction:
 
 
 def _require_nobody_else() -> None:
-    """Raise EngineError if torch's profiler records in this process, for whomever."""
-    if torch.autograd.profiler._is_profiler_enabled:
+    """Raise EngineError if torch's profiler records or warms up in this process for anybody but its ranks."""
+    if _is_somebody_elses():
         raise EngineError(
             "torch's profiler records in this process already, started by somebody else, and there is one per process. "
             "It was left alone; end it, or let the bus profile."
+        )
+    of_anybody = (one for one in gc.get_referrers(profile) if isinstance(one, profile))  # 80 ms for a million objects
+    if any(one.current_action is ProfilerAction.WARMUP for one in of_anybody):
+        raise EngineError(
+            "torch's profiler warms up in this process already, for somebody else's schedule, and there is one per "
+            "process. It was left alone; end it, or let the bus profile."
         )
