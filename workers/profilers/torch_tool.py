@@ -243,7 +243,7 @@ class _Windows:
         action = self._action(self.mini_batch_at)
         if action is ProfilerAction.NONE:
             return
-        if self._profiler is None:
+        if self._profiler is None or not _is_ours():  # somebody else took the place of what was warmed up
             self._profiler = self._recorder.profiler()
             if action is ProfilerAction.WARMUP:
                 _prepare(self._profiler)
@@ -288,7 +288,7 @@ def _prepare(profiler: profile) -> None:
     """Warm it up. Raises EngineError and RuntimeError."""
     _require_nobody_else()
     if torch._C._autograd._profiler_enabled():
-        _take_back(profiler)
+        _take_back()
     _end_spans()
     profiler.prepare_trace()
     torch.autograd.profiler._set_is_profiler_enabled(_OURS)
@@ -304,7 +304,7 @@ def _stop(profiler: profile) -> None:
             profiler.stop_trace()
             return
         if enabled and not _is_somebody_elses():
-            _take_back(profiler)
+            _take_back()
     finally:
         _is_over()
     raise EngineError(
@@ -313,10 +313,11 @@ def _stop(profiler: profile) -> None:
     )
 
 
-def _take_back(profiler: profile) -> None:
+def _take_back() -> None:
     """This thread is recorded still, and another thread's profiler, which is over, took the rest of it along."""
-    profiler.prepare_trace()
-    profiler.stop_trace()
+    rest = profile(activities=[ProfilerActivity.CPU])
+    rest.prepare_trace()
+    rest.stop_trace()
 
 
 def _end_spans() -> None:
