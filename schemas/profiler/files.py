@@ -129,24 +129,37 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _text)
 
 
-def _plain(mapping: Mapping[Any, Any]) -> dict[str, object]:
-    """Dictionaries and lists in place of whatever mappings and sequences a trainer uses."""
+_FOREIGN = re.compile(r"(?<!\\)\$\{\s*(?!oc\.(?:select|env|decode)\s*:)[\w.]+\s*:")
+"""A reference by a resolver that only OmegaConf may know."""
+
+
+def _plain(mapping: Mapping[Any, Any], whole: bool = False) -> dict[str, object]:
+    """Dictionaries and lists in place of whatever mappings and sequences a trainer uses.
+
+    whole: it is within a configuration of OmegaConf's that is here as a whole.
+    """
     omegaconf = sys.modules.get("omegaconf")  # loaded by whoever hands over one of its mappings
     if omegaconf is not None and isinstance(mapping, omegaconf.DictConfig):
-        unresolved = omegaconf.OmegaConf.to_container(mapping, resolve=False)
-        mapping = unresolved if mapping._get_parent() is None else _part(omegaconf, mapping, unresolved)
-    return {str(key): _plain_value(value) for key, value in mapping.items()}
+        whole = whole or mapping._get_parent() is None
+        mapping = _part(omegaconf, mapping, whole)
+    return {str(key): _plain_value(value, whole) for key, value in mapping.items()}
 
 
-def _part(omegaconf: ModuleType, part: Any, unresolved: Mapping[Any, Any]) -> dict[Any, object]:
-    """A section out of a configuration, of which only OmegaConf still knows the rest: that is what it may refer to.
+def _part(omegaconf: ModuleType, part: Any, whole: bool) -> dict[Any, object]:
+    """A mapping of OmegaConf's, with what only OmegaConf knows: the rest of the configuration that a section was taken
+    out of, which that section may refer to, and resolvers that are registered with it.
 
-    unresolved: the same without OmegaConf. A reference that OmegaConf can't resolve stays one.
+    A reference that OmegaConf can't resolve stays one.
     """
     settled: dict[Any, object] = {}
-    for key, written in unresolved.items():
+    for key, written in omegaconf.OmegaConf.to_container(part, resolve=False).items():
+        if whole and not _FOREIGN.search(str(written)):
+            settled[key] = written
+            continue
         try:
             value = written if omegaconf.OmegaConf.is_missing(part, key) else part[key]
+            if isinstance(value, str):
+                value = value.replace("${", r"\${")  # it is none any more
             if isinstance(value, omegaconf.ListConfig):
                 value = omegaconf.OmegaConf.to_container(value, resolve=True)
         except omegaconf.errors.OmegaConfBaseException:
@@ -156,7 +169,7 @@ def _part(omegaconf: ModuleType, part: Any, unresolved: Mapping[Any, Any]) -> di
     return settled
 
 
-def _plain_value(value: object) -> object:
+def _plain_value(value: object, whole: bool) -> object:
     if isinstance(value, Mapping):
-        return _plain(value)
-    return [_plain_value(one) for one in value] if is_list(value) else value
+        return _plain(value, whole)
+    return [_plain_value(one, whole) for one in value] if is_list(value) else value

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.profiler.interpolation import References, overlay
 from schemas.profiler.sections import EnvironmentText, Section, literal, split
+from tests.unit.verl_trees import rollout
 
 TREE: dict[str, Any] = {
     "a": {"b": {"c": 3}, "same": "${.b.c}", "up": "${..top}", "list": [1, "${a.b.c}", {"x": "${top}"}]},
@@ -186,3 +188,21 @@ def test_what_lies_above_counts_and_what_is_not_given_shows_what_lies_below() ->
 
 def test_environment_texts_are_texts() -> None:
     assert EnvironmentText("a") == "a"
+
+
+def test_resolvers_that_a_trainer_registered_are_asked_in_the_trainer() -> None:
+    OmegaConf.register_resolver("its_own", lambda text: {"day": "2026-01-01", "ranks": [0, 8]}[text])
+    try:
+        whole = OmegaConf.create(
+            {
+                **rollout({"discrete": True}, ranks="${its_own:ranks}"),
+                "trainer": {"root": "${its_own:day}", "other": "${its_own:nothing}", "unknown": "${nobody_s:x}"},
+            }
+        )
+        whole.global_profiler.update({"save_path": "/d/${trainer.root}", "finish_hook_cmd": r"send \${HOME}"})
+        for tree in (whole, {key: whole[key] for key in ("global_profiler", "actor_rollout_ref")}):
+            config = ProfilerConfig.from_verl(tree)
+            assert (config.save_path, config.finish_hook_cmd) == ("/d/2026-01-01", "send ${HOME}")
+            assert config.plan.ranks == frozenset({0, 8})
+    finally:
+        OmegaConf.clear_resolver("its_own")
