@@ -13,6 +13,7 @@ from typing import Literal
 
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target
 from schemas.config import ProfilerConfig
+from schemas.desired import ENGINE_TOOLS
 from schemas.identity import Identity, replica_and_node
 from schemas.outcomes import Acted
 from schemas.wire import Report
@@ -111,6 +112,13 @@ def unowned(config: ProfilerConfig, fleet: Iterable[Identity]) -> frozenset[int]
             asked |= (plan.ranks or frozenset()) - {rank for one in mine for rank in one.global_ranks}
             asked |= (plan.replicas or frozenset()) - {one.replica for one in mine}
     return frozenset(asked)
+
+
+def unmanned(config: ProfilerConfig, fleet: Iterable[Identity]) -> list[str]:
+    """Roles that are to be profiled, and that nobody in the fleet has: not even a skip will tell of them."""
+    present = {one.role for one in fleet}
+    asked = {"rollout": config.plan, **config.roles} if config.plan.tool in ENGINE_TOOLS else config.roles
+    return [role for role, plan in asked.items() if plan.enabled and role not in present]
 
 
 def _plans(config: ProfilerConfig) -> tuple[ProfilePlan, ...]:

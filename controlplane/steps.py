@@ -21,6 +21,7 @@ from controlplane.profiling import (
     leaving,
     session_after,
     sessions,
+    unmanned,
     unowned,
 )
 from controlplane.tickets import Ticket
@@ -60,8 +61,11 @@ class Profiling:
         check = None if self._checked else checking(self.config, step)
         self._checked = True
         if check is not None:
-            if nobodys := unowned(self.config, self._fleet()):
+            fleet = tuple(self._fleet())
+            if nobodys := unowned(self.config, fleet):
                 logger.warning("ranks %s are to be profiled, and nobody here has them", sorted(nobodys))
+            for role in unmanned(self.config, fleet):
+                logger.warning("%s is to be profiled, and no agent of that role is here", role)
             tickets += self._try(check)
         return tickets + self._commands(entering(self.config, self._session, step))
 

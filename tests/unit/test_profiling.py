@@ -10,6 +10,7 @@ from controlplane.profiling import (
     leaving,
     session_after,
     sessions,
+    unmanned,
     unowned,
 )
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target
@@ -128,6 +129,14 @@ def test_ranks_that_nobody_has_are_named() -> None:
     assert unowned(config, actors) == {2}, "no replica is here yet"
     assert unowned(ProfilerConfig(plan=ProfilePlan(replicas=frozenset({3, 4}))), fleet) == {4}
     assert unowned(ProfilerConfig(plan=ProfilePlan(enabled=False, ranks=frozenset({99}))), fleet) == frozenset()
+
+
+def test_roles_that_nobody_has_are_named() -> None:
+    actors = [Identity(replica=0, node_rank=0, role="actor")]
+    config = ProfilerConfig(roles={"actor": ProfilePlan(), "critic": ProfilePlan()})
+    assert unmanned(config, actors) == ["rollout", "critic"]
+    on_ranks_alone = ProfilerConfig(plan=ProfilePlan(tool="nsys"), roles={"actor": ProfilePlan()})
+    assert unmanned(on_ranks_alone, actors) == [], "no engine would run it"
 
 
 def report(action: str, **said: Conclusion) -> Report:

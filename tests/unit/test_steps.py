@@ -129,6 +129,13 @@ def test_ranks_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCapt
     assert caplog.text.count("ranks [8] are to be profiled, and nobody here has them") == 1
 
 
+def test_roles_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    roles = {"critic": ProfilePlan(), "ref": ProfilePlan(enabled=False)}
+    with caplog.at_level(logging.WARNING):
+        trained(ProfilerConfig(steps=(5,), roles=roles), Bus(), [0, 1])
+    assert [one.message for one in caplog.records] == ["critic is to be profiled, and no agent of that role is here"]
+
+
 def test_ranks_that_left_no_trace_are_told(caplog: pytest.LogCaptureFixture) -> None:
     empty = Acted(calls=("stop_profile",), untraced=(1,))
     bus = Bus(says=lambda action: empty if action == "collect" else DONE)
