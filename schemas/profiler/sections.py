@@ -67,7 +67,7 @@ class Section:
         if value is None:
             return None
         if not is_whole(value) or value < least:
-            raise self.wrong(name, f"a whole number of at least {least}")
+            raise self.wrong(name, f"a whole number of at least {least}{_largest(value)}")
         return value
 
     def text(self, name: str, default: str = "", most: int | None = None) -> str:
@@ -129,7 +129,7 @@ class Section:
             elif is_whole(item) and item >= 0:
                 found.add(item)
             else:
-                raise ConfigError(f"{self.key(name)} holds {shown(item)}: allowed are {allowed}")
+                raise ConfigError(f"{self.key(name)} holds {shown(item)}: allowed are {allowed}{_largest(item)}")
         return frozenset(found)
 
     def value(self, name: str) -> object:
@@ -141,6 +141,11 @@ class Section:
 def is_whole(value: object) -> TypeGuard[int]:
     """True and false are no numbers here, and neither is what does not fit into 64 bits on the wire."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _largest(value: object) -> str:
+    """What is wrong with a number that is one, and is none here."""
+    return ", below 2^63" if isinstance(value, int) and value >= 2**63 else ""
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object] | AbstractSet[object]]:
@@ -197,7 +202,7 @@ def shown(value: object) -> str:
         case Mapping():
             text = f"a mapping with {', '.join(map(str, value)) or 'no keys'}"
         case _:
-            text = str(list(value)) if is_list(value) else str(value)
+            text = str(list(value)) if is_list(value) else repr(value)  # which tells a number from one of NumPy's
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 

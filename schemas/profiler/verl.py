@@ -116,6 +116,11 @@ def read(
         finish_hook_cmd=_for_all(asked, "finish_hook_cmd", remarks),
     )
     remarks += contradictions(config, asked, top, Section(references.at(REF), REF))
+    if tree and not remarks and not tree.keys() & SECTIONS:
+        remarks.append(
+            f"no section of verl's is there, such as global_profiler, but {shown(tree)}: nothing is profiled; hand "
+            "over the whole configuration of the trainer"
+        )
     return Reading(config, list(dict.fromkeys(remarks)))
 
 

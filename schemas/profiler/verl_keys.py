@@ -52,6 +52,10 @@ PROFILER_KEYS: Final = _FINISH | {
 MISPLACED: Final = {
     **dict.fromkeys(("enable", "all_ranks", "ranks"), "write it in the profiler section of a role"),
     **dict.fromkeys(("contents", "discrete", "schedule", "level", "analysis"), "write it in tool_config.<tool>"),
+    **dict.fromkeys(
+        ("activities", "with_stack", "record_shapes", "profile_memory"),
+        "write contents, of which cpu, cuda, stack, shapes and memory say this",
+    ),
     "tool_config": "write it in the profiler section of a role, or as global_tool_config",
 }
 """Keys that are known, and stand in a wrong place: what to do."""

@@ -26,6 +26,7 @@ from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, critic, nested, refused
         ("critic.profiler.rank", "; did you mean ranks?"),
         ("critic.profiler.discrete", "; write it in tool_config.<tool>"),
         ("critic.profiler.tool_config.Torch", "; did you mean torch?"),
+        (f"{TORCH}.with_stack", "; write contents, of which cpu, cuda, stack, shapes and memory say this"),
         ("actor_rollout_ref.ref.profiler.tool_config.torch.stp_start", "; did you mean step_start?"),
         ("actor_rollout_ref.actor.profiler.tool_config.torch.schedule.activ", "; did you mean active?"),
         ("reward.profiler.zzz", ""),
@@ -74,6 +75,16 @@ def test_a_file_that_hydra_has_not_put_together_is_told_from_one_that_it_has() -
             "that it makes of them"
         )
     ]
+
+
+def test_what_is_no_configuration_of_verl_s_is_told_from_one_that_profiles_nothing() -> None:
+    assert remarks({"config": {"global_profiler": {"steps": [1]}}, "name": "a"}) == [
+        (
+            "no section of verl's is there, such as global_profiler, but a mapping with config, name: nothing is "
+            "profiled; hand over the whole configuration of the trainer"
+        )
+    ]
+    assert remarks({}) == []
 
 
 def test_keys_that_are_none_of_our_business_are_left_alone() -> None:
