@@ -25,6 +25,8 @@ FIRST_PID: Final = 100_000
 FIRST_TID: Final = 1_000_000_000
 ARROW_BITS: Final = 40
 """Of a trace's own number of an arrow; above them stands the file's."""
+LANES: Final = 32
+"""Of one thread, at most: as many slices overlap, and more are cut."""
 FIELD_BYTES: Final = 4_096
 """Longest field that is looked for in a file read piece by piece."""
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
@@ -158,8 +160,11 @@ class TorchTrace:
         self._number = numbers.file()
         self._pids: dict[object, int] = {}
         self._tids: dict[tuple[int, object], int] = {}
-        self._named: set[tuple[str, int]] = set()
-        self._nests: dict[tuple[int, bool], Nest] = {}
+        self._named: set[int] = set()  # processes
+        self._said: dict[int, dict[str, object]] = {}  # by thread: what the file says of it
+        self._nests: dict[tuple[int, int, bool], Nest] = {}
+        self._lanes: dict[tuple[int, int], int] = {}  # by thread and lane, the first of which is the thread itself
+        self._drawn: dict[int, tuple[int, int]] = {}  # by thread: when its last slice began, and on which lane's thread
         self._stages: dict[int, int] = {}  # by thread: that of its annotations, where they have one of their own
 
     def events(self) -> Iterator[Event]:
@@ -189,13 +194,15 @@ class TorchTrace:
         if kind == "M" and not self._rename(event, pid):
             return None
         event["pid"] = pid
-        process_wide = kind == "M" and event.get("name") != "thread_name"
-        event["tid"] = 0 if process_wide else self._tid_of(pid, event.get("tid", ""))
+        process_wide = kind == "M" and not str(event.get("name")).startswith("thread_")
+        event["tid"] = tid = 0 if process_wide else self._tid_of(pid, event.get("tid", ""))
         if "ts" in event:
             ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
             event["ts"] = ts_ns / 1000
             if kind == "X" and "dur" in event:
                 self._nest(event, ts_ns, int(Decimal(event["dur"]) * 1000))
+            elif kind in ("s", "t", "f") and self._drawn.get(tid, (None, tid))[0] == ts_ns:
+                event["tid"] = self._drawn[tid][1]  # it stands behind the slice that it is bound to
             if kind != "M":
                 self.before += ts_ns < 0
                 self.last_ns = max(self.last_ns, ts_ns)
@@ -207,22 +214,39 @@ class TorchTrace:
         return event
 
     def _nest(self, event: Event, ts_ns: int, dur_ns: int) -> None:
-        """Have a slice lie within the one around it.
+        """Have a slice lie within the one around it, for no viewer draws one that goes on after that; or on a lane of
+        its own, a thread of the same name.
 
-        Where Python's calls are recorded, torch has an annotation begin within the call that made it and go on after
-        that, so annotations get a thread of their own. And calls can end some µs after the one around them.
+        Kernels on one stream overlap where each is launched before the one before it has ended. Where Python's calls
+        are recorded, torch has an annotation begin within the call that made it and go on after that, so annotations
+        get a thread of their own. And those calls can end some µs after the one around them, so they are cut.
         """
-        tid, category = event["tid"], str(event.get("cat"))
+        thread = tid = event["tid"]
+        category = str(event.get("cat"))
         if self._file.stacks and category == "user_annotation":
             if tid not in self._stages:
                 self._stages[tid] = self._numbers.tid()
-            event["tid"] = tid = self._stages[tid]
-        around = self._nests.setdefault((tid, category == "python_function"), Nest())  # they come after all others
-        room_ns = around.room(ts_ns)
+            tid = self._stages[tid]
+        is_call = category == "python_function"  # they come after all others
+        for lane in range(LANES):
+            around = self._nests.setdefault((tid, lane, is_call), Nest())
+            room_ns = around.room(ts_ns)
+            if room_ns is None or dur_ns <= room_ns or is_call:
+                break
         if room_ns is not None and dur_ns > room_ns:
-            dur_ns = room_ns  # no viewer draws a slice that goes on after the one around it
+            dur_ns = room_ns
         around.add(ts_ns, dur_ns)
-        event["dur"] = dur_ns / 1000
+        event["dur"], event["tid"] = dur_ns / 1000, self._lane(tid, lane)
+        if tid == thread:
+            self._drawn[thread] = ts_ns, event["tid"]
+
+    def _lane(self, tid: int, lane: int) -> int:
+        """The number of its thread."""
+        if not lane:
+            return tid
+        if (tid, lane) not in self._lanes:
+            self._lanes[tid, lane] = self._numbers.tid()
+        return self._lanes[tid, lane]
 
     def _rename(self, event: Event, pid: int) -> bool:
         """Say whose process it is. Returns whether the name is worth keeping."""
@@ -231,24 +255,32 @@ class TorchTrace:
             return False
         if kind == "process_name" and isinstance(args, dict):
             args["name"] = f"{self._whose}: {args.get('name', '')}"
-            self._named.add(("process", pid))
-        elif kind == "thread_name":
-            self._named.add(("thread", self._tid_of(pid, event.get("tid", ""))))
+            self._named.add(pid)
+        elif kind in ("thread_name", "thread_sort_index"):
+            self._said.setdefault(self._tid_of(pid, event.get("tid", "")), {})[kind] = args
         return True
 
     def _names(self) -> Iterator[Event]:
         """Of what the file did not name itself, and where to show it."""
         for original, pid in self._pids.items():
-            if ("process", pid) not in self._named:
+            if pid not in self._named:
                 name = f"{self._whose}: {_shown(original)}"
                 yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": self._sort}}
+        threads: dict[int, tuple[int, str, object]] = {}
         for (pid, original), tid in self._tids.items():
-            if ("thread", tid) not in self._named:
-                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": _shown(original)}}
+            said = self._said.get(tid, {})
+            threads[tid] = pid, _name_in(said.get("thread_name")) or _shown(original), said.get("thread_sort_index")
+            if "thread_name" not in said:
+                yield _thread(pid, tid, "name", {"name": _shown(original)})
             if tid in self._stages:
-                args = {"name": f"stages (thread {_shown(original)})"}
-                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": self._stages[tid], "args": args}
+                threads[self._stages[tid]] = pid, f"stages (thread {_shown(original)})", None
+                yield _thread(pid, self._stages[tid], "name", {"name": threads[self._stages[tid]][1]})
+        for (tid, lane), number in self._lanes.items():
+            pid, name, place = threads[tid]
+            yield _thread(pid, number, "name", {"name": f"{name} ({lane + 1})"})
+            if place is not None:
+                yield _thread(pid, number, "sort_index", place)
 
     def _pid_of(self, original: object) -> int:
         known = self._pids.get(original)
@@ -277,6 +309,16 @@ class TorchTrace:
 def _shown(original: object) -> str:
     """The name of a process or thread that has none of its own; some numbers of torch's profiler are empty texts."""
     return str(original) or "profiler"
+
+
+def _name_in(args: object) -> str:
+    """What a file names a thread; "" if it does not."""
+    name = args.get("name") if isinstance(args, dict) else None
+    return name.rstrip() if isinstance(name, str) else ""
+
+
+def _thread(pid: int, tid: int, kind: str, args: object) -> Event:
+    return {"ph": "M", "name": f"thread_{kind}", "pid": pid, "tid": tid, "args": args}
 
 
 class _Hashed:

@@ -88,6 +88,33 @@ def test_slices_that_torch_lets_overlap_are_drawn_all_the_same(written: Written,
     assert named[threads["learn"]] == "stages (thread 78)"
 
 
+def test_kernels_that_overlap_on_a_stream_are_drawn_as_long_as_they_were(written: Written, tmp_path: Path) -> None:
+    """Each is launched before the one before it has ended; an arrow leads to each, and ends at its beginning."""
+    kernels = [Op(f"k{i}", 60 + i, 1.25, pid=0, tid=7, cat="kernel") for i in range(5)]
+    whole = torch_trace(
+        [one for kernel in kernels for one in (Op("launch", kernel.at_ms - 5, 0.5), kernel)], arrows=True
+    )
+    said = [("thread_name", {"name": "stream 7 "}), ("thread_sort_index", {"sort_index": 7})]
+    names = [json.dumps({"ph": "M", "name": kind, "pid": 0, "tid": 7, "args": args}) for kind, args in said]
+    trace = placed(
+        tmp_path, "a.trace.json", whole.replace(b'"traceEvents": [', b'"traceEvents": [%s,' % ",".join(names).encode())
+    )
+    peer = written.joins(PRIMARY, clocks=(written.clock(0), written.clock(100)))
+    written.profiles(peer, 80, 20, trace)
+    told, events = merged(written.close(), tmp_path)
+    assert told.traced_events == 4 + 2 * 2 * len(kernels)
+    drawn = {one["name"]: (one["tid"], one["dur"]) for one in events if one.get("cat") == "kernel"}
+    assert {dur for _, dur in drawn.values()} == {1250}
+    about: dict[str, dict[int, dict[str, object]]] = {"thread_name": {}, "thread_sort_index": {}}
+    for one in events:
+        if one["name"] in about:
+            about[one["name"]][one["tid"]] = one["args"]
+    shown = [about["thread_name"][drawn[f"k{i}"][0]]["name"] for i in range(5)]
+    assert shown == ["stream 7 ", "stream 7 (2)", "stream 7 ", "stream 7 (2)", "stream 7 "]
+    assert {about["thread_sort_index"][tid]["sort_index"] for tid, _ in drawn.values()} == {7}
+    assert [one["tid"] for one in events if one["ph"] == "f"] == [drawn[f"k{i}"][0] for i in range(5)]
+
+
 def test_processes_say_whose_they_are(written: Written, tmp_path: Path) -> None:
     root = tmp_path / "traces"
     for place, name, rank in ((PRIMARY, "a", 1), (SECOND, "b", None), (ACTOR, "c", 3)):
