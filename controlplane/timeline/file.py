@@ -31,6 +31,8 @@ WRITE_BYTES: Final = 1 << 20
 COMPRESSION: Final = 3
 """Four fifths of what the best gives, in half the time."""
 BUS_PID: Final = 1
+FRONT_END: Final = ".async_llm."
+"""In the name of what vLLM's front end leaves, beside the traces of its ranks."""
 SORTS: Final = 10
 """Places of an agent and its traces in the order of processes."""
 
@@ -233,6 +235,8 @@ class Draft:
         step = f", step {file.told.step}" if file.told.step is not None else ""
         if place is None:
             return f"agent {name}{step}"
+        if rank is None and FRONT_END in file.path.name:
+            return f"replica {place.replica} front end{step}"
         if rank is None:
             rank = place.global_ranks.start + (file.rank or 0)
         whose = f"replica {place.replica} rank {rank}" if place.role == ROLLOUT else f"{place.role} rank {rank}"

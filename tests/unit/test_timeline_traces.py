@@ -122,10 +122,12 @@ def test_processes_say_whose_they_are(written: Written, tmp_path: Path) -> None:
         trace = placed(root, f"{name}.pt.trace.json.gz", torch_trace(OPS, rank=rank))
         if place is ACTOR:
             trace = Trace(trace.path, trace.nbytes, trace.sha256, 3)
-        written.profiles(peer, 80, 20, trace)
+        front = placed(root, "node.async_llm.9.pt.trace.json.gz", torch_trace([Op("feed", 70, 1)]))
+        written.profiles(peer, 80, 20, *((trace, front) if place is PRIMARY else (trace,)))
     _, events = merged(written.close(), root)
     assert processes(events) == [
         *("actor rank 3, step 1: 0", "actor rank 3, step 1: python"),
+        "replica 0 front end, step 1: python",
         *("replica 0 rank 0, step 1: 0", "replica 0 rank 0, step 1: python"),
         *("replica 0 rank 1, step 1: 0", "replica 0 rank 1, step 1: python"),
     ]
