@@ -76,9 +76,9 @@ def found(told: ToldTrace, roots: Sequence[Path]) -> TraceFile | str:
             return f"{name}: not a path below a traces root"
         for root in roots:
             file = root / relative
-            if not file.is_file():
-                continue
             try:
+                if not file.is_file():
+                    continue
                 size = file.stat().st_size
                 if size != told.trace.nbytes:
                     seen.append(f"{file} has {size} bytes, the log says {told.trace.nbytes}")

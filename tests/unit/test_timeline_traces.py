@@ -177,6 +177,16 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
+def test_a_name_that_no_disk_takes_is_left_out(written: Written, tmp_path: Path) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    long = Trace("x" * 300 + ".trace.json", 1, "digest")
+    written.profiles(peer, 80, 20, long, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
+    told, _ = merged(written.close(), tmp_path)
+    (warning,) = told.warnings
+    assert warning.startswith(f"left out: the trace {long.path}: {tmp_path / long.path} can't be read: [Errno 36]")
+    assert told.traced_events == len(OPS) + 2
+
+
 def test_a_trace_that_was_moved_is_found_where_it_was_told_last(written: Written, tmp_path: Path) -> None:
     root = tmp_path / "traces"
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
