@@ -207,12 +207,13 @@ class Bus:
         return self.state
 
     def _hand_over(self, ticket: Ticket[Any], order: Issued | SyncRequested) -> None:
-        # What our own code builds is not checked when it is built, and a log with such a command in it could not be
-        # read any more. Here it costs the caller a few microseconds and gets the right traceback.
+        # What is built in Python is not checked when it is built, and a log with such a command in it could not be read
+        # any more. Here it costs the caller a few microseconds and gets the right traceback. What goes on is what was
+        # read back: a list that stands for a set is a set then, and nobody else can change it.
         if isinstance(order, Issued) and not isinstance(order.command, BY_HAND):
             raise CommandError(f"{type(order.command).__name__}: {NOT_BY_HAND}. Nothing was sent")
         try:
-            _order_decoder.decode(encode(order))
+            order = _order_decoder.decode(encode(order))
         except (*HOSTILE, TypeError) as error:
             raise CommandError(f"not a command that can be published: {error}. Nothing was sent") from None
         self._check()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from controlplane.coordinator import describe
@@ -44,10 +45,13 @@ Publish = Callable[[ProfileCommand, Target, int], Ticket[Report]]
 
 
 class Profiling:
-    """The profiling of one run as its steps go by. fleet: who is live.   reports: newest last."""
+    """The profiling of one run as its steps go by. fleet: who is live.   reports: newest last.
+
+    Raises ConfigError for a configuration with a value of a wrong type: no step is to find that out.
+    """
 
     def __init__(self, config: ProfilerConfig, publish: Publish, fleet: Callable[[], Iterable[Identity]]) -> None:
-        self.config = config
+        self.config = _checked(config)
         self.reports: deque[Report] = deque(maxlen=REPORTS_KEPT)
         self._publish, self._fleet = publish, fleet
         self._session: int | None = None
@@ -140,6 +144,14 @@ class Profiling:
                 case Acted(untraced=ranks) if ranks:
                     logger.warning("%s on agent %s: ranks %s left no trace", what, one.agent, list(ranks))
         return report
+
+
+def _checked(config: ProfilerConfig) -> ProfilerConfig:
+    """The same, of the types that it is to have: nobody checks what is built in Python."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), ProfilerConfig)
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ConfigError(f"not a configuration of profiling: {error}") from None
 
 
 class Step:

@@ -12,7 +12,16 @@ from controlplane.bus import Bus
 from controlplane.coordinator import CoordinatorState
 from controlplane.log import RunLog
 from controlplane.operator import ask_status, submit
-from schemas.commands import Checkpoint, Command, EngineCommand, EpochStart, Target, WeightSync
+from schemas.commands import (
+    Checkpoint,
+    Command,
+    EngineCommand,
+    EpochStart,
+    ProfileCommand,
+    ProfilePlan,
+    Target,
+    WeightSync,
+)
 from schemas.config import BusConfig
 from schemas.errors import (
     AddressInUse,
@@ -268,6 +277,14 @@ async def test_what_is_no_command_never_reaches_the_log(tmp_path: Path, context:
         with pytest.raises(CommandError, match="not a command that can be published"):
             bus.publish(PAUSE, ALL, -5)
     assert [one.kind for one in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
+
+
+async def test_a_list_that_stands_for_a_set_is_one(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus:
+        plan = ProfilePlan(ranks=[0, 8])  # type: ignore[arg-type]
+        one = Target(replicas=[0])  # type: ignore[arg-type]
+        report = await bus.publish(ProfileCommand(action="check", step=1, plan=plan), one, 1000)
+        assert report.command == ProfileCommand(action="check", step=1, plan=ProfilePlan(ranks=frozenset({0, 8})))
 
 
 async def test_handing_over_is_bounded(tmp_path: Path, context: Context) -> None:

@@ -1,6 +1,7 @@
 """The steps of a trainer: what is published around them, what follows an answer, and what never holds them up."""
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable
 
@@ -191,6 +192,27 @@ def test_the_work_of_a_step_begins_when_everybody_records_and_the_step_ends_when
     bus.let_go()
     thread.join()
     assert course == ["recording", "work", "written", "next"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"steps": 3}, "Expected `array`, got `int` - at `$.steps`"),
+        ({"steps": ["1"]}, "Expected `int`, got `str` - at `$.steps[0]`"),
+        ({"timeout_ms": 0}, "Expected `int` >= 1 - at `$.timeout_ms`"),
+        ({"plan": None}, "Expected `object`, got `null` - at `$.plan`"),
+        ({"roles": {"Actor": ProfilePlan()}}, "Expected `str` matching regex"),
+    ],
+)
+def test_no_step_finds_out_that_a_configuration_is_wrong(wrong: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"not a configuration of profiling: {why}")):
+        Profiling(ProfilerConfig(**wrong), Bus().publish, lambda: FLEET)  # type: ignore[arg-type]
+
+
+def test_a_list_that_stands_for_a_set_is_one() -> None:
+    plan = ProfilePlan(ranks=[0, 8])  # type: ignore[arg-type]
+    profiling = Profiling(ProfilerConfig(steps=[1], plan=plan), Bus().publish, lambda: FLEET)  # type: ignore[arg-type]
+    assert profiling.config == ProfilerConfig(steps=(1,), plan=ProfilePlan(ranks=frozenset({0, 8})))
 
 
 def test_steps_are_counted_from_0() -> None:
