@@ -108,7 +108,10 @@ def test_an_arrow_leads_from_each_command_to_each_decision(seen: Seen) -> None:
 @pytest.mark.parametrize("replica", [0, 1])
 def test_what_torch_recorded_lies_in_its_session(seen: Seen, replica: int) -> None:
     torch = [
-        one for one in seen.slices if one["process"] == f"replica {replica} rank {replica}, step {replica + 1}: python"
+        one
+        for one in seen.slices
+        if one["process"].startswith(f"replica {replica} rank {replica}, step {replica + 1}: ")
+        and one["category"] != "Trace"
     ]
     (session,) = seen.named(f"agent {replica}.0", "profile session")
     (clock,) = [one for one in seen.written.clocks if one.agent == f"{replica}.0"]
