@@ -124,6 +124,10 @@ def _require_torch_tool(plan: ProfilePlan) -> None:
     if "npu" in plan.activities:
         _refuse(plan, "activity npu is recorded by tool npu")
     (_require_cuda if "cuda" in plan.activities else _require_torch)(plan)
+    try:
+        importlib.import_module("torch._inductor.config")  # the first start does, and a step has no seconds for it
+    except ImportError as error:
+        _refuse(plan, f"torch's profiler needs torch._inductor, which can't be imported ({error})")
 
 
 def _require_package(package: str, pip: str) -> Callable[[ProfilePlan], None]:

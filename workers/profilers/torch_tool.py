@@ -21,7 +21,6 @@ What was found by experiment with torch 2.13, and is why it is built so:
 """
 
 import gc
-import importlib
 import json
 import logging
 import threading
@@ -78,7 +77,6 @@ class TorchRecorder:
         self._mini_batches = 0  # of the session, where the stages are not recorded apart
 
     def open(self) -> None:
-        importlib.import_module("torch._inductor.config")  # the first start does, which takes a second
         _require_nobody_else()
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
