@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import re
 import zlib
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from decimal import Decimal
@@ -49,7 +50,7 @@ class TraceFile(NamedTuple):
 
     first_ns: when its first slice begins, on that clock; None when it has none.
     rank: within its torch.distributed group; None when the file does not tell.   stacks: it has Python's calls, too.
-    loose: it has numbers that are none.
+    loose: it has numbers that are none, or texts that are not UTF-8.
     """
 
     path: Path
@@ -336,7 +337,7 @@ class _Hashed:
 
 
 class _Strict:
-    """A trace in which what is no number is null. A parser would end there, and no viewer shows it."""
+    """A trace in which what is no number is null, and what is not UTF-8 a mark. A parser would end there."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self._file = file
@@ -351,9 +352,14 @@ class _Strict:
                 at = text.rfind(b'"', 0, at)
             self._rest = text[max(0, at) :]
             if at > 0:
-                return _NO_NUMBER.sub(rb"\1null", text[:at])
+                return _strict(text[:at])
         text, self._rest = self._rest, b""
-        return _NO_NUMBER.sub(rb"\1null", text)
+        return _strict(text)
+
+
+def _strict(text: bytes) -> bytes:
+    """It does not begin or end within a value."""
+    return _NO_NUMBER.sub(rb"\1null", text).decode(errors="replace").encode()
 
 
 class _Scanned(NamedTuple):
@@ -368,6 +374,7 @@ class _Scanned(NamedTuple):
 def _scanned(path: Path) -> _Scanned:
     """What has to be known of a file before its events. Raises OSError, EOFError, zlib.error: it can't be read."""
     base_ns, first, rank, stacks, loose, tail = 0, b"", None, False, False, b""
+    letters = getincrementaldecoder("utf-8")()
     with ExitStack() as stack:
         raw = _Hashed(stack.enter_context(open(path, "rb")))
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[call-overload]
@@ -380,8 +387,12 @@ def _scanned(path: Path) -> _Scanned:
             if rank is None and (seen := _RANK.search(text)) is not None:
                 rank = int(seen.group(1))
             stacks = stacks or _STACKS in text
-            if not loose and any(word in text for word in _NO_NUMBERS):
-                loose = _NO_NUMBER.search(text) is not None
+            if not loose:
+                loose = any(word in text for word in _NO_NUMBERS) and _NO_NUMBER.search(text) is not None
+                try:
+                    letters.decode(piece)
+                except UnicodeDecodeError:
+                    loose = True
             tail = text[-FIELD_BYTES:]
         while raw.read(READ_BYTES):  # what stands after the last block of a compressed file
             pass

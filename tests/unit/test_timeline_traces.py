@@ -401,6 +401,20 @@ def test_a_number_that_is_none_does_not_end_a_trace(
     assert told.warnings == ()
 
 
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_text_that_is_not_utf_8_does_not_end_a_trace(
+    written: Written, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Perfetto shows such a trace when it is alone."""
+    monkeypatch.setattr("controlplane.timeline.traces.READ_BYTES", size)
+    content = torch_trace([Op("größe", 60, 1), Op("XY", 62, 1), *OPS]).replace(b"XY", b"caf\xe9")
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json.gz", content))
+    told, events = merged(written.close(), tmp_path / "traces")
+    assert set(ops(events)) == {"größe", "caf\ufffd", *(op.name for op in OPS)}
+    assert told.warnings == ()
+
+
 @pytest.mark.parametrize("content", [b"[]", b'{"other": [1]}', b'{"traceEvents": []}', b"7"])
 def test_a_file_without_events_is_named(written: Written, tmp_path: Path, content: bytes) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
