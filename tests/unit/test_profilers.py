@@ -519,6 +519,28 @@ def test_a_child_of_the_process_has_no_part_in_the_session(rank: Commanded) -> N
     assert named(rank.stop()) == ["parent.rank3.pt.trace.json.gz"]
 
 
+def test_a_child_that_is_forked_inside_of_a_stage_records_nothing(rank: Commanded) -> None:
+    """A data loader's worker may live as long as the run; torch would keep something of each operator that it runs."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    one = torch.ones(3)
+    rank.start(ProfilePlan(with_stack=True))
+    with annotate("parent"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            before = resident()
+            for _ in range(150_000):
+                one + one
+            os._exit(resident() - before > 15_000_000)
+        assert os.waitpid(child, 0)[1] == 0
+        work()
+    assert operators(rank.traces(rank.stop())[WHOLE]) > 20
+
+
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,8 @@ What was found by experiment with torch 2.13, and is why it is built so:
 import gc
 import json
 import logging
+import os
+import sys
 import threading
 from contextlib import AbstractContextManager
 from functools import partial
@@ -62,6 +64,18 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+
+def _stop_in_child() -> None:
+    """A child that is forked inside of a stage, a data loader's worker, would keep all that it ever does: up to 1 kB
+    for each operator."""
+    if _here.recording:
+        _here.recording = False
+        sys.setprofile(None)  # by which torch takes stacks
+        torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
+
+
+os.register_at_fork(after_in_child=_stop_in_child)
 
 
 class TorchRecorder:
