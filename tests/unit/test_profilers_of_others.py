@@ -136,3 +136,18 @@ def test_somebody_elses_profiler_takes_the_place_of_a_window_that_warms_up(rank:
         mini_batch()
     (trace,) = rank.traces(rank.stop()).values()
     assert stages(trace) == ["mini-batch 1"] and operators(trace) > 10
+
+
+def test_a_step_of_somebody_elses_profiler_that_is_left_open_by_a_stage_keeps_the_next_from_being_recorded(
+    rank: Commanded,
+) -> None:
+    """Its end would be written into what torch has freed."""
+    never = torch.profiler.schedule(wait=9, warmup=1, active=1, repeat=1)
+    rank.start(DISCRETE)
+    with profile(activities=[ProfilerActivity.CPU], schedule=never) as theirs:
+        for step in range(3):
+            with annotate(f"step-{step}"):
+                work()
+                theirs.step()
+    with pytest.raises(EngineError, match=r"step-1 is not recorded: a `step\(\)` of somebody else.* 2 traces were"):
+        rank.stop()

@@ -50,6 +50,11 @@ _in_use = threading.Lock()
 _OURS: Final[Any] = 1
 """As true as torch's own True, and told from it."""
 
+_steps_before: list[record_function] = []
+_steps_left: list[record_function] = []
+"""Spans of `step()` of somebody else's profilers: when the last recording began, and those that opened in it and were
+open at its end. The next recording would be written over by their end."""
+
 LISTED: Final = 150
 """Traces that one outcome names; more have no room in a message."""
 
@@ -302,6 +307,7 @@ def _prepare(profiler: profile) -> None:
     if torch._C._autograd._profiler_enabled():
         _take_back()
     _end_spans()
+    _steps_before[:] = _steps()
     profiler.prepare_trace()
     torch.autograd.profiler._set_is_profiler_enabled(_OURS)
 
@@ -314,6 +320,7 @@ def _stop(profiler: profile) -> None:
         if _is_ours() and enabled:
             _end_spans()
             profiler.stop_trace()
+            _steps_left[:] = [one for one in _steps() if not any(one is before for before in _steps_before)]
             return
         if enabled and not _is_somebody_elses():
             _take_back()
@@ -375,9 +382,22 @@ def _require_nobody_else() -> None:
             "torch's profiler records in this process already, started by somebody else, and there is one per process. "
             "It was left alone; end it, or let the bus profile."
         )
-    of_anybody = (one for one in gc.get_referrers(profile) if isinstance(one, profile))  # 80 ms for a million objects
-    if any(one.current_action is ProfilerAction.WARMUP for one in of_anybody):
+    if any(one.current_action is ProfilerAction.WARMUP for one in _profilers()):
         raise EngineError(
             "torch's profiler warms up in this process already, for somebody else's schedule, and there is one per "
             "process. It was left alone; end it, or let the bus profile."
         )
+    if any(one is left for one in _steps() for left in _steps_left):
+        raise EngineError(
+            "a `step()` of somebody else's profiler was called inside of the stage that was recorded last, and its span "
+            "is open still. Call it between stages."
+        )
+
+
+def _profilers() -> list[profile]:
+    """Everybody's. 80 ms for a million objects of Python."""
+    return [one for one in gc.get_referrers(profile) if isinstance(one, profile)]
+
+
+def _steps() -> list[record_function]:
+    return [one.step_rec_fn for one in _profilers() if one.step_rec_fn is not None]
