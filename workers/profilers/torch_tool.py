@@ -389,8 +389,8 @@ def _require_nobody_else() -> None:
         )
     if any(one is left for one in _steps() for left in _steps_left):
         raise EngineError(
-            "a `step()` of somebody else's profiler was called inside of the stage that was recorded last, and its span "
-            "is open still. Call it between stages."
+            "a `step()` of somebody else's profiler was called inside of the stage that was recorded last, and its "
+            "span is open still. Call it between stages."
         )
 
 
