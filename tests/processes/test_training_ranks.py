@@ -188,8 +188,8 @@ def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
         assert third.heard() == "up"
         fleet.plane.wait_for_agents(4, timeout=60)
         with fleet.plane.step(7):
-            third.process.kill()
             fleet.step(7)
+            third.process.kill()
     stopped = fleet.plane.profile_reports[-1]
     assert (sorted(stopped.acted), stopped.missing) == (["0.0", "actor.0", "actor.1"], ("actor.2",))
     assert len([path for path in fleet.traces(stopped) if "actor" in path]) == 2

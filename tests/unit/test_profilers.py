@@ -15,6 +15,7 @@ from types import FunctionType
 import pytest
 import torch
 from torch.profiler import profile, record_function
+from torch.profiler.profiler import _KinetoProfile
 
 from schemas.commands import ProfilePlan, Schedule
 from schemas.desired import Session
@@ -456,13 +457,13 @@ def test_without_a_temporary_directory_a_trace_is_lost_and_leaves_nothing(
 
 def test_a_trace_that_takes_long_to_write_holds_up_no_step(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is not written before all other stages have come and gone."""
-    gate, export = threading.Event(), profile.export_chrome_trace
+    gate, export = threading.Event(), _KinetoProfile.export_chrome_trace
 
-    def slow(self: profile, path: str) -> None:
+    def slow(self: _KinetoProfile, path: str) -> None:
         gate.wait(60)
         export(self, path)
 
-    monkeypatch.setattr(profile, "export_chrome_trace", slow)
+    monkeypatch.setattr(_KinetoProfile, "export_chrome_trace", slow)
     rank.start(DISCRETE)
     for _ in range(4):
         update_actor()
@@ -475,14 +476,14 @@ def test_a_trace_that_takes_long_to_write_holds_up_no_step(rank: Commanded, monk
 def test_recordings_that_are_not_written_in_time_are_bounded_and_told(
     rank: Commanded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, begun, export = threading.Event(), threading.Event(), profile.export_chrome_trace
+    gate, begun, export = threading.Event(), threading.Event(), _KinetoProfile.export_chrome_trace
 
-    def slow(self: profile, path: str) -> None:
+    def slow(self: _KinetoProfile, path: str) -> None:
         begun.set()
         gate.wait(60)
         export(self, path)
 
-    monkeypatch.setattr(profile, "export_chrome_trace", slow)
+    monkeypatch.setattr(_KinetoProfile, "export_chrome_trace", slow)
     rank.start(DISCRETE)
     update_actor()
     begun.wait(60)  # it is out of the queue

@@ -33,7 +33,9 @@ from typing import Any, Final
 
 import torch.autograd.profiler
 import torch.distributed
+from torch.autograd.profiler import KinetoStepTracker
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torch.profiler.profiler import PROFILER_STEP_NAME, _KinetoProfile
 
 from schemas.commands import ProfilePlan, Schedule
 from schemas.errors import EngineError
@@ -156,11 +158,11 @@ class TorchRecorder:
             logger.warning("rank %d left %d traces; the outcome names %d", self._place.rank, len(traces), LISTED)
         return Returned(traces=traces[:LISTED], untraced=() if traces else (self._place.rank,))
 
-    def window(self, recording: profile, first: int, last: int) -> None:
+    def window(self, recording: _KinetoProfile, first: int, last: int) -> None:
         """A window of the schedule was recorded."""
         self._writer.put(partial(self._write, recording, self._scope, (first, last)))
 
-    def start(self, profiler: profile) -> None:
+    def start(self, profiler: _KinetoProfile) -> None:
         """Start it, and label what it records with the place of this rank. Raises EngineError and RuntimeError."""
         if not _is_ours():
             _prepare(profiler)
@@ -176,13 +178,13 @@ class TorchRecorder:
             told = {"backend": "none", "rank": place.rank, "world_size": place.world_size}
             profiler.add_metadata_json("distributedInfo", json.dumps(told))
 
-    def profiler(self) -> profile:
+    def profiler(self) -> _KinetoProfile:
         """A new one, not started."""
         plan = self.plan
         activities = [ProfilerActivity.CPU]  # the spans of the stages are of the CPU
         if "cuda" in plan.activities:
             activities.append(ProfilerActivity.CUDA)
-        return profile(
+        return _KinetoProfile(
             activities=activities,
             record_shapes=plan.record_shapes,
             with_stack=plan.with_stack or plan.with_modules,  # it is the stacks that name eager modules
@@ -192,7 +194,7 @@ class TorchRecorder:
 
     # --- on the writer's thread ---------------------------------------------------------------------------------------
 
-    def _write(self, recording: profile, scope: str, mini_batches: tuple[int, int] | None) -> None:
+    def _write(self, recording: _KinetoProfile, scope: str, mini_batches: tuple[int, int] | None) -> None:
         if mini_batches is None and scope == WHOLE and not self.plan.discrete:
             if self._whole is None:
                 self._whole = TraceFile(self._reserve(scope, None))
@@ -234,7 +236,7 @@ class _Windows:
         self._action = partial(action, wanted)
         self._recorder = recorder
         self.mini_batch_at = mini_batch_at
-        self._profiler: profile | None = None
+        self._profiler: _KinetoProfile | None = None
         self._first: int | None = None  # recorded, while it records
         self._go_on()
 
@@ -301,7 +303,7 @@ class _Span:
             opened.__exit__(None, None, None)
 
 
-def _prepare(profiler: profile) -> None:
+def _prepare(profiler: _KinetoProfile) -> None:
     """Warm it up. Raises EngineError and RuntimeError."""
     _require_nobody_else()
     if torch._C._autograd._profiler_enabled():
@@ -312,7 +314,7 @@ def _prepare(profiler: profile) -> None:
     torch.autograd.profiler._set_is_profiler_enabled(_OURS)
 
 
-def _stop(profiler: profile) -> None:
+def _stop(profiler: _KinetoProfile) -> None:
     """Raises RuntimeError, and EngineError when another has taken its place."""
     _here.recording = False
     enabled = torch._C._autograd._profiler_enabled()
@@ -334,7 +336,7 @@ def _stop(profiler: profile) -> None:
 
 def _take_back() -> None:
     """This thread is recorded still, and another thread's profiler, which is over, took the rest of it along."""
-    rest = profile(activities=[ProfilerActivity.CPU])
+    rest = _KinetoProfile(activities=[ProfilerActivity.CPU])
     rest.prepare_trace()
     rest.stop_trace()
 
@@ -395,7 +397,10 @@ def _require_nobody_else() -> None:
 
 
 def _profilers() -> list[profile]:
-    """Everybody's. 80 ms for a million objects of Python."""
+    """Everybody else's. Ours are of the kind below, which torch does not count as it does theirs: where it counts none,
+    Python's objects need not be looked through, which takes 80 ms for a million of them."""
+    if PROFILER_STEP_NAME not in KinetoStepTracker._step_dict:
+        return []
     return [one for one in gc.get_referrers(profile) if isinstance(one, profile)]
 
 

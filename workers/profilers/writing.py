@@ -31,7 +31,7 @@ _LINKS_APART: Final = 1 << 32
 
 
 class Recording(Protocol):
-    """What torch recorded: a stopped `torch.profiler.profile`."""
+    """What torch recorded: a profiler of `torch.profiler` that was stopped."""
 
     def export_chrome_trace(self, path: str) -> None: ...
 
