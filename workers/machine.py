@@ -55,9 +55,9 @@ from workers.rules.concede import NOTHING, concede, remaining, renew
 from workers.rules.gate import GATE, not_targeted
 from workers.rules.settle import (
     STEERED,
+    and_holds,
     anew,
     believe,
-    holds,
     holds_committed,
     interrupted,
     learn,
@@ -378,9 +378,8 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
     call, result = activity.calls[0], event.result
     engine, failure = learn(state.engine, call, result, event.observation)
     if failure is None and anew(state.engine, engine):
-        failure = Failed(
-            ErrorKind.ENGINE_ERROR, f"{engine.name} was launched anew during {name(call)}. {holds(engine)}"
-        )
+        died = f"{engine.name} was launched anew during {name(call)}."
+        failure = Failed(ErrorKind.ENGINE_ERROR, and_holds(died, engine))
     if failure is not None:
         harmless = isinstance(call, CheckSource | Load | CheckProfile | DiskCall)  # settling would not try it again
         inhibited = not (anew(state.engine, engine) or harmless)
@@ -509,10 +508,8 @@ def _observe(state: AgentState, event: EngineObserved, effects: Effects) -> Agen
     engine, done = interrupted(state.engine, call, event.observation)
     state = replace(state, engine=engine, interrupted=None)
     if cut.cause is not None and not cut.overdue:
-        outcome: Outcome = Failed(
-            ErrorKind.UNKNOWN,
-            f"the agent was restarted during {name(call)}, and whether it was done can't be read back. {holds(engine)}",
-        )
+        died = f"the agent was restarted during {name(call)}, and whether it was done can't be read back."
+        outcome: Outcome = Failed(ErrorKind.UNKNOWN, and_holds(died, engine))
         if done and len(cut.calls) == 1:
             outcome = _acted(state, cut.cause, (*cut.made, name(call)))
         state = _answer(state, cut.cause, outcome, 10, effects)

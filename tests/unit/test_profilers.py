@@ -14,7 +14,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
 from torch.profiler.profiler import _KinetoProfile
 
 from schemas.commands import ProfilePlan, Schedule

@@ -27,10 +27,10 @@ from schemas.outcomes import ErrorKind
 from tests.unit.machines import PRESENT, PRIMARY
 from workers.rules.settle import (
     EngineState,
+    and_holds,
     anew,
     believe,
     contradiction,
-    holds,
     holds_weights,
     interrupted,
     learn,
@@ -468,12 +468,13 @@ def test_a_load_that_was_cut_off_before_it_began_did_no_harm() -> None:
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        (ON_V1, "The engine holds version 1 and is running."),
-        (replace(PAUSED, torn=True), "The engine holds weights that nobody can vouch for and is paused."),
+        (ON_V1, "No. The engine holds version 1 and is running."),
+        (replace(PAUSED, torn=True), "No. The engine holds weights that nobody can vouch for and is paused."),
+        (EngineState(name="torch profiler", operations=frozenset({Operation.PROFILE})), "No."),  # of a training rank
     ],
 )
 def test_an_error_says_what_the_engine_holds_now(engine: EngineState, says: str) -> None:
-    assert holds(engine) == says
+    assert and_holds("No.", engine) == says
 
 
 # Weights that were discarded

@@ -236,7 +236,7 @@ def learn(
             learned = believe(learned, seen)
             unharmed = seen.digest is not None and seen.digest == known and not engine.torn
             learned = replace(learned, torn=(learned.torn or _discards(call)) and not unharmed)
-        return learned, Failed(ErrorKind(result.kind), f"{result.message} {holds(learned)}")
+        return learned, Failed(ErrorKind(result.kind), and_holds(result.message, learned))
     learned = _after_success(engine, call, result)
     if seen is None:
         return learned, None
@@ -248,7 +248,7 @@ def learn(
     if failure is None:  # a window may have closed by now: the session still wants its stop
         return (learned if session is None else replace(learned, session=session)), None
     torn = learned.torn or isinstance(call, Load)
-    return replace(learned, torn=torn), Failed(failure.error, f"{failure.message} {holds(learned)}")
+    return replace(learned, torn=torn), Failed(failure.error, and_holds(failure.message, learned))
 
 
 def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[EngineState, bool]:
@@ -287,10 +287,12 @@ def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[Eng
             return engine, False
 
 
-def holds(engine: EngineState) -> str:
-    """One sentence on what the engine holds now, for error messages."""
+def and_holds(message: str, engine: EngineState) -> str:
+    """An error's message, and one sentence more on what the engine holds now, if it is one that is given weights."""
+    if Operation.LOAD not in engine.operations:
+        return message
     weights = "weights that nobody can vouch for" if engine.torn else f"version {engine.version}"
-    return f"The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
+    return f"{message} The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
 
 
 def _discards(call: Call) -> bool:
