@@ -131,14 +131,14 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
     """What a call gave back. digest: after Load. auto_stopped: after StopProfile.
 
-    traces, untraced, hook_running: after StopProfile, CollectTraces and FinishProfile, as in `Acted`.
+    traces, untraced, still_running: after StopProfile, CollectTraces and FinishProfile, as in `Acted`.
     """
 
     digest: Name | None = None
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
     untraced: tuple[Count, ...] = ()
-    hook_running: bool = False
+    still_running: bool = False
 
 
 class Fault(Struct, frozen=True, tag="fault"):

@@ -67,7 +67,7 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
     calls: names of the engine calls made, in order.   version, digest: what the engine holds, after a load or commit.
     auto_stopped: the engine had ended the session by itself when its window closed.
     traces: of the ranks asked for, after a profile stop, collect or finish.   untraced: ranks asked for that left none.
-    hook_running: a finish takes long (traces are being moved, or the hook runs): it goes on, and the agent's own log
+    still_running: a finish takes long (traces are being moved, or the hook runs): it goes on, and the agent's own log
     tells how it ended.
     """
 
@@ -77,7 +77,7 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
     untraced: tuple[Count, ...] = ()
-    hook_running: bool = False
+    still_running: bool = False
 
 
 class Skipped(Struct, frozen=True, tag="skipped"):

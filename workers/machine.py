@@ -310,7 +310,7 @@ def _spared(state: AgentState, event: CommandReceived) -> bool:
 def _owe(state: AgentState, event: CommandReceived, command: ProfileCommand, effects: Effects) -> AgentState:
     """The last trace is still being written, past the deadline of its stop: it is finished when the engine is free."""
     owing = replace(state, owed=finish_of(command, state.identity))
-    return _answer(owing, event, Acted(calls=(), hook_running=True), 10, effects)
+    return _answer(owing, event, Acted(calls=(), still_running=True), 10, effects)
 
 
 def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
@@ -398,20 +398,20 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
         acted = _acted(state, cause, made)
         if told is not NOTHING_TOLD:
             acted = replace(acted, auto_stopped=told.auto_stopped, traces=told.traces, untraced=told.untraced)
-            acted = replace(acted, hook_running=True) if told.hook_running else acted
+            acted = replace(acted, still_running=True) if told.still_running else acted
         state = _answer(state, cause, acted, 10, effects)
     return _proceed(state, event.at_ms, effects)
 
 
 def _together(told: Returned, more: Returned) -> Returned:
     """What two calls of one command gave back of a profiling session."""
-    if not (more.auto_stopped or more.traces or more.untraced or more.hook_running):
+    if not (more.auto_stopped or more.traces or more.untraced or more.still_running):
         return told
     return Returned(
         auto_stopped=told.auto_stopped or more.auto_stopped,
         traces=told.traces + more.traces,
         untraced=told.untraced + more.untraced,
-        hook_running=told.hook_running or more.hook_running,
+        still_running=told.still_running or more.still_running,
     )
 
 

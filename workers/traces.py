@@ -68,14 +68,14 @@ class NodeTraces:
             moving = self._moving(call)
             if not await _done(moving, finish_hook.PATIENCE_S):
                 moving.add_done_callback(partial(self._go_on, call))
-                return Returned(hook_running=True)
+                return Returned(still_running=True)
             traces = moving.result()
             if len(traces) > LISTED:
                 logger.warning("agent %s: %d traces moved; %d named", self._identity.agent, len(traces), LISTED)
                 traces = traces[:LISTED]
         if not runs_hook(call.plan, self._identity):
             return Returned(traces=traces)
-        return Returned(traces=traces, hook_running=await self._require_hook().run(call.plan.tool, call.steps))
+        return Returned(traces=traces, still_running=await self._require_hook().run(call.plan.tool, call.steps))
 
     def _moving(self, call: FinishProfile) -> "Future[tuple[Trace, ...]]":
         """Relocate on a thread, which the end of the process waits for."""

@@ -338,7 +338,7 @@ class Gathering:
         facts.untraced = tuple(sorted({rank for one in acted for rank in one.untraced}))
         self._untraced += bool(facts.untraced)
         running = [
-            one.agent for one in report.outcomes if isinstance(one.conclusion, Acted) and one.conclusion.hook_running
+            one.agent for one in report.outcomes if isinstance(one.conclusion, Acted) and one.conclusion.still_running
         ]
         facts.hooks = in_short(running)
         spread = self._phases.setdefault(kind_of(report.command), Spread())

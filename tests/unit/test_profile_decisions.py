@@ -223,9 +223,9 @@ def test_who_has_something_to_finish(plan: ProfilePlan, place: Identity, acts: b
 
 def test_a_hook_that_goes_on_is_told() -> None:
     state, _ = fold(agent(), command(FINISH))
-    found = Returned(traces=(Trace("rollout-replica0_x", 1, "sha", 0),), hook_running=True)
+    found = Returned(traces=(Trace("rollout-replica0_x", 1, "sha", 0),), still_running=True)
     _, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=found, observation=PRESENT))
-    assert answers(effects)[0].outcome == Acted(calls=("finish_profile",), traces=found.traces, hook_running=True)
+    assert answers(effects)[0].outcome == Acted(calls=("finish_profile",), traces=found.traces, still_running=True)
 
 
 def late_stop() -> AgentState:
@@ -243,7 +243,7 @@ def finished(effects: list[Effect]) -> bool:
 
 def test_a_finish_that_comes_before_the_last_trace_is_written_goes_on_when_it_is() -> None:
     state, effects = fold(late_stop(), command(FINISH, 3))
-    assert effects == [Answer(epoch=1, seq=3, outcome=Acted(calls=(), hook_running=True), row=10)]
+    assert effects == [Answer(epoch=1, seq=3, outcome=Acted(calls=(), still_running=True), row=10)]
     state, effects = fold(state, command(PAUSE, 4))
     (busy,) = answers(effects)
     assert isinstance(busy.outcome, Failed) and busy.outcome.error is ErrorKind.ENGINE_BUSY
