@@ -10,7 +10,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from controlplane.coordinator import describe
@@ -27,7 +26,7 @@ from controlplane.profiling import (
 )
 from controlplane.tickets import Ticket
 from schemas.commands import ProfileCommand, Target
-from schemas.config import ProfilerConfig
+from schemas.config import ProfilerConfig, checked
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing
@@ -51,7 +50,7 @@ class Profiling:
     """
 
     def __init__(self, config: ProfilerConfig, publish: Publish, fleet: Callable[[], Iterable[Identity]]) -> None:
-        self.config = _checked(config)
+        self.config = checked(config)
         self.reports: deque[Report] = deque(maxlen=REPORTS_KEPT)
         self._publish, self._fleet = publish, fleet
         self._session: int | None = None
@@ -144,14 +143,6 @@ class Profiling:
                 case Acted(untraced=ranks) if ranks:
                     logger.warning("%s on agent %s: ranks %s left no trace", what, one.agent, list(ranks))
         return report
-
-
-def _checked(config: ProfilerConfig) -> ProfilerConfig:
-    """The same, of the types that it is to have: nobody checks what is built in Python."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(config), ProfilerConfig)
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        raise ConfigError(f"not a configuration of profiling: {error}") from None
 
 
 class Step:

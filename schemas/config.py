@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from schemas.commands import ProfilePlan
+from schemas.errors import ConfigError
 from schemas.identity import Count, Positive, Role
 
 
@@ -97,3 +99,11 @@ class ProfilerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         from schemas.profiler.files import read_yaml
 
         return read_yaml(source)
+
+
+def checked(config: ProfilerConfig) -> ProfilerConfig:
+    """The same, of the types that it is to have: nobody checks what is built in Python. Raises ConfigError."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), ProfilerConfig)
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ConfigError(f"not a configuration of profiling: {error}") from None

@@ -100,6 +100,7 @@ def test_what_can_be_done_is_answered_with_yes(rank: Commanded) -> None:
         ({"role": "Actor!"}, "Actor!"),
         ({"rank": 8}, "rank 8 is not below world_size 8"),
         ({"traces": None}, "needs a directory"),
+        ({"profiler": ProfilerConfig(roles=["actor"])}, "not a configuration of profiling: Expected `object`"),  # type: ignore[arg-type]
     ],
 )
 def test_a_rank_that_cant_be_is_an_error_at_once(tmp_path: Path, settings: dict[str, Any], why: str) -> None:

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
-from schemas.config import AgentConfig, ProfilerConfig
+from schemas.config import AgentConfig, ProfilerConfig, checked
 from schemas.desired import refuse_profile
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
@@ -62,7 +62,7 @@ class TrainingRank:
         context: Context | None = None,
     ) -> None:
         self.identity = _place(role, rank, world_size)
-        profiler = profiler or ProfilerConfig()
+        profiler = checked(profiler or ProfilerConfig())
         root = traces if traces is not None else profiler.save_path
         if not root:
             raise ConfigError("traces: a training rank needs a directory for them, or `save_path` in its configuration")
