@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 def command_table(reports: Sequence[Report]) -> Table:
     """Each command in its order: who acted, who skipped and why, who failed or is missing, and how long it took."""
     table = Table(
-        title="Every command of the run", title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False
+        title="Every command of the run",
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        expand=True,
     )
     for name in ("seq", "command", "acted", "skipped", "failed", "slowest"):
         table.add_column(name, justify="right" if name in ("seq", "slowest") else "left", overflow="fold")
-    for column in table.columns[:4]:
-        column.no_wrap = True
-    table.columns[1].min_width, table.columns[2].min_width = 22, 15  # on a narrow screen, skips are cut first
+    for position in (0, 1, 3, 5):
+        table.columns[position].no_wrap = True
+    skipped = table.columns[3]
+    skipped.ratio, skipped.overflow = 1, "ellipsis"  # it has what the others leave: on a narrow screen, skips are cut
     for report in reports:
         table.add_row(
             str(report.seq),
