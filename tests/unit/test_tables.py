@@ -7,7 +7,7 @@ from rich.console import Console
 
 from controlplane.cli.tables import command_table, fleet_table
 from schemas.commands import ProfileCommand
-from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Reason, Skipped
 from schemas.wire import AgentLine, AgentOutcome, FleetStatus, Report
 
 
@@ -22,7 +22,7 @@ def test_how_long_an_agent_is_silent_is_told_while_somebody_counts(life: str, to
 
 
 def test_a_narrow_screen_cuts_the_skips_and_keeps_what_failed() -> None:
-    conclusions = {
+    conclusions: dict[str, Conclusion] = {
         "0.0": Acted(calls=("stop_profile",)),
         "0.1": Skipped(reason=Reason.NOT_PRIMARY),
         "1.0": Failed(error=ErrorKind.ENGINE_ERROR, message="no"),
