@@ -1,6 +1,7 @@
 """The demo, as a newcomer runs it: short, with and without a fault. `make demo` is the same with more steps."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 def rolloutctl(*options: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "controlplane.cli", *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+    wide = os.environ | {"COLUMNS": "200"}  # of 80, a table cuts the skips
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=wide)
 
 
 def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
