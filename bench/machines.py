@@ -15,9 +15,9 @@ from pathlib import Path
 
 from msgspec import Raw
 
-from controlplane import coordinator
-from controlplane.cli.laws import replay_log
-from controlplane.events import (
+from controlplane.cli.reducers import replay_log
+from controlplane.machine import coordinator
+from controlplane.machine.events import (
     AnswersReceived,
     CoordinatorEvent,
     CoordinatorSettings,
@@ -27,7 +27,7 @@ from controlplane.events import (
     Opened,
     PeerAnswer,
 )
-from controlplane.log import RunLog
+from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
 from schemas.desired import Desired
 from schemas.events import (
@@ -45,7 +45,7 @@ from schemas.events import (
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted
 from schemas.wire import Hello, Recorded, encode
-from workers import machine
+from workers.machine import decide as machine
 
 AGENTS = 64
 FLUSH = EngineCommand(operation="flush")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from controlplane.shadowing import refuse_foreign
 
 if TYPE_CHECKING:
-    from controlplane.events import SyncReport
+    from controlplane.machine.events import SyncReport
     from controlplane.plane import ControlPlane
     from schemas.wire import Report
 
@@ -13,7 +13,7 @@ __all__ = ["ControlPlane", "Report", "SyncReport"]
 
 refuse_foreign()
 
-_HOMES = {"ControlPlane": "controlplane.plane", "Report": "schemas.wire", "SyncReport": "controlplane.events"}
+_HOMES = {"ControlPlane": "controlplane.plane", "Report": "schemas.wire", "SyncReport": "controlplane.machine.events"}
 
 if not TYPE_CHECKING:
 

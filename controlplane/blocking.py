@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
-from controlplane.events import SyncReport
+from controlplane.machine.events import SyncReport
 from controlplane.plane import ControlPlane, Replicas, Send
 from controlplane.steps import Step
 from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source

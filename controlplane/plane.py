@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Self
 from anyio import CancelScope, fail_after, to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from controlplane.bus import Bus
-from controlplane.coordinator import CoordinatorState
-from controlplane.events import SyncReport
-from controlplane.log import RunLog
+from controlplane.bus.bus import Bus
+from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.events import SyncReport
+from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
-from schemas.checkpoints import build_manifest, resolve
+from schemas.carriers.sockets import Context
 from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target, lasting
 from schemas.config import BusConfig, ProfilerConfig
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
 from schemas.identity import Identity, InFlight, Tag
-from schemas.sockets import Context
+from schemas.safetensors.format import build_manifest, resolve
 from schemas.wire import FleetStatus, Report
 
 if TYPE_CHECKING:

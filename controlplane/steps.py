@@ -1,4 +1,4 @@
-"""The steps of a trainer: a shell around `controlplane.profiling` that publishes what it says and tells the outcome.
+"""The steps of a trainer: a shell around `controlplane.machine.profiling` that publishes what it says and tells the outcome.
 
 Nothing here raises for profiling that failed, and nothing waits past the deadline of a command: the step goes on.
 """
@@ -12,8 +12,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from controlplane.coordinator import describe
-from controlplane.profiling import (
+from controlplane.machine.coordinator import describe
+from controlplane.machine.profiling import (
     checking,
     collecting,
     entering,

@@ -5,7 +5,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from schemas.doorbell import Doorbell
+from schemas.carriers.wakeup import Doorbell
 
 R = TypeVar("R")
 

@@ -167,7 +167,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """What a source must hold, small enough for the wire whatever the model's size.
 
     layout: sha256 (hex) over the sorted (name, dtype, shape) of all tensors; content: sha256 over the same plus the
-    bytes of each tensor, None when the trainer did not compute it. `schemas.checkpoints` computes both.
+    bytes of each tensor, None when the trainer did not compute it. `schemas.safetensors.format` computes both.
     """
 
     tensors: Positive

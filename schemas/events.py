@@ -222,7 +222,7 @@ class LeaseExpired(Struct, frozen=True, kw_only=True, tag="lease_expired"):
 
 
 class Tick(Struct, frozen=True, kw_only=True, tag="tick"):
-    """A moment that `workers.machine.next_deadline` named has come."""
+    """A moment that `workers.machine.decide.next_deadline` named has come."""
 
     at_ms: int
 

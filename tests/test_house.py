@@ -17,16 +17,17 @@ PRODUCT = ("schemas", "controlplane", "workers")
 MOST_LINES, MOST_FUNCTION_LINES = 600, 70
 
 PURE = (
-    *("schemas/identity.py", "schemas/commands.py", "schemas/desired.py", "schemas/outcomes.py"),
-    *("schemas/events.py", "schemas/wire.py", "schemas/config.py", "schemas/errors.py"),
+    *("schemas/identity.py", "schemas/commands.py", "schemas/desired.py", "schemas/selection.py"),
+    *("schemas/outcomes.py", "schemas/events.py", "schemas/wire.py", "schemas/reports.py"),
+    *("schemas/config.py", "schemas/errors.py", "schemas/profiler/config.py"),
     *("schemas/profiler/sections.py", "schemas/profiler/interpolation.py"),
     *("schemas/profiler/verl*.py", "schemas/profiler/own_yaml.py"),
-    *("controlplane/coordinator.py", "controlplane/fleet.py", "controlplane/weights.py", "controlplane/events.py"),
-    *("controlplane/profiling.py", "controlplane/entries.py", "controlplane/replay.py", "controlplane/invariants.py"),
-    *("controlplane/report/facts.py", "controlplane/report/figures.py", "controlplane/report/fleet.py"),
-    "controlplane/report/gathering.py",
+    "controlplane/machine/*.py",
+    *("controlplane/record/entries.py", "controlplane/record/replay.py", "controlplane/record/invariants.py"),
+    *("controlplane/report/model.py", "controlplane/report/histogram.py", "controlplane/report/fleet.py"),
+    "controlplane/report/collect.py",
     *("controlplane/timeline/clocks.py", "controlplane/timeline/control.py", "controlplane/timeline/tracks.py"),
-    *("workers/machine.py", "workers/engine.py", "workers/clocks.py", "workers/rules/*.py"),
+    *("workers/machine/*.py", "workers/engine.py", "workers/link/clocks.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no chance. A name may be ahead of its file."""
 
@@ -48,8 +49,8 @@ HEAVY = {
     *("uvicorn", "transformers"),
 }
 HEAVY_ROOMS = (
-    *("workers/engines/*.py", "workers/receivers/*.py", "workers/profilers/*.py"),
-    *("workers/ray_placement.py", "controlplane/cli/demo_training.py"),
+    *("workers/engines/*.py", "workers/engines/*/*.py", "workers/profilers/*.py"),
+    *("workers/ray_placement.py", "workers/router.py", "controlplane/cli/demo_training.py"),
 )
 """Where the optional dependencies are used; nowhere else."""
 
@@ -372,26 +373,26 @@ def test_rooms_of_optional_dependencies_are_entered_on_use() -> None:
 
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES
 CAUGHT: list[tuple[Rule, str, str, str]] = [
-    (arrows, "schemas/wire.py", "from workers.machine import decide", "workers.machine"),
-    (arrows, "workers/agent.py", "def f():\n    import controlplane.log", "controlplane.log"),
-    (arrows, "controlplane/bus.py", "if TYPE_CHECKING:\n    from workers import machine", "imports workers"),
+    (arrows, "schemas/wire.py", "from workers.machine.decide import decide", "workers.machine.decide"),
+    (arrows, "workers/agent.py", "def f():\n    import controlplane.record.log", "controlplane.record.log"),
+    (arrows, "controlplane/bus/bus.py", "if TYPE_CHECKING:\n    from workers import machine", "imports workers"),
     (arrows, "controlplane/cli/demo.py", "from tests.conftest import BACKENDS", "tests.conftest"),
-    (arrows, "workers/rules/a.py", "from ...controlplane import log", "controlplane"),
-    (pure_imports, "workers/machine.py", "import time", "imports time"),
-    (pure_imports, "workers/machine.py", "from os import path", "imports os"),
-    (pure_imports, "workers/machine.py", "from pathlib import Path", "imports pathlib"),
-    (pure_imports, "workers/machine.py", "def f():\n    import random", "imports random"),
-    (pure_imports, "workers/machine.py", "from schemas.sockets import Socket", "not pure"),
-    (pure_imports, "workers/machine.py", "from schemas import records", "not pure"),
-    (pure_imports, "workers/rules/a.py", "from ..agent import Agent", "workers.agent"),
+    (arrows, "workers/machine/a.py", "from ...controlplane import log", "controlplane"),
+    (pure_imports, "workers/machine/decide.py", "import time", "imports time"),
+    (pure_imports, "workers/machine/decide.py", "from os import path", "imports os"),
+    (pure_imports, "workers/machine/decide.py", "from pathlib import Path", "imports pathlib"),
+    (pure_imports, "workers/machine/decide.py", "def f():\n    import random", "imports random"),
+    (pure_imports, "workers/machine/decide.py", "from schemas.carriers.sockets import Socket", "not pure"),
+    (pure_imports, "workers/machine/decide.py", "from schemas import records", "not pure"),
+    (pure_imports, "workers/machine/a.py", "from ..agent import Agent", "workers.agent"),
     (pure_imports, "schemas/config.py", "from schemas.profiler.files import read_yaml", "not pure"),
-    (pure_expressions, "workers/machine.py", "x = 0.5", "float"),
-    (pure_expressions, "workers/machine.py", "x = hash('a')", "hash()"),
-    (pure_expressions, "workers/machine.py", "for x in {1, 2}: pass", "sort it"),
-    (pure_expressions, "workers/machine.py", "x = [y for y in set(z)]", "sort it"),
-    (pure_expressions, "workers/machine.py", "x = tuple({y for y in z})", "sort it"),
-    (pure_expressions, "workers/machine.py", "x = ','.join(frozenset(z))", "sort it"),
-    (pure_expressions, "workers/machine.py", "x = (*set(z),)", "sort it"),
+    (pure_expressions, "workers/machine/decide.py", "x = 0.5", "float"),
+    (pure_expressions, "workers/machine/decide.py", "x = hash('a')", "hash()"),
+    (pure_expressions, "workers/machine/decide.py", "for x in {1, 2}: pass", "sort it"),
+    (pure_expressions, "workers/machine/decide.py", "x = [y for y in set(z)]", "sort it"),
+    (pure_expressions, "workers/machine/decide.py", "x = tuple({y for y in z})", "sort it"),
+    (pure_expressions, "workers/machine/decide.py", "x = ','.join(frozenset(z))", "sort it"),
+    (pure_expressions, "workers/machine/decide.py", "x = (*set(z),)", "sort it"),
     (file_size, "workers/agent.py", "x = 1\n" * (MOST_LINES + 1), "601 lines"),
     (function_size, "workers/agent.py", LONG_FUNCTION, "f has 71 lines"),
     (function_size, "workers/agent.py", LONG_FUNCTION.replace("def", "async def"), "f has 71 lines"),
@@ -420,13 +421,25 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (rooms_on_use, "workers/agent.py", "from workers.engines import not_there", "where it is used"),
 ]
 PASSED: list[tuple[Rule, str, str]] = [
-    (arrows, "controlplane/cli/demo.py", "from workers.agent import Agent\nimport controlplane.bus, schemas.wire"),
+    (arrows, "controlplane/cli/demo.py", "from workers.agent import Agent\nimport controlplane.bus.bus, schemas.wire"),
     (arrows, "workers/agent.py", "from .machine import decide\nimport zmq"),
-    (pure_imports, "workers/machine.py", "from pathlib import PurePosixPath\nfrom collections.abc import Callable"),
-    (pure_imports, "controlplane/coordinator.py", "from controlplane import fleet\nfrom schemas.wire import encode"),
-    (pure_imports, "workers/rules/a.py", "from .settle import settle\nfrom workers.rules import settle"),
+    (
+        pure_imports,
+        "workers/machine/decide.py",
+        "from pathlib import PurePosixPath\nfrom collections.abc import Callable",
+    ),
+    (
+        pure_imports,
+        "controlplane/machine/coordinator.py",
+        "from controlplane.machine import fleet\nfrom schemas.wire import encode",
+    ),
+    (pure_imports, "workers/machine/a.py", "from .reconcile import reconcile\nfrom workers.machine import reconcile"),
     (pure_imports, "schemas/config.py", "def f():\n    from schemas.profiler.files import read_yaml"),
-    (pure_expressions, "workers/machine.py", "x = sorted({1, 2})\ny = 1 in {1, 2}\nfor z in sorted(set(x)): pass"),
+    (
+        pure_expressions,
+        "workers/machine/decide.py",
+        "x = sorted({1, 2})\ny = 1 in {1, 2}\nfor z in sorted(set(x)): pass",
+    ),
     (file_size, "workers/agent.py", "x = 1\n" * MOST_LINES),
     (function_size, "workers/agent.py", LONG_FUNCTION.replace("    x = 1\n", "", 1)),
     (names, "schemas/commands.py", ""),
@@ -434,7 +447,7 @@ PASSED: list[tuple[Rule, str, str]] = [
     (struct_fields, "schemas/a.py", "class A(Struct):\n    x: Raw\nclass B(Plain):\n    y: Any"),
     (safe_loading, "workers/a.py", "import re\nre.compile('a')\nsafetensors.torch.load_file(path)"),
     (no_sleeping, "tests/a.py", "import anyio\nasync def f():\n    await anyio.sleep(0)"),
-    (heavy_imports, "workers/engines/tiny.py", "import torch"),
+    (heavy_imports, "workers/engines/tiny/engine.py", "import torch"),
     (heavy_imports, "controlplane/cli/demo_training.py", "import torch"),
     (rooms_on_use, "workers/agent.py", "def f():\n    from workers.engines.not_there import Engine"),
 ]

@@ -61,7 +61,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def checkpoints(folder: Path) -> None:
-    from workers.engines.tiny_model import TinyConfig, TinyModel, save
+    from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
     for step in range(10):
         save(TinyModel(TinyConfig(), seed=step), folder / f"ckpt/step_{step}")

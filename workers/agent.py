@@ -1,4 +1,4 @@
-"""The agent: one process beside each node of each rollout replica. A shell around `workers.machine`; decides nothing.
+"""The agent: one process beside each node of each rollout replica. A shell around `workers.machine.decide`; decides nothing.
 
 Theory of operation. Every event, whether it came from the bus, the engine or a clock, goes through `Agent._step`, the
 only place that calls `decide`. A decision goes into the journal, and only then are its effects performed, in order:
@@ -27,6 +27,7 @@ import anyio
 import zmq
 from anyio import CancelScope
 
+from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig
 from schemas.errors import CheckpointError, EngineError, RolloutctlError, UnsupportedError
 from schemas.events import (
@@ -52,13 +53,12 @@ from schemas.events import (
 )
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Skipped
-from schemas.sockets import Context
 from schemas.wire import HOSTILE, encode, event_decoder
 from workers.engine import Engine
-from workers.journal import Journal, set_aside
-from workers.link import AnotherRun, Link, now_ms
-from workers.machine import AgentState, decide, next_deadline, settled
-from workers.traces import NodeTraces
+from workers.link.journal import Journal, set_aside
+from workers.link.link import AnotherRun, Link, now_ms
+from workers.machine.decide import AgentState, decide, next_deadline, settled
+from workers.traces.node import NodeTraces
 
 logger = logging.getLogger("rolloutctl.agent")
 

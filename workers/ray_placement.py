@@ -22,7 +22,7 @@ from schemas.errors import AgentError, AgentsMissing, ConfigError
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
 from workers.engine import Engine
-from workers.traces import NodeTraces
+from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -17,10 +17,10 @@ from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
 from workers.engine import Engine
-from workers.traces import NodeTraces
+from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
-    from workers.engines.router import Router
+    from workers.router import Router
 
 logger = logging.getLogger("rolloutctl.agent")
 
@@ -185,13 +185,13 @@ def _engine(place: Identity, options: EngineOptions, traces: Path) -> Engine:
         raise ConfigError(f"what is {' '.join(options['command'])!r} for? A server's command follows `--launch --`.")
     checkpoints = options["checkpoints"]
     if options["kind"] == "tiny":
-        from workers.engines.tiny import TinyEngine
+        from workers.engines.tiny.engine import TinyEngine
 
         serve, seed = options["serve"], options["seed"]
         return TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=serve, seed=seed)
     from workers.engines.http import api_key
-    from workers.engines.sglang import SGLangEngine, SGLangServer
-    from workers.engines.vllm import VllmEngine, VllmServer
+    from workers.engines.sglang.engine import SGLangEngine, SGLangServer
+    from workers.engines.vllm.engine import VllmEngine, VllmServer
 
     url, key = options["url"], api_key(options["api_key_file"])
     if url is None and place.node_rank == 0:
@@ -204,8 +204,8 @@ def _engine(place: Identity, options: EngineOptions, traces: Path) -> Engine:
 def _launched(
     place: Identity, state_dir: Path, options: EngineOptions, engine: Engine, profiler: ProfilerConfig
 ) -> Engine:
-    from workers.launch import LaunchedEngine, ServerProcess
-    from workers.server_command import Kind, profiled_command, server_command
+    from workers.server.command import Kind, profiled_command, server_command
+    from workers.server.launch import LaunchedEngine, ServerProcess
 
     kind, command = options["kind"], options["command"]
     if kind == "tiny" or not command:
@@ -225,6 +225,6 @@ def _router(options: EngineOptions) -> "Router | None":
     if worker is None:
         raise ConfigError("--router needs --url, the server that it is to send requests to.")
     from workers.engines.http import api_key
-    from workers.engines.router import KEY_VARIABLE, Router
+    from workers.router import KEY_VARIABLE, Router
 
     return Router(url, worker, key=api_key(variable=KEY_VARIABLE), worker_key=api_key(options["api_key_file"]))

@@ -27,11 +27,11 @@ from rich.console import Console
 
 from controlplane.blocking import BlockingControlPlane
 from controlplane.cli import demo_view as view
-from controlplane.cli.laws import replay_log
+from controlplane.cli.reducers import replay_log
 from controlplane.cli.tables import command_table
-from controlplane.events import Conclude, SyncReport
-from controlplane.log import RunLog
+from controlplane.machine.events import Conclude, SyncReport
 from controlplane.plane import ControlPlane
+from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, ProfilePlan
 from schemas.config import BusConfig, ProfilerConfig
 from schemas.errors import AgentError, ConfigError, EngineError
@@ -40,7 +40,7 @@ from schemas.wire import Report
 
 if TYPE_CHECKING:
     from controlplane.cli.demo_training import PolicyTrainer
-    from workers.engines.tiny_server import TinyClient
+    from workers.engines.tiny.server import TinyClient
     from workers.profilers import TrainingRank
 
 REPLICAS: Final = 2
@@ -123,7 +123,7 @@ def _train(
 ) -> list[float]:
     """The trainer, as anyone would write it; returns each step's mean reward. kill_at: step that an agent dies in."""
     from controlplane.cli.demo_training import PolicyTrainer
-    from workers.engines.tiny_model import TinyConfig
+    from workers.engines.tiny.model import TinyConfig
 
     trainer = PolicyTrainer(TinyConfig(), seed)
     rewards: list[float] = []
@@ -251,7 +251,7 @@ class Nodes:
     @contextmanager
     def client(self, replica: int) -> "Iterator[TinyClient]":
         """A client of the replica's engine."""
-        from workers.engines.tiny_server import TinyClient
+        from workers.engines.tiny.server import TinyClient
 
         with TinyClient(self._front(replica)) as client:
             yield client

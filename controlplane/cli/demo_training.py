@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from workers.engines.tiny_model import TinyConfig, TinyModel, digest, log_probs, save, weights
+from workers.engines.tiny.model import TinyConfig, TinyModel, digest, log_probs, save, weights
 
 PROMPTS = 128
 """Prompts in a step, shared out among the replicas."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from controlplane.events import SyncReport
+from controlplane.machine.events import SyncReport
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 from schemas.wire import Report
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from controlplane.profiling import sessions
+from controlplane.machine.profiling import sessions
 from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, TorchMemory
 from schemas.config import ProfilerConfig
 from schemas.desired import ENGINE_TOOLS, trace_directory

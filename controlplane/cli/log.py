@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 import msgspec
 
-from controlplane.cli.laws import replay_file
-from controlplane.cli.words import in_words
-from controlplane.entries import LogEntry
-from controlplane.invariants import verify
-from controlplane.log import RunLog
+from controlplane.cli.formatting import in_words
+from controlplane.cli.reducers import replay_file
+from controlplane.record.entries import LogEntry
+from controlplane.record.invariants import verify
+from controlplane.record.log import RunLog
 from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.wire import HOSTILE
 

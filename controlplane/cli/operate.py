@@ -11,9 +11,9 @@ import click
 import msgspec
 from rich.console import Console
 
+from controlplane.bus.operator import ask_status, submit
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import fleet_table, report_table
-from controlplane.operator import ask_status, submit
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError

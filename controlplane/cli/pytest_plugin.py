@@ -94,7 +94,7 @@ class RecordedRunItem(pytest.Item):
         return self._log, None, self.name
 
     def _replay(self) -> Iterator[str]:
-        from controlplane.cli.laws import replay_file
+        from controlplane.cli.reducers import replay_file
         from schemas.errors import RolloutctlError
 
         try:
@@ -103,8 +103,8 @@ class RecordedRunItem(pytest.Item):
             yield str(error)
 
     def _verify(self) -> Iterator[str]:
-        from controlplane.invariants import verify
-        from controlplane.log import RunLog
+        from controlplane.record.invariants import verify
+        from controlplane.record.log import RunLog
         from schemas.errors import RolloutctlError
 
         try:

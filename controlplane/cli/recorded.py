@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from controlplane.entries import LogEntry
-from controlplane.events import Conclude, Publish, SyncReport
-from controlplane.log import RunHeader, RunLog
+from controlplane.machine.events import Conclude, Publish, SyncReport
+from controlplane.record.entries import LogEntry
+from controlplane.record.log import RunHeader, RunLog
 from schemas.commands import Command, UnknownCommand
 from schemas.errors import ConfigError, LogCorrupt, LogError
 from schemas.events import Answer, Effect, Event

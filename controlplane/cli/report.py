@@ -8,10 +8,10 @@ from typing import TextIO
 
 import click
 
-from controlplane.log import RunLog
-from controlplane.report.gathering import gather
+from controlplane.record.atomic_write import check_place, whole
+from controlplane.record.log import RunLog
+from controlplane.report.collect import gather
 from controlplane.report.page import write_page
-from controlplane.whole_file import check_place, whole
 from schemas.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from controlplane.coordinator import describe
+from controlplane.machine.coordinator import describe
 from schemas.identity import ROLLOUT, Operation, named, replica_and_node
 from schemas.outcomes import Acted, Failed, Missing, Skipped
 from schemas.wire import AgentLine, AgentOutcome, FleetStatus, Report

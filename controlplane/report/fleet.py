@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.events import CoordinatorEffect, HelloReceived, PeerAnswer, PeerLost, Send, StatusReceived
-from controlplane.report.figures import UNKNOWN, Lanes, Painted
+from controlplane.machine.events import CoordinatorEffect, HelloReceived, PeerAnswer, PeerLost, Send, StatusReceived
+from controlplane.report.histogram import UNKNOWN, Lanes, Painted
 from schemas.commands import Target, WeightSync
 from schemas.events import Observation
 from schemas.identity import ROLLOUT, Identity, replica_and_node

@@ -18,10 +18,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from msgspec import Struct
 
-from controlplane.report.facts import CommandFacts, Phase, Said
-from controlplane.report.figures import UNKNOWN, Painted
+from controlplane.report.collect import RunReport
 from controlplane.report.fleet import AgentFacts, ReplicaTime
-from controlplane.report.gathering import RunReport
+from controlplane.report.histogram import UNKNOWN, Painted
+from controlplane.report.model import CommandFacts, Phase, Said
 
 HERE = Path(__file__).parent
 LANES = 32

@@ -15,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from controlplane.entries import LogEntry, coordinator_effects_decoder, coordinator_event_decoder
-from controlplane.events import (
+from controlplane.machine.events import (
     AnswersReceived,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -25,6 +24,7 @@ from controlplane.events import (
     Publish,
     StatusReceived,
 )
+from controlplane.record.entries import LogEntry, coordinator_effects_decoder, coordinator_event_decoder
 from schemas.commands import ProfileCommand
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started

@@ -11,9 +11,8 @@ moved within its millisecond: no decision is drawn before the one that came befo
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from controlplane.coordinator import describe
-from controlplane.entries import LogEntry
-from controlplane.events import (
+from controlplane.machine.coordinator import describe
+from controlplane.machine.events import (
     AnswersReceived,
     Conclude,
     CoordinatorEffect,
@@ -26,6 +25,7 @@ from controlplane.events import (
     Refuse,
     SyncReport,
 )
+from controlplane.record.entries import LogEntry
 from controlplane.timeline.clocks import BusRecord, Survey, decoded
 from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, Lanes, Span, TraceEvent, us
 from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync

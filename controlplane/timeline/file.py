@@ -17,13 +17,13 @@ from typing import IO, Final
 
 from msgspec import Struct, json, structs
 
-from controlplane.entries import LogEntry
-from controlplane.log import RunLog
+from controlplane.record.atomic_write import check_place, whole
+from controlplane.record.entries import LogEntry
+from controlplane.record.log import RunLog
 from controlplane.timeline.clocks import MS, AgentClock, Survey
 from controlplane.timeline.control import Control
 from controlplane.timeline.traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
 from controlplane.timeline.tracks import Lanes, TraceEvent
-from controlplane.whole_file import check_place, whole
 from schemas.errors import ConfigError, LogError
 from schemas.identity import ROLLOUT
 

@@ -20,9 +20,8 @@ from typing import Any, Final, NamedTuple
 import anyio
 import anyio.to_thread
 
-from controlplane.bus import Bus
-from controlplane.log import RunLog
-from schemas.checkpoints import build_manifest
+from controlplane.bus.bus import Bus
+from controlplane.record.log import RunLog
 from schemas.commands import (
     Broadcast,
     Checkpoint,
@@ -38,14 +37,15 @@ from schemas.config import AgentConfig, BusConfig
 from schemas.errors import EngineError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Conclusion
+from schemas.safetensors.format import build_manifest
 from tests.engines.groups import sender
 from tests.engines.models import save_model, save_weights, weights
 from workers.agent import Agent
-from workers.engines.front import Front
-from workers.engines.sglang import SGLangEngine
-from workers.engines.sglang_in_process import TokenizerManagerFront
-from workers.engines.vllm import VllmEngine
-from workers.engines.vllm_in_process import AsyncLLMFront
+from workers.engines.client import Front
+from workers.engines.sglang.engine import SGLangEngine
+from workers.engines.sglang.in_process import TokenizerManagerFront
+from workers.engines.vllm.engine import VllmEngine
+from workers.engines.vllm.in_process import AsyncLLMFront
 
 PLACE: Final = Identity(replica=0, node_rank=0)
 PROMPT: Final = [(7 * i) % 251 for i in range(140)]

@@ -14,15 +14,15 @@ from typing import Any
 
 import anyio
 
-from controlplane.bus import Bus
-from controlplane.log import RunLog
+from controlplane.bus.bus import Bus
+from controlplane.record.log import RunLog
 from schemas.commands import Command, EngineCommand, ProfileCommand, ProfilePlan
 from schemas.config import AgentConfig, BusConfig
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from tests.engines.embedded import SGLang, Trainer
 from workers.agent import Agent
-from workers.traces import NodeTraces
+from workers.traces.node import NodeTraces
 
 NODES = 2
 

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from schemas.commands import ProfilePlan
 from schemas.outcomes import Acted, Trace
 from schemas.profiler.verl import read
-from workers.engines.tiny_profile import FORWARD
+from workers.engines.tiny.profile import FORWARD
 
 Events = list[dict[str, object]]
 Generate = Callable[[list[int], int], object]

@@ -22,7 +22,8 @@ from tests.engines import wheels
 from tests.engines.release_facts import number
 from tests.engines.strict import Answer, App, strict_app
 from tests.engines.surfaces import read
-from workers.engines import sglang, vllm
+from workers.engines.sglang import engine as sglang
+from workers.engines.vllm import engine as vllm
 
 pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio]
 

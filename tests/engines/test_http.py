@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import ConfigError
-from workers.engines.front import Refused, Unanswered
+from workers.engines.client import Refused, Unanswered
 from workers.engines.http import ATTEMPTS, HttpFront, Route, api_key, base_url
 from workers.engines.probe import probe
 

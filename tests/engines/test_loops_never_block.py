@@ -12,9 +12,8 @@ import anyio
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from controlplane.bus import Bus
-from controlplane.log import RunLog
-from schemas.checkpoints import build_manifest
+from controlplane.bus.bus import Bus
+from controlplane.record.log import RunLog
 from schemas.commands import (
     Checkpoint,
     Command,
@@ -26,10 +25,11 @@ from schemas.commands import (
 )
 from schemas.config import AgentConfig, BusConfig
 from schemas.identity import Identity
+from schemas.safetensors.format import build_manifest
 from workers.agent import Agent
-from workers.engines.tiny import TinyEngine
-from workers.engines.tiny_model import TinyConfig, TinyModel, save
-from workers.traces import NodeTraces
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+from workers.traces.node import NodeTraces
 
 PLACE = Identity(replica=0, node_rank=0)
 PLAN = ProfilePlan(record_shapes=True, finish=Finish(relocate=True, hook=True))
@@ -40,7 +40,7 @@ QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=500)
 def never_blocking() -> Iterator[BlockBuster]:
     with blockbuster_ctx() as guard:
         for name, function in guard.functions.items():
-            if name.startswith("sqlite3."):  # only `schemas.records` speaks to it
+            if name.startswith("sqlite3."):  # only `schemas.carriers.records` speaks to it
                 function.deactivate()
         yield guard
 

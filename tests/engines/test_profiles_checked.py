@@ -8,7 +8,8 @@ import pytest
 
 from schemas.commands import Activity, ProfilePlan, Window
 from schemas.errors import UnsupportedError
-from workers.engines import sglang, vllm
+from workers.engines.sglang import engine as sglang
+from workers.engines.vllm import engine as vllm
 
 BOUNDED = frozenset({"profile_prefix", "delay_iterations", "max_iterations"})
 """What a start takes from vLLM 0.32 on."""

@@ -34,8 +34,8 @@ from tests.engines.profiles import (
 )
 from tests.engines.reports import BUS, acted, conclusions, failed
 from tests.engines.servers import AgentProcess
-from workers.engines.tiny import TinyEngine
-from workers.engines.tiny_server import TinyClient
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.server import TinyClient
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ from schemas.events import (
 from schemas.identity import Identity, Operation, Tag
 from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
 from workers.agent import Agent
-from workers.engines import ray_actor
-from workers.engines.ray_actor import RayActorEngine
-from workers.traces import NodeTraces
+from workers.engines import verl as ray_actor
+from workers.engines.verl import RayActorEngine
+from workers.traces.node import NodeTraces
 
 pytestmark = pytest.mark.anyio
 
@@ -386,7 +386,7 @@ def test_a_process_without_ray_is_told_what_to_do(before: str, said: str) -> Non
 import anyio
 from pathlib import Path
 from schemas.identity import Identity
-from workers.engines.ray_actor import RayActorEngine
+from workers.engines.verl import RayActorEngine
 anyio.run(RayActorEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
 anyio.run(RayActorEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
 """

@@ -21,21 +21,21 @@ import zmq
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
+from schemas.carriers.sockets import Context
 from schemas.commands import Checkpoint, WeightSync
 from schemas.config import AgentConfig, BusConfig
 from schemas.events import Observation
 from schemas.identity import Identity
-from schemas.sockets import Context
 from tests.engines.environments import python
 from tests.engines.servers import Process, free_port, wait_for
 from tests.unit import machines
 from tests.unit.small_bus import PAUSE, RESUME, SECOND, Bus, Engine, running, until
+from workers import router as routers
 from workers.agent import Agent
-from workers.engines import router as routers
-from workers.engines.front import Refused
-from workers.engines.router import Router, enters
-from workers.engines.tiny import TinyEngine
-from workers.engines.tiny_model import TinyConfig, TinyModel, save
+from workers.engines.client import Refused
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+from workers.router import Router, enters
 
 PATIENCE_S = 30
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.cli.laws import replay_log
-from controlplane.invariants import verify
-from controlplane.log import RunLog
-from schemas.checkpoints import build_manifest
+from controlplane.cli.reducers import replay_log
+from controlplane.record.invariants import verify
+from controlplane.record.log import RunLog
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
 from schemas.errors import CommandError
 from schemas.identity import InFlight, Operation
 from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped, Trace
+from schemas.safetensors.format import build_manifest
 from tests.engines.groups import sender
 from tests.engines.models import save_weights, weights
 from tests.engines.reports import acted, conclusions, events, failed

@@ -16,7 +16,6 @@ import anyio
 import pytest
 import trio
 
-from schemas.checkpoints import build_manifest
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
 from schemas.desired import Session
 from schemas.errors import CheckpointError, EngineError
@@ -34,15 +33,16 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
+from schemas.safetensors.format import build_manifest
 from tests.engines import wheels
 from tests.engines.release_facts import number
 from tests.engines.strict import Answer, StandIn, request_module, strict_async_llm, strict_tokenizer_manager
 from tests.engines.surfaces import Surface, read
-from workers.engines.front import Refused, Unanswered
-from workers.engines.sglang import SGLangEngine
-from workers.engines.sglang_in_process import TokenizerManagerFront
-from workers.engines.vllm import VllmEngine, fingerprint
-from workers.engines.vllm_in_process import AsyncLLMFront
+from workers.engines.client import Refused, Unanswered
+from workers.engines.sglang.engine import SGLangEngine
+from workers.engines.sglang.in_process import TokenizerManagerFront
+from workers.engines.vllm.engine import VllmEngine, fingerprint
+from workers.engines.vllm.in_process import AsyncLLMFront
 
 pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio]
 

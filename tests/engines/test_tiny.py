@@ -14,7 +14,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from schemas.checkpoints import build_manifest
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.desired import Session
 from schemas.errors import CheckpointError, EngineError
@@ -32,10 +31,11 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
-from workers.engines.tiny import TinyEngine
-from workers.engines.tiny_model import TinyConfig, TinyModel, digest, save, weights
-from workers.engines.tiny_profile import FORWARD
-from workers.engines.tiny_server import Completion, TinyClient
+from schemas.safetensors.format import build_manifest
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny.profile import FORWARD
+from workers.engines.tiny.server import Completion, TinyClient
 
 pytestmark = pytest.mark.anyio
 
@@ -141,7 +141,7 @@ async def test_a_higher_node_rank_has_no_tokenizer_and_nothing_to_call(tmp_path:
 
 
 def test_importing_the_adapter_and_the_client_loads_no_torch() -> None:
-    code = "import sys, workers.engines.tiny, workers.engines.tiny_server; assert 'torch' not in sys.modules"
+    code = "import sys, workers.engines.tiny.engine, workers.engines.tiny.server; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -166,7 +166,7 @@ async def test_tokens_change_exactly_with_the_weights_and_come_back_with_them(tm
 async def test_it_samples_what_the_trainer_would(tmp_path: Path) -> None:
     import torch
 
-    from workers.engines.tiny_model import log_probs
+    from workers.engines.tiny.model import log_probs
 
     async with tiny(tmp_path) as bench:
         await bench.do(Resume())

@@ -12,18 +12,18 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from controlplane.bus import Bus
-from controlplane.events import SyncReport
-from controlplane.log import RunLog
-from schemas.checkpoints import build_manifest
+from controlplane.bus.bus import Bus
+from controlplane.machine.events import SyncReport
+from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, Target
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import CommandFailed
 from schemas.identity import Identity
+from schemas.safetensors.format import build_manifest
 from workers.agent import Agent
-from workers.engines.tiny import TinyEngine
-from workers.engines.tiny_model import TinyConfig, TinyModel, digest, save, weights
-from workers.engines.tiny_server import TinyClient
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny.server import TinyClient
 
 pytestmark = pytest.mark.anyio
 

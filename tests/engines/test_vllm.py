@@ -11,14 +11,14 @@ import psutil
 import pytest
 import torch
 
-from controlplane.cli.laws import replay_log
-from controlplane.invariants import verify
-from controlplane.log import RunLog
-from schemas.checkpoints import build_manifest
+from controlplane.cli.reducers import replay_log
+from controlplane.record.invariants import verify
+from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.errors import CheckpointError
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Reason, Skipped, Trace
+from schemas.safetensors.format import build_manifest
 from tests.engines.models import save_weights, weights
 from tests.engines.reports import acted, conclusions, events, failed
 from tests.engines.servers import (

@@ -11,7 +11,7 @@ from typing import Final
 
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
-from controlplane.events import SyncReport
+from controlplane.machine.events import SyncReport
 from schemas.commands import Checkpoint
 from schemas.wire import Status
 from tests.engines.models import save_model, save_weights, weights

@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 from msgspec import Raw, Struct
 
-from controlplane.events import (
+from controlplane.machine.events import (
     AnswersReceived,
     Closed,
     Conclude,

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from controlplane.events import CoordinatorEffect, CoordinatorEvent
-from schemas.schema import UNIONS
+from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
+from schemas.json_schema import UNIONS
 from schemas.wire import encode
 from tests.golden.samples import FILE, SAMPLES, kinds, named
 

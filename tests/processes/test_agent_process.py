@@ -16,8 +16,8 @@ from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
-from workers.engines.tiny_model import TinyConfig, TinyModel, digest, save, weights
-from workers.engines.tiny_server import TinyClient
+from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny.server import TinyClient
 
 QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=500, nudge_ms=200)
 

@@ -20,10 +20,10 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from schemas.errors import ConfigError, EngineError
 from schemas.events import Call, Flush, Observation, Returned
-from workers import guard
 from workers.engine import Engine
-from workers.guard import Restarts
-from workers.launch import LaunchedEngine, ServerProcess, ServerStatus
+from workers.server import guard
+from workers.server.guard import Restarts
+from workers.server.launch import LaunchedEngine, ServerProcess, ServerStatus
 
 AT_ONCE = Restarts(first_wait_s=0.01)
 LONGEST_S = 60.0
@@ -47,7 +47,7 @@ signal.pause()
 AGENT = """
 import json, os, sys, anyio
 from pathlib import Path
-from workers.launch import ServerProcess
+from workers.server.launch import ServerProcess
 log, how, *command = sys.argv[1:]
 async def main():
     server = ServerProcess(command, log=Path(log), grace_s=600)

@@ -20,8 +20,8 @@ from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Acted
 from tests.engines.verl_servers import SGLangHttpServer
 from tests.unit.small_bus import Engine
-from workers.engines.ray_actor import RayActorEngine
-from workers.engines.tiny import TinyEngine
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.verl import RayActorEngine
 from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
 
 QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=2000, nudge_ms=200)

@@ -18,8 +18,8 @@ from schemas.config import AgentConfig, BusConfig, ProfilerConfig
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.wire import Report
 from tests.unit.rank_sessions import operators, stages, until
-from workers.engines.tiny_model import TinyConfig, TinyModel, save
-from workers.engines.tiny_server import TinyClient
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+from workers.engines.tiny.server import TinyClient
 from workers.profilers import TrainingRank
 
 QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=500, nudge_ms=200)

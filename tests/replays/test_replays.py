@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.cli.laws import fold_log, replay_log
 from controlplane.cli.recorded import RecordedRun
-from controlplane.invariants import verify
+from controlplane.cli.reducers import fold_log, replay_log
+from controlplane.record.invariants import verify
 from schemas.commands import ProfileCommand
 from schemas.events import Perform
 from schemas.outcomes import Acted, Failed, Missing, Reason, Skipped

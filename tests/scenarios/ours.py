@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from controlplane.coordinator import fleet_status
-from controlplane.entries import coordinator_effects_decoder
-from controlplane.events import Conclude, SyncReport, SyncRequested
+from controlplane.machine.coordinator import fleet_status
+from controlplane.machine.events import Conclude, SyncReport, SyncRequested
+from controlplane.record.entries import coordinator_effects_decoder
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, Target
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped

@@ -51,7 +51,7 @@ from schemas.wire import (
 )
 from tests.simulation.engine import Attempt, Engine
 from tests.simulation.promises import Ledger
-from workers.machine import AgentState, next_deadline, settled
+from workers.machine.decide import AgentState, next_deadline, settled
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus

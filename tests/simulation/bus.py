@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.msgpack import Decoder
 
-from controlplane.coordinator import CoordinatorState, next_deadline
-from controlplane.events import (
+from controlplane.machine.coordinator import CoordinatorState, next_deadline
+from controlplane.machine.events import (
     AnswersReceived,
     Closed,
     CoordinatorEffect,

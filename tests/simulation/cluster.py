@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from controlplane import coordinator
-from controlplane.coordinator import CoordinatorState
-from controlplane.events import CoordinatorEffect, CoordinatorEvent, CoordinatorSettings
+from controlplane.machine import coordinator
+from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent, CoordinatorSettings
 from schemas.events import Effect, Event
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.wire import encode, event_decoder
@@ -28,9 +28,9 @@ from tests.simulation.bus import event_decoder as bus_event_decoder
 from tests.simulation.engine import LAUNCHED, Engine, Temper
 from tests.simulation.promises import Broken, Promises
 from tests.simulation.trainer import Trainer
-from workers import machine
-from workers.machine import AgentState
-from workers.rules.concede import remaining
+from workers.machine import decide as machine
+from workers.machine.decide import AgentState
+from workers.machine.suppressed import remaining
 
 SETTINGS = CoordinatorSettings(heartbeat_ms=1000, gone_ms=4000, lease_ms=12_000, ring=12, nudge_ms=500)
 

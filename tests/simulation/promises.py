@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from msgspec.structs import replace
 
-from controlplane.events import Conclude, CoordinatorEffect, CoordinatorEvent, Publish
+from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Publish
 from schemas.commands import Command, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, intend
 from schemas.events import (
@@ -31,11 +31,11 @@ from schemas.identity import ROLLOUT, Operation, RolloutMode
 from schemas.outcomes import Acted, Missing, Outcome
 from schemas.wire import Report, decode_command
 from tests.simulation.engine import LAUNCHED
-from workers.machine import AgentState, settled
-from workers.rules.concede import remaining
+from workers.machine.decide import AgentState, settled
+from workers.machine.suppressed import remaining
 
 if TYPE_CHECKING:
-    from controlplane.coordinator import CoordinatorState
+    from controlplane.machine.coordinator import CoordinatorState
     from tests.simulation.agent import Process, Slot
     from tests.simulation.bus import Bus
     from tests.simulation.cluster import World

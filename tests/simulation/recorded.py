@@ -2,7 +2,7 @@
 
 from msgspec import Raw
 
-from controlplane.entries import LogEntry
+from controlplane.record.entries import LogEntry
 from schemas.wire import event_decoder
 from tests.simulation.bus import event_decoder as bus_event_decoder
 from tests.simulation.cluster import World

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from schemas.events import CommandReceived, Effect, Event, HeadSeen, SnapshotReceived
 from tests.simulation.cluster import Laws, simulate
 from tests.simulation.promises import Broken
-from workers import machine
-from workers.machine import AgentState
+from workers.machine import decide as machine
+from workers.machine.decide import AgentState
 
 SEEDS = range(60)
 

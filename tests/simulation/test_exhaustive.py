@@ -37,7 +37,7 @@ from schemas.outcomes import Outcome, Reason, Skipped
 from schemas.wire import encode
 from tests.simulation.cluster import AgentLaw
 from tests.simulation.test_ablations import with_one_epoch, without_fence, without_hole_check
-from workers.machine import AgentState, decide
+from workers.machine.decide import AgentState, decide
 
 PLACE = Identity(replica=0, node_rank=0)
 CRASHES = 2

@@ -5,7 +5,7 @@ A seed that fails is run alone, with its story, by `python -m tests.simulation.c
 
 import pytest
 
-from controlplane.invariants import verify
+from controlplane.record.invariants import verify
 from tests.simulation.cluster import simulate
 from tests.simulation.promises import Broken
 from tests.simulation.recorded import entries

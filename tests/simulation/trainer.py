@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from controlplane.events import CoordinatorEvent, Issued, SyncRequested
+from controlplane.machine.events import CoordinatorEvent, Issued, SyncRequested
 from schemas.commands import (
     Checkpoint,
     Command,

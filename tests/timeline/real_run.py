@@ -13,10 +13,10 @@ from schemas.commands import Checkpoint, ProfilePlan
 from schemas.config import AgentConfig, BusConfig
 from schemas.identity import Identity
 from workers.agent import Agent
-from workers.engines.tiny import TinyEngine
-from workers.engines.tiny_model import TinyConfig, TinyModel, save
-from workers.engines.tiny_server import TinyClient
-from workers.traces import NodeTraces
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+from workers.engines.tiny.server import TinyClient
+from workers.traces.node import NodeTraces
 
 PLACES = (Identity(replica=0, node_rank=0), Identity(replica=1, node_rank=0))
 QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=200)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Raw, Struct
 
-from controlplane.events import (
+from controlplane.machine.events import (
     AnswersReceived,
     Conclude,
     CoordinatorEffect,
@@ -18,7 +18,7 @@ from controlplane.events import (
     Publish,
     StatusReceived,
 )
-from controlplane.log import RunLog
+from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.events import Answer, CommandReceived, Decision, Effect, Event, Started
 from schemas.identity import Identity

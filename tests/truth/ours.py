@@ -1,6 +1,6 @@
 """What we answer in a case, as our own code says: nothing here knows the decision table.
 
-One configuration in verl's words is read by `schemas.profiler.verl`; `controlplane.profiling` says what the trainer's
+One configuration in verl's words is read by `schemas.profiler.verl`; `controlplane.machine.profiling` says what the trainer's
 side asks; and the machine of the agent is folded over the events of the case, with an engine that does what it is told.
 """
 
@@ -9,7 +9,7 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from controlplane.profiling import entering, leaving
+from controlplane.machine.profiling import entering, leaving
 from schemas.commands import ProfileCommand, ProfilePlan
 from schemas.config import ProfilerConfig
 from schemas.events import (
@@ -49,7 +49,7 @@ from tests.truth.cases import (
     Case,
 )
 from tests.unit.machines import after, agent, command, fold
-from workers.machine import AgentState
+from workers.machine.decide import AgentState
 
 STEP = 3
 WORLD = 4

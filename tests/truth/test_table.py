@@ -31,8 +31,8 @@ from tests.truth.condensed import condensed
 from tests.truth.differences import EXPLANATIONS, Place, explained
 from tests.truth.ours import ours, seen
 from tests.truth.table import SECTIONS, Drawn, drawn, page
-from workers.engines.sglang import SGLangEngine
-from workers.engines.sglang_in_process import TokenizerManagerFront
+from workers.engines.sglang.engine import SGLangEngine
+from workers.engines.sglang.in_process import TokenizerManagerFront
 
 PAGE = Path(__file__).parents[2] / "docs" / "truth-table.md"
 

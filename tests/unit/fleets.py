@@ -5,8 +5,8 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.coordinator import CoordinatorState, decide
-from controlplane.events import (
+from controlplane.machine.coordinator import CoordinatorState, decide
+from controlplane.machine.events import (
     AnswersReceived,
     Closed,
     Conclude,

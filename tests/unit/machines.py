@@ -21,7 +21,7 @@ from schemas.events import (
     Started,
 )
 from schemas.identity import Identity, Operation
-from workers.machine import AgentState, decide
+from workers.machine.decide import AgentState, decide
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)

@@ -8,13 +8,13 @@ from typing import TypeVar
 import anyio
 import msgspec
 
+from schemas.carriers.records import RecordFile
+from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.commands import Command, EngineCommand, Target
 from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.events import Call, Decision, Observation, Pause, Returned
 from schemas.identity import Identity, Operation
-from schemas.records import RecordFile
-from schemas.sockets import Context, bus_publisher, bus_router
 from schemas.wire import (
     TOPIC_COMMAND,
     TOPIC_HEAD,
@@ -35,8 +35,8 @@ from schemas.wire import (
     open_frames,
 )
 from workers.agent import Agent
-from workers.machine import AgentState
-from workers.traces import NodeTraces
+from workers.machine.decide import AgentState
+from workers.traces.node import NodeTraces
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import zmq
 
+from schemas.carriers.records import RecordFile
+from schemas.carriers.sockets import Context
 from schemas.desired import Desired
 from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
 from schemas.events import Call, Decision, EngineReturned, Pause, Perform, Returned
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from schemas.records import RecordFile
-from schemas.sockets import Context
 from schemas.wire import (
     TOPIC_HEAD,
     Answered,

@@ -8,10 +8,11 @@ import anyio
 import pytest
 import zmq
 
-from controlplane.bus import Bus
-from controlplane.coordinator import CoordinatorState
-from controlplane.log import RunLog
-from controlplane.operator import ask_status, submit
+from controlplane.bus.bus import Bus
+from controlplane.bus.operator import ask_status, submit
+from controlplane.machine.coordinator import CoordinatorState
+from controlplane.record.log import RunLog
+from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import (
     Checkpoint,
     Command,
@@ -37,7 +38,6 @@ from schemas.errors import (
 from schemas.events import Resume
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped
-from schemas.sockets import Context, agent_dealer
 from schemas.wire import (
     MAX_BYTES,
     Answered,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from schemas.checkpoints import build_manifest, check, read_layout, resolve
 from schemas.errors import CheckpointError
+from schemas.safetensors.format import build_manifest, check, read_layout, resolve
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

@@ -9,16 +9,16 @@ import anyio
 import pytest
 import zmq
 
-from controlplane.bus import Bus
-from controlplane.coordinator import CoordinatorState
-from controlplane.events import StatusReceived
-from controlplane.log import RunLog
+from controlplane.bus.bus import Bus
+from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.events import StatusReceived
+from controlplane.record.log import RunLog
+from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig, BusConfig
-from schemas.sockets import Context
 from schemas.wire import Clock, TimeTold
 from tests.unit.small_bus import PRIMARY, SECOND, Engine, running
 from workers.agent import Agent
-from workers.clocks import DRIFT_PPM, TOLD_NS, Clocks
+from workers.link.clocks import DRIFT_PPM, TOLD_NS, Clocks
 
 MS, S = 1_000_000, 1_000_000_000
 QUICK = BusConfig(head_ms=50, heartbeat_ms=20, gone_ms=5_000)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from controlplane.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide, describe, fleet_status
-from controlplane.coordinator import next_deadline as wants
-from controlplane.events import Conclude, Publish
+from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide, describe, fleet_status
+from controlplane.machine.coordinator import next_deadline as wants
+from controlplane.machine.events import Conclude, Publish
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
 from schemas.outcomes import Reason, Skipped

@@ -33,7 +33,7 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
-from workers.machine import GATE, AgentState
+from workers.machine.decide import GATE, AgentState
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "decisions.md").read_text("utf-8")
 PAUSE, RESUME, FLUSH, ABORT = (EngineCommand(operation=one) for one in ("pause", "resume", "flush", "abort"))

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from controlplane.fleet import PAGE
+from controlplane.machine.fleet import PAGE
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
 from schemas.desired import ALL_TAGS, Committed, Desired, Session
 from schemas.identity import RolloutMode

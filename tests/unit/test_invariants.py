@@ -9,9 +9,9 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from controlplane.cli.recorded import RecordedRun
-from controlplane.entries import LogEntry
-from controlplane.events import AnswersReceived, Conclude, Publish, Send, StatusReceived
-from controlplane.invariants import Violation, verify
+from controlplane.machine.events import AnswersReceived, Conclude, Publish, Send, StatusReceived
+from controlplane.record.entries import LogEntry
+from controlplane.record.invariants import Violation, verify
 from schemas.commands import WeightSync
 from schemas.events import Answer, EngineReturned
 from schemas.outcomes import Acted, Failed, Skipped

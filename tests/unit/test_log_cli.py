@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec import Raw
 
-from controlplane.log import RunLog
+from controlplane.record.log import RunLog
+from schemas.carriers.records import RecordFile
 from schemas.events import Decision, Tick
-from schemas.records import RecordFile
 from schemas.wire import Recorded, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"
@@ -204,6 +204,6 @@ def test_a_place_without_logs_is_said_at_once(tmp_path: Path, place: str) -> Non
 
 def test_without_the_option_nothing_of_ours_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
-        "import sys\n\ndef test_mine():\n    assert not {'controlplane.replay', 'zmq'} & sys.modules.keys()\n"
+        "import sys\n\ndef test_mine():\n    assert not {'controlplane.record.replay', 'zmq'} & sys.modules.keys()\n"
     )
     assert pytest_in(tmp_path).returncode == 0

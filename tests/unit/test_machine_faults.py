@@ -24,7 +24,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import ErrorKind, Failed
-from workers.machine import AgentState, decide, next_deadline, settled
+from workers.machine.decide import AgentState, decide, next_deadline, settled
 
 PRESENT = Observation(
     engine="e",

@@ -40,8 +40,8 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
-from workers.machine import REMEMBERED, AgentState, next_deadline, settled
-from workers.rules.settle import name
+from workers.machine.decide import REMEMBERED, AgentState, next_deadline, settled
+from workers.machine.reconcile import name
 
 PAUSE, RESUME, FLUSH, SLEEP, WAKE = (
     EngineCommand(operation=one) for one in ("pause", "resume", "flush", "sleep", "wake")

@@ -14,7 +14,6 @@ from torch import zeros
 
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
-from schemas.checkpoints import TensorSpec, layout_digest, manifest_of
 from schemas.commands import Broadcast, Checkpoint
 from schemas.config import AgentConfig, BusConfig, ProfilerConfig
 from schemas.errors import (
@@ -29,10 +28,11 @@ from schemas.errors import (
     SyncInProgress,
 )
 from schemas.identity import Identity
+from schemas.safetensors.format import TensorSpec, layout_digest, manifest_of
 from tests.unit.rank_sessions import until
 from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine
 from workers.agent import Agent
-from workers.traces import NodeTraces
+from workers.traces.node import NodeTraces
 
 ADDRESS = "tcp://127.0.0.1:0"
 QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=100)

@@ -34,7 +34,7 @@ from schemas.events import (
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, sync
-from workers.machine import AgentState, settled
+from workers.machine.decide import AgentState, settled
 
 ACTOR = Identity(replica=3, node_rank=0, role="actor")
 PROFILER = Observation(engine="torch", tokenizer="present", operations=frozenset({Operation.PROFILE}), profiling=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controlplane.profiling import (
+from controlplane.machine.profiling import (
     checking,
     collecting,
     entering,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas import records
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
-from schemas.filesystems import filesystem_at, is_network
-from schemas.records import (
+from schemas.carriers import records
+from schemas.carriers.filesystems import filesystem_at, is_network
+from schemas.carriers.records import (
     Record,
     RecordFile,
     RecordReader,
 )
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = {"run": "01J", "logic": "1"}
@@ -260,7 +260,7 @@ def test_a_fork_that_outlives_its_writer_does_not_keep_the_lock(path: Path) -> N
     child = process(
         """
         import os, sys
-        from schemas.records import RecordFile
+        from schemas.carriers.records import RecordFile
         file = RecordFile.open(sys.argv[1])
         if os.fork() == 0:
             print("forked", flush=True)
@@ -312,7 +312,7 @@ def test_a_fork_may_not_write_and_leaves_the_file_alone(path: Path) -> None:
 def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal: str) -> None:
     code = """
         import sys
-        from schemas import records
+        from schemas.carriers import records
         if sys.argv[2] == "truncate":
             records.is_network = lambda filesystem: True
         file = records.RecordFile.open(sys.argv[1], durability="os")
@@ -377,7 +377,7 @@ def test_a_limit_on_file_sizes_counts_as_full(path: Path, journal: str) -> None:
     child = process(
         """
         import resource, sys
-        from schemas import records
+        from schemas.carriers import records
         from schemas.errors import LogFull
         if sys.argv[2] == "truncate":
             records.is_network = lambda filesystem: True

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas import records
+from schemas.carriers import records
+from schemas.carriers.records import Problem, Record, RecordFile, RecordReader
 from schemas.errors import LogCorrupt, LogError
-from schemas.records import Problem, Record, RecordFile, RecordReader
 
 HEADER = {"run": "01J", "logic": "1"}
 

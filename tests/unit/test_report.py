@@ -12,11 +12,11 @@ import pytest
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.entries import LogEntry
-from controlplane.log import RunLog
-from controlplane.report.figures import COLUMNS, Lanes, Spread
+from controlplane.record.entries import LogEntry
+from controlplane.record.log import RunLog
+from controlplane.report.collect import KEPT_COMMANDS, STEP_COMMANDS, RunReport, gather
 from controlplane.report.fleet import place
-from controlplane.report.gathering import KEPT_COMMANDS, STEP_COMMANDS, RunReport, gather
+from controlplane.report.histogram import COLUMNS, Lanes, Spread
 from controlplane.report.page import write_page
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import LogCorrupt

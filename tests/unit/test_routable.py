@@ -13,9 +13,9 @@ from schemas.errors import ConfigError
 from schemas.events import Load, Resume, StopProfile
 from tests.unit import machines
 from workers.engines.http import api_key
-from workers.engines.router import KEY_VARIABLE, Router, belongs, enters, routable
-from workers.machine import Activity, AgentState
-from workers.rules.concede import Conceded
+from workers.machine.decide import Activity, AgentState
+from workers.machine.suppressed import Conceded
+from workers.router import KEY_VARIABLE, Router, belongs, enters, routable
 
 SOURCE = Checkpoint("v1")
 ONE = Committed(1, SOURCE, None)

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from msgspec import Raw
 
-from controlplane.cli.laws import replay_log
 from controlplane.cli.recorded import RecordedRun
-from controlplane.coordinator import LOGIC, CoordinatorState, decide
-from controlplane.events import Closed, CoordinatorEvent, CoordinatorSettings, Issued, Opened
-from controlplane.log import RunLog
+from controlplane.cli.reducers import replay_log
+from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
+from controlplane.machine.events import Closed, CoordinatorEvent, CoordinatorSettings, Issued, Opened
+from controlplane.record.log import RunLog
+from schemas.carriers.records import RecordFile
 from schemas.commands import EngineCommand, Target
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked, ReplayDiffers, WireError
 from schemas.events import Decision, Tick
-from schemas.records import RecordFile
 from schemas.wire import MAJOR, Recorded, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"

@@ -8,7 +8,7 @@ import pytest
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError
 from schemas.identity import Identity
-from workers.server_command import Kind, profiled_command, server_command
+from workers.server.command import Kind, profiled_command, server_command
 
 MEET = "10.0.0.1:29500"
 BUILT: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [

@@ -25,7 +25,7 @@ from schemas.events import (
 from schemas.identity import Identity, Operation, RolloutMode, Tag
 from schemas.outcomes import ErrorKind
 from tests.unit.machines import PRESENT, PRIMARY
-from workers.rules.settle import (
+from workers.machine.reconcile import (
     EngineState,
     and_holds,
     anew,

@@ -12,10 +12,18 @@ import pytest
 import zmq
 from anyio.lowlevel import checkpoint
 
-from schemas import sockets
-from schemas.doorbell import Doorbell
+from schemas.carriers import sockets
+from schemas.carriers.sockets import (
+    Context,
+    EdgeSocket,
+    Sent,
+    agent_dealer,
+    agent_subscriber,
+    bus_publisher,
+    bus_router,
+)
+from schemas.carriers.wakeup import Doorbell
 from schemas.errors import AddressInUse, BusError
-from schemas.sockets import Context, EdgeSocket, Sent, agent_dealer, agent_subscriber, bus_publisher, bus_router
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from schemas.carriers.sockets import Context, EdgeSocket, agent_dealer, bus_publisher, bus_router
 from schemas.errors import AddressInUse, BusAddressError, ConfigError
-from schemas.sockets import Context, EdgeSocket, agent_dealer, bus_publisher, bus_router
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

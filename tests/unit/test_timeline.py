@@ -12,17 +12,17 @@ from typing import Literal
 import pytest
 from msgspec import structs
 
-from controlplane.log import RunLog
+from controlplane.record.log import RunLog
 from controlplane.timeline.clocks import Survey
 from controlplane.timeline.file import Draft, Timeline, write_timeline
 from controlplane.timeline.tracks import TraceEvent
+from schemas.carriers.records import RecordFile
 from schemas.commands import ProfileCommand
 from schemas.errors import ConfigError, LogError
 from schemas.events import Answer, CommandReceived, EngineObserved, Observation
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from schemas.outcomes import Reason as Why
-from schemas.records import RecordFile
 from tests.timeline.trace_events import Event, problems, read
 from tests.timeline.written import FLUSH, MS, START_NS, Written
 from tests.unit.test_report import Recorded as LoggedBus

@@ -17,10 +17,10 @@ from schemas.events import CollectTraces, FinishProfile, Returned
 from schemas.identity import Identity
 from schemas.outcomes import Trace
 from tests.unit.rank_sessions import until
-from workers import traces
 from workers.agent import _fitting
-from workers.finish_hook import PATIENCE_S
-from workers.traces import LISTED, NodeTraces, collected, moved, relocated
+from workers.traces import node as traces
+from workers.traces.finish_hook import PATIENCE_S
+from workers.traces.node import LISTED, NodeTraces, collected, moved, relocated
 
 # Replica 4 of two nodes with two GPUs each: global ranks 16 to 19.
 FIRST = Identity(replica=4, node_rank=0, nnodes=2, gpus_per_node=2)
@@ -303,7 +303,7 @@ async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_afte
             raise OSError(5, "Input/output error", str(file))
         return described(file, root, rank)
 
-    monkeypatch.setattr("workers.finish_hook.PATIENCE_S", 0.05)
+    monkeypatch.setattr("workers.traces.finish_hook.PATIENCE_S", 0.05)
     monkeypatch.setattr(traces, "described", slow)
     plan = ProfilePlan(finish=Finish(relocate=True, hook=True))
     written(root, plan)
@@ -321,7 +321,7 @@ async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_afte
 @pytest.mark.anyio
 async def test_a_hook_that_takes_long_goes_on_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PATIENCE_S >= 5
-    monkeypatch.setattr("workers.finish_hook.PATIENCE_S", 0.05)
+    monkeypatch.setattr("workers.traces.finish_hook.PATIENCE_S", 0.05)
     (tmp_path / "go").touch()
     plan = ProfilePlan(finish=Finish(hook=True))
     hook = "while [ -e go ]; do sleep 0.02; done; touch ended"

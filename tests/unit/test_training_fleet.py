@@ -1,7 +1,7 @@
 """Training ranks in the fleet: what is desired of them, what they owe, and what they have no part in."""
 
-from controlplane.coordinator import fleet_status
-from controlplane.events import Conclude, SyncReport
+from controlplane.machine.coordinator import fleet_status
+from controlplane.machine.events import Conclude, SyncReport
 from schemas.commands import ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired, Session
 from schemas.outcomes import Reason, Skipped

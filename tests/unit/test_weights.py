@@ -2,7 +2,7 @@
 
 import pytest
 
-from controlplane.weights import Sync, next_phase, primaries
+from controlplane.machine.weights import Sync, next_phase, primaries
 from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.errors import CommandFailed

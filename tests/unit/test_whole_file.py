@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.whole_file import whole
+from controlplane.record.atomic_write import whole
 
 RECORDED = Path(__file__).parents[1] / "replays" / "torn-fleet.db"
 COMMANDS = ("report", "timeline")

@@ -9,8 +9,8 @@ from msgspec import Raw, Struct
 
 from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand
 from schemas.errors import CommandFailed, WireError
+from schemas.json_schema import document, schema
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped
-from schemas.schema import document, schema
 from schemas.wire import (
     MAGIC,
     MAJOR,
@@ -149,7 +149,7 @@ def test_a_skip_is_no_failure_and_a_missing_agent_is_one() -> None:
 
 
 def test_the_schema_in_the_docs_is_that_of_the_code() -> None:
-    assert (DOCS / "schema.json").read_text() == document()  # else: python -m schemas.schema > docs/schema.json
+    assert (DOCS / "schema.json").read_text() == document()  # else: python -m schemas.json_schema > docs/schema.json
 
 
 @pytest.mark.parametrize("name", [name for name, one in named().items() if type(one).__name__ in SCHEMA["$defs"]])

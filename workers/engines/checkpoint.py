@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from schemas.checkpoints import TensorSpec, check, check_layout, read_layout, require_same_model, resolve
 from schemas.commands import Broadcast, Checkpoint, Manifest, Source
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
+from schemas.safetensors.format import TensorSpec, check, check_layout, read_layout, require_same_model, resolve
 
 BUCKET_BYTES: Final = 512 << 20
 """Tensors handed over at once. An engine holds a bucket beside its weights for a moment."""

@@ -19,7 +19,7 @@ import httpx
 from httpx import AsyncClient, AsyncHTTPTransport, Limits, Timeout
 
 from schemas.errors import ConfigError
-from workers.engines.front import Methods, Refused, Unanswered
+from workers.engines.client import Methods, Refused, Unanswered
 
 READ_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0

@@ -6,11 +6,12 @@ from typing import Literal
 from msgspec import Struct
 
 from schemas.identity import Operation
-from workers.engines import sglang, vllm
-from workers.engines.front import Refused, number, part
+from workers.engines.client import Refused, number, part
 from workers.engines.http import HttpFront, Route
-from workers.engines.sglang import SGLangServer
-from workers.engines.vllm import VllmServer
+from workers.engines.sglang import engine as sglang
+from workers.engines.sglang.engine import SGLangServer
+from workers.engines.vllm import engine as vllm
+from workers.engines.vllm.engine import VllmServer
 
 FOLLOWER_ROUTES = {"/ping", "/health", "/health_generate", "/metrics"}
 """All that SGLang serves on a node rank above 0 (launch_dummy_health_check_server, sglang/srt/utils/common.py)."""

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from schemas.identity import Identity
 from schemas.outcomes import Trace
-from workers.traces import described
+from workers.traces.node import described
 
 WHOLE: Final = "e2e"
 """In the place of a stage: a trace from start to stop."""

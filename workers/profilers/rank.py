@@ -14,17 +14,17 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
+from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig, ProfilerConfig, checked
 from schemas.desired import refuse_profile
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Reason
-from schemas.sockets import Context
 from workers.agent import Agent
 from workers.profilers.session import RankProfiler
 from workers.profilers.stages import Stage
 from workers.profilers.tools import require
-from workers.traces import NodeTraces
+from workers.traces.node import NodeTraces
 
 logger = logging.getLogger("rolloutctl.rank")
 

@@ -19,7 +19,7 @@ from schemas.identity import Identity, Operation
 from workers.profilers.places import Place
 from workers.profilers.stages import Stage, listen, unlisten
 from workers.profilers.tools import Recorder, recorder, require, torch_version
-from workers.traces import make_fresh
+from workers.traces.node import make_fresh
 
 logger = logging.getLogger("rolloutctl.rank")
 

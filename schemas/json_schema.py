@@ -1,0 +1,49 @@
+"""JSON Schema of every message, for readers in other languages: `python -m schemas.json_schema > docs/schema.json`.
+
+MessagePack and JSON have the same shape here. A `Raw` field holds another encoded message and is described as anything:
+an envelope's `body` is a `Command`, a decision's `event` and `effects` are an `Event` and a list of `Effect`.
+"""
+
+import sys
+from typing import Any, get_args
+
+import msgspec
+
+from schemas.commands import Command
+from schemas.events import Effect, Event
+from schemas.wire import Downward, Envelope, Header, Operator, Reply, Upward
+
+UNIONS: dict[str, Any] = {
+    "Upward": Upward,
+    "Downward": Downward,
+    "Operator": Operator,
+    "Reply": Reply,
+    "Command": Command,
+    "Event": Event,
+    "Effect": Effect,
+}
+"""The tagged unions of the protocol and of the log, by the name that they have in the code."""
+
+
+def schema() -> dict[str, Any]:
+    """The document: a definition for each message, and one for each union."""
+    kinds = [Header, Envelope, *(kind for union in UNIONS.values() for kind in get_args(union))]
+    _, definitions = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    unions = {
+        name: {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in get_args(union)]}
+        for name, union in UNIONS.items()
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Messages of rolloutctl, protocol version 1",
+        "$defs": dict(sorted({**definitions, **unions}.items())),
+    }
+
+
+def document() -> str:
+    """The same as text, the same in every process."""
+    return msgspec.json.format(msgspec.json.encode(schema(), order="sorted"), indent=2).decode() + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
