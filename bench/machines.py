@@ -44,7 +44,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted
-from schemas.wire import Hello, Recorded, encode
+from schemas.wire import DecisionBatch, Hello, encode
 from workers.machine import decide as machine
 
 AGENTS = 64
@@ -92,7 +92,9 @@ def agent(node_rank: int, decisions: int) -> tuple[float, list[Event]]:
 
 def bus(decisions: int) -> tuple[float, list[CoordinatorEvent]]:
     """Answers a second that the coordinator takes in, 16 in a batch, and the events it saw."""
-    settings = CoordinatorSettings(heartbeat_ms=2000, gone_ms=10_000, lease_ms=60_000, ring=1024, nudge_ms=1000)
+    settings = CoordinatorSettings(
+        heartbeat_ms=2000, agent_timeout_ms=10_000, lease_ms=60_000, history=1024, retransmit_ms=1000
+    )
     state = coordinator.CoordinatorState()
     opening: list[CoordinatorEvent] = [
         Opened(at_us=0, at_ns=0, run="bench", settings=settings, logic=coordinator.LOGIC)
@@ -111,7 +113,7 @@ def bus(decisions: int) -> tuple[float, list[CoordinatorEvent]]:
         events.append(Issued(at_us=seq, at_ns=seq, ticket=seq, command=FLUSH, target=Target(), timeout_ms=1000))
         for batch in range(0, AGENTS, 16):
             answers = tuple(
-                PeerAnswer(peer=peer, origin=1, seq=seq, outcome=outcome, row=10) for peer in peers[batch : batch + 16]
+                PeerAnswer(peer=peer, origin=1, seq=seq, outcome=outcome, rule=10) for peer in peers[batch : batch + 16]
             )
             events.append(AnswersReceived(at_us=seq, answers=answers))
     start = time.perf_counter()
@@ -135,7 +137,7 @@ def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tupl
                 for one in seen:
                     state, decided = machine.decide(state, one)
                     decisions.append(Decision(Raw(encode(one)), Raw(encode(decided))))
-                log.take(f"0.{number}", Recorded(journal="j", first=1, decisions=tuple(decisions)), 1)
+                log.take(f"0.{number}", DecisionBatch(journal="j", first=1, decisions=tuple(decisions)), 1)
         start = time.perf_counter()
         replayed = replay_log(RunLog.read(path))
         took = time.perf_counter() - start

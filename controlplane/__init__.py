@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 from controlplane.shadowing import refuse_foreign
 
 if TYPE_CHECKING:
-    from controlplane.machine.events import SyncReport
     from controlplane.plane import ControlPlane
-    from schemas.wire import Report
+    from schemas.reports import Report, SyncReport
 
 __all__ = ["ControlPlane", "Report", "SyncReport"]
 
 refuse_foreign()
 
-_HOMES = {"ControlPlane": "controlplane.plane", "Report": "schemas.wire", "SyncReport": "controlplane.machine.events"}
+_HOMES = {"ControlPlane": "controlplane.plane", "Report": "schemas.reports", "SyncReport": "schemas.reports"}
 
 if not TYPE_CHECKING:
 

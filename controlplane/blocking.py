@@ -5,12 +5,11 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
-from controlplane.machine.events import SyncReport
 from controlplane.plane import ControlPlane, Replicas, Send
 from controlplane.steps import Step
 from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source
 from schemas.identity import InFlight, Tag
-from schemas.wire import FleetStatus, Report
+from schemas.reports import FleetStatus, Report, SyncReport
 
 
 class BlockingControlPlane:

@@ -21,17 +21,18 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from controlplane.bus.bus import Bus
 from controlplane.machine.coordinator import CoordinatorState
-from controlplane.machine.events import SyncReport
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
 from schemas.carriers.sockets import Context
-from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target, lasting
-from schemas.config import BusConfig, ProfilerConfig
+from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target, durable_source
+from schemas.config import BusConfig
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
 from schemas.identity import Identity, InFlight, Tag
-from schemas.safetensors.format import build_manifest, resolve
-from schemas.wire import FleetStatus, Report
+from schemas.profiler.config import ProfilerConfig
+from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.safetensors.manifest import build_manifest
+from schemas.safetensors.paths import resolve
 
 if TYPE_CHECKING:
     from controlplane.blocking import BlockingControlPlane
@@ -178,7 +179,7 @@ class ControlPlane:
 
     def _fleet(self) -> list[Identity]:
         members = self.bus.state.members.values()  # a state is never changed, only replaced: any thread may read it
-        return [member.hello.identity for member in members if member.life == "live"]
+        return [member.hello.identity for member in members if member.state == "live"]
 
     def _publish_profile(self, command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
         return self.bus.publish(command, target, timeout_ms)
@@ -278,7 +279,7 @@ class ControlPlane:
         """
         bus = self.bus
         if manifest is None:
-            kept = lasting(source)
+            kept = durable_source(source)
             if kept is None:
                 raise ConfigError(
                     "a broadcast needs a manifest, or a path: `manifest_of` makes one of names and shapes"
@@ -337,7 +338,7 @@ async def _await_agents(bus: Bus, count: int, patience_s: float, ticket: Ticket[
 
 def _complete(count: int) -> Callable[[CoordinatorState], bool]:
     def holds(state: CoordinatorState) -> bool:
-        live = [one for one in state.members.values() if one.life == "live"]
+        live = [one for one in state.members.values() if one.state == "live"]
         return len(live) >= count and all(one.status is not None and one.status.ready for one in live)
 
     return holds
@@ -345,7 +346,7 @@ def _complete(count: int) -> Callable[[CoordinatorState], bool]:
 
 def _who_is_missing(status: FleetStatus, count: int, patience_s: float) -> str:
     there = [
-        f"  {one.agent} on {one.host}: {one.life}, {'ready' if one.status and one.status.ready else 'not ready'}"
+        f"  {one.agent} on {one.host}: {one.state}, {'ready' if one.status and one.status.ready else 'not ready'}"
         + (f", engine {one.status.engine}" if one.status else "")
         for one in status.agents
     ]

@@ -26,11 +26,11 @@ from controlplane.machine.profiling import (
 )
 from controlplane.tickets import Ticket
 from schemas.commands import ProfileCommand, Target
-from schemas.config import ProfilerConfig, checked
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing
-from schemas.wire import Report
+from schemas.profiler.config import ProfilerConfig, checked
+from schemas.reports import Report
 
 logger = logging.getLogger("rolloutctl.plane")
 

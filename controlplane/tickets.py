@@ -5,7 +5,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from schemas.carriers.wakeup import Doorbell
+from schemas.carriers.wakeup import Wakeup
 
 R = TypeVar("R")
 
@@ -42,12 +42,12 @@ class Ticket(Generic[R]):
 
     async def _awaited(self) -> R:
         if not self._future.done():
-            bell = Doorbell()
+            wakeup = Wakeup()
             try:
-                self._future.add_done_callback(lambda _: bell.ring())
-                await bell.wait()
+                self._future.add_done_callback(lambda _: wakeup.notify())
+                await wakeup.wait()
             finally:
-                bell.close()
+                wakeup.close()
         return self._future.result()
 
     def when_done(self, tell: Callable[["Ticket[R]"], object]) -> None:

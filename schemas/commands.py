@@ -156,7 +156,7 @@ Source = Checkpoint | Broadcast
 """Where weights come from."""
 
 
-def lasting(source: Source) -> Checkpoint | None:
+def durable_source(source: Source) -> Checkpoint | None:
     """Where they can be had again at any time, or None."""
     if isinstance(source, Checkpoint):
         return source

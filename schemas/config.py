@@ -3,107 +3,43 @@
 Each has a default that is right for a run of some thousand agents on one network; times are in the unit of the name.
 """
 
-from collections.abc import Mapping
-from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
-from schemas.commands import ProfilePlan
-from schemas.errors import ConfigError
-from schemas.identity import Count, Positive, Role
+from schemas.identity import Positive
 
 
 class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the trainer's side behaves.
 
-    head_ms: between two head beacons.   heartbeat_ms: asked of the agents.   gone_ms: silence after which an agent
+    head_interval_ms: between two head beacons.   heartbeat_ms: asked of the agents.   agent_timeout_ms: silence after which an agent
     is out of the fleet.   lease_ms: silence of the bus after which agents go on without the trainer.
-    ring: commands kept for replay; an agent that lacks older ones gets a snapshot.   queue: commands the trainer may
-    hand over faster than they are recorded.   nudge_ms: first repetition of a command that was not answered.
+    history: commands kept for replay; an agent that lacks older ones gets a snapshot.   queue: commands the trainer may
+    hand over faster than they are recorded.   retransmit_ms: first repetition of a command that was not answered.
     durability: `disk` flushes a group of records before it is published; `os` leaves that to the system.
     """
 
-    head_ms: Positive = 1_000
+    head_interval_ms: Positive = 1_000
     heartbeat_ms: Positive = 2_000
-    gone_ms: Positive = 10_000
+    agent_timeout_ms: Positive = 10_000
     lease_ms: Positive = 60_000
-    ring: Positive = 1_024
+    history: Positive = 1_024
     queue: Positive = 4_096
-    nudge_ms: Positive = 1_000
+    retransmit_ms: Positive = 1_000
     durability: Literal["disk", "os"] = "os"
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an agent behaves; the rest it is told by the bus.
 
-    hello_ms: first pause before it says hello again (doubles, with jitter, up to 30 s).   watch_ms: how often the
-    engine is looked at while nothing is asked of it.   settle_ms: deadline of calls that no command asked for.
+    hello_retry_ms: first pause before it says hello again (doubles, with jitter, up to 30 s).   observe_ms: how often the
+    engine is looked at while nothing is asked of it.   reconcile_timeout_ms: deadline of calls that no command asked for.
     batch: decisions sent to the log at once.
     """
 
-    hello_ms: Positive = 200
-    watch_ms: Positive = 1_000
-    settle_ms: Positive = 600_000
+    hello_retry_ms: Positive = 200
+    observe_ms: Positive = 1_000
+    reconcile_timeout_ms: Positive = 600_000
     batch: Positive = 256
     durability: Literal["disk", "os"] = "os"
-
-
-class ProfilerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which global training steps are profiled, and how.
-
-    plan: for rollouts.   roles: for training ranks, by role.
-    steps: global training steps; empty profiles none.   continuous: one session over each run of consecutive steps,
-    instead of one session per step.   timeout_ms: for each command.
-    save_path: the traces' root; each agent and training rank that is started with this configuration uses it.
-    finish_hook_cmd: for `/bin/sh -c`, after the last profiled step (`Finish.hook` says by whom).
-    """
-
-    plan: ProfilePlan = ProfilePlan()
-    roles: dict[Role, ProfilePlan] = {}
-    steps: tuple[Count, ...] = ()
-    continuous: bool = False
-    timeout_ms: Positive = 30_000
-    save_path: str = ""
-    finish_hook_cmd: str = ""
-
-    @classmethod
-    def from_verl(
-        cls,
-        source: Mapping[str, Any] | PurePath | str,
-        *,
-        ranks: Literal["global", "replica"] = "global",
-        layout: Literal["step", "verl_step", "verl"] = "step",
-    ) -> "ProfilerConfig":
-        """From verl's configuration: the whole of a trainer's, or the sections that have to do with profiling.
-
-        source: a mapping (a DictConfig, say), a file, or a text of YAML.
-        ranks: what the rollouts' `ranks` are: global GPU ranks, or up to verl 0.9.0 indices of replicas.
-        layout: of the directories of traces; verl's own two on request.
-        Warns (`schemas.profiler.files.ConfigWarning`) of what nothing follows from. Raises ConfigError, with the key,
-        the value and what is allowed. `schemas.profiler.verl` says what becomes of what.
-        """
-        from schemas.profiler.files import read_verl, warn
-
-        config, remarks = read_verl(source, ranks, layout)
-        warn(remarks)
-        return config
-
-    @classmethod
-    def from_yaml(cls, source: Mapping[str, Any] | PurePath | str) -> "ProfilerConfig":
-        """From our own YAML (`schemas.profiler.own_yaml` describes it): a file, a text, or a mapping of the same keys.
-
-        Raises ConfigError, with the key, the value and what is allowed.
-        """
-        from schemas.profiler.files import read_yaml
-
-        return read_yaml(source)
-
-
-def checked(config: ProfilerConfig) -> ProfilerConfig:
-    """The same, of the types that it is to have: nobody checks what is built in Python. Raises ConfigError."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(config), ProfilerConfig)
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        raise ConfigError(f"not a configuration of profiling: {error}") from None

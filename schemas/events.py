@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Raw, Struct
 
 from schemas.commands import Command, Manifest, ProfilePlan, Source, Target, UnknownCommand
-from schemas.desired import Desired, Session
+from schemas.desired import Desired, ProfileSession
 from schemas.identity import Count, Identity, InFlight, Name, Operation, Positive, Tag, Text
 from schemas.outcomes import Outcome, Trace
 
@@ -67,21 +67,21 @@ class Abort(Struct, frozen=True, tag="abort"):
 class StartProfile(Struct, frozen=True, tag="start_profile"):
     """Open a session. directory: relative to the agent's traces root; fresh, and made by the agent."""
 
-    session: Session
+    session: ProfileSession
     directory: Text
 
 
 class StopProfile(Struct, frozen=True, tag="stop_profile"):
     """Close the session, whether or not the engine has closed it by itself. Returns the traces."""
 
-    session: Session
+    session: ProfileSession
     directory: Text
 
 
 class CollectTraces(Struct, frozen=True, tag="collect_traces"):
     """Look for the traces of this node's ranks in the directory of a session that was stopped. Calls no engine."""
 
-    session: Session
+    session: ProfileSession
     directory: Text
 
 
@@ -154,11 +154,11 @@ class Fault(Struct, frozen=True, tag="fault"):
 class Settings(Struct, frozen=True, kw_only=True):
     """Limits of one machine.
 
-    hold: commands kept for their turn, and as many behind a hole.   settle_ms: for calls that no command asked for.
+    max_buffered: commands kept for their turn, and as many behind a hole.   settle_ms: for calls that no command asked for.
     """
 
-    hold: Positive = 256
-    settle_ms: Positive = 600_000
+    max_buffered: Positive = 256
+    reconcile_timeout_ms: Positive = 600_000
 
 
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
@@ -240,31 +240,31 @@ class Perform(Struct, frozen=True, kw_only=True, tag="perform"):
 
 
 class Answer(Struct, frozen=True, kw_only=True, tag="answer"):
-    """The outcome of one command. row: of the decision table, 0 when the command's effects ended it."""
+    """The outcome of one command. rule: of the decision table, 0 when the command's effects ended it."""
 
     epoch: Positive
     seq: Positive
     outcome: Outcome
-    row: Count
+    rule: Count
 
 
-class Need(Struct, frozen=True, tag="need"):
+class RequestResend(Struct, frozen=True, tag="request_resend"):
     """Ask the bus for the records from `first` on."""
 
     first: Positive
 
 
-class AskSnapshot(Struct, frozen=True, tag="ask_snapshot"):
+class RequestSnapshot(Struct, frozen=True, tag="request_snapshot"):
     """Ask the bus for the desired state: what this agent holds can't be mended by replay."""
 
 
-class StartAnew(Struct, frozen=True, tag="start_anew"):
+class Restart(Struct, frozen=True, tag="restart"):
     """End this incarnation and begin another: the engine of a replica out of service was launched again. A new start
     leads out of quarantine, since all that was done to the old engine went with it.
     """
 
 
-Effect = Perform | Answer | Need | AskSnapshot | StartAnew
+Effect = Perform | Answer | RequestResend | RequestSnapshot | Restart
 
 
 class Decision(Struct, frozen=True):

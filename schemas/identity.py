@@ -95,7 +95,7 @@ def replica_and_node(agent: str) -> tuple[int, int] | None:
     return (int(replica), int(node_rank)) if replica.isdecimal() and node_rank.isdecimal() else None
 
 
-def named(agent: str) -> Identity:
+def identity_of(agent: str) -> Identity:
     """The place with this name, as far as a name tells: a replica is taken to end with the node."""
     place = replica_and_node(agent)
     if place is not None:

@@ -35,7 +35,7 @@ def schema() -> dict[str, Any]:
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Messages of rolloutctl, protocol version 1",
+        "title": "Messages of rolloutctl, protocol version 2",
         "$defs": dict(sorted({**definitions, **unions}.items())),
     }
 

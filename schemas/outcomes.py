@@ -100,7 +100,7 @@ class Missing(Struct, frozen=True, tag="missing"):
     bus_restarted: the trainer died while the command was open.
     """
 
-    why: Literal["deadline", "gone", "restarted", "bus_restarted"]
+    reason: Literal["deadline", "gone", "restarted", "bus_restarted"]
 
 
 Outcome = Acted | Skipped | Failed

@@ -1,7 +1,7 @@
 """What travels between the bus and its agents: headers, envelopes, control messages, and the one guard that decodes.
 
 A message is `[topic,] header, body`: the topic only on the publish socket. The header is an array that is frozen for
-major version 1; the body is a tagged map, so fields can be added. Integers only; the unit is in the name. Nothing
+major version 2; the body is a tagged map, so fields can be added. Integers only; the unit is in the name. Nothing
 here is ever decoded into `Any`, and no hook builds objects.
 """
 
@@ -12,26 +12,27 @@ from msgspec import Meta, Raw, Struct
 
 from schemas.commands import Command, Target, UnknownCommand
 from schemas.desired import Desired
-from schemas.errors import CommandFailed, WireError
+from schemas.errors import WireError
 from schemas.events import Decision, Effect, Event
 from schemas.identity import Count, Identity, Name, Positive, Text
-from schemas.outcomes import Acted, Conclusion, Failed, Missing, Outcome, Skipped
+from schemas.outcomes import Outcome
+from schemas.reports import AgentStatus, FleetStatus, Report
 
 MAGIC = 0x524F  # "RO"
-MAJOR = 1
+MAJOR = 2
 MINOR = 0
 MAX_FRAMES = 8
 MAX_BYTES = 256 * 1024
 MAX_COMMAND_BYTES = 64 * 1024
-TOPIC_COMMAND = b"c1"
-TOPIC_HEAD = b"h1"
+TOPIC_COMMAND = b"c2"
+TOPIC_HEAD = b"h2"
 
 Nanoseconds = Annotated[int, Meta(ge=0, le=1 << 62)]
 """A reading of a clock; small enough that differences and sums of two can be written down."""
 
 
 class Header(Struct, frozen=True, array_like=True, gc=False):
-    """First frame of every message. Never changes within major version 1.
+    """First frame of every message. Never changes within major version 2.
 
     epoch: of the bus that sends, or that the agent last saw; it fences.   origin: epoch of the record, 0 for control
     messages.   seq: of the record, or the position the message speaks of.
@@ -77,63 +78,27 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
     """Ask for the desired state. Sent only after the first frame of the subscription, so that nothing falls between."""
 
 
-class AskTime(Struct, frozen=True, kw_only=True, tag="ask_time"):
+class TimeRequest(Struct, frozen=True, kw_only=True, tag="time_request"):
     """What does the bus's clock show? Goes with every heartbeat. sent_ns: of a clock that only the agent reads."""
 
     sent_ns: Nanoseconds
 
 
-class Clock(Struct, frozen=True, kw_only=True):
-    """An agent's clocks, as measured against the bus's. For timelines: no decision rests on it.
-
-    at_ms, wall_ns: one moment, on the agent's monotonic clock (that of its events) and on its node's wall clock.
-    offset_ns: what to add to the node's wall clock for the bus's.   error_ns: by how much that may be wrong then.
-    """
-
-    at_ms: int
-    wall_ns: int
-    offset_ns: int
-    error_ns: Count
-
-
-class Status(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
-    """The heartbeat: what an agent is. Its header's seq is the last command applied.
-
-    ready: the engine is as desired and may serve.   activity: the engine call under way, and since how long.
-    clock: the last estimate that said something new; None before the first.
-    """
-
-    ready: bool
-    tokenizer: Name = "unknown"
-    engine: Text = "unknown"
-    generating: bool = False
-    asleep: tuple[Name, ...] = ()
-    profiling_step: Count | None = None
-    version: Count = 0
-    digest: Name | None = None
-    quarantined: Count = 0
-    torn: bool = False
-    activity: Text | None = None
-    waiting: Count = 0
-    held: Count = 0
-    clock: Clock | None = None
-
-
-class Answered(Struct, frozen=True, kw_only=True, tag="answered"):
+class CommandOutcome(Struct, frozen=True, kw_only=True, tag="outcome"):
     """The outcome of one command; the header's seq and origin name the record."""
 
     outcome: Outcome
-    row: Count
+    rule: Count
 
 
-class Needs(Struct, frozen=True, kw_only=True, tag="needs"):
+class ResendRequest(Struct, frozen=True, kw_only=True, tag="resend_request"):
     """Ask for records from `first` on, at most `credit` of them."""
 
     first: Positive
     credit: Positive
 
 
-class Recorded(Struct, frozen=True, kw_only=True, tag="recorded"):
+class DecisionBatch(Struct, frozen=True, kw_only=True, tag="decisions"):
     """Decisions of the agent's machine, numbered `first`, `first` + 1, … within its journal."""
 
     journal: Name
@@ -141,11 +106,11 @@ class Recorded(Struct, frozen=True, kw_only=True, tag="recorded"):
     decisions: tuple[Decision, ...]
 
 
-class Leaving(Struct, frozen=True, kw_only=True, tag="leaving"):
+class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
     """The agent ends in good order."""
 
 
-Upward = Hello | Join | Status | AskTime | Answered | Needs | Recorded | Leaving
+Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendRequest | DecisionBatch | Goodbye
 
 # --- bus to agent -----------------------------------------------------------------------------------------------------
 
@@ -170,7 +135,7 @@ class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):
     desired: Desired
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class CommandRecord(Struct, frozen=True, kw_only=True):
     """One command in a page of replay. ttl_ms of its envelope is what is left of it; 0 when its time is over."""
 
     origin: Positive
@@ -181,10 +146,10 @@ class Record(Struct, frozen=True, kw_only=True):
 class Replay(Struct, frozen=True, kw_only=True, tag="replay"):
     """A page of records, in order. The header's seq is the head of the bus."""
 
-    records: tuple[Record, ...]
+    records: tuple[CommandRecord, ...]
 
 
-class Kept(Struct, frozen=True, kw_only=True, tag="kept"):
+class Ack(Struct, frozen=True, kw_only=True, tag="ack"):
     """The log holds the journal's decisions up to and with `through`."""
 
     journal: Name
@@ -194,24 +159,24 @@ class Kept(Struct, frozen=True, kw_only=True, tag="kept"):
 class Rejoin(Struct, frozen=True, kw_only=True, tag="rejoin"):
     """The bus does not know the sender: say hello again. final: there is no use in trying."""
 
-    why: Text
+    reason: Text
     final: bool = False
 
 
-class TimeTold(Struct, frozen=True, kw_only=True, tag="time_told"):
-    """Answer to `AskTime`. received_ns, replied_ns: the bus's wall clock, when it read the question and now."""
+class TimeReply(Struct, frozen=True, kw_only=True, tag="time_reply"):
+    """Answer to `TimeRequest`. received_ns, replied_ns: the bus's wall clock, when it read the question and now."""
 
     sent_ns: Nanoseconds
     received_ns: Nanoseconds
     replied_ns: Nanoseconds
 
 
-Downward = Welcome | Snapshot | Replay | Kept | Rejoin | TimeTold
+Downward = Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply
 
 # --- a person at a running bus ----------------------------------------------------------------------------------------
 
 
-class AskStatus(Struct, frozen=True, kw_only=True, tag="ask_status"):
+class StatusRequest(Struct, frozen=True, kw_only=True, tag="status_request"):
     """What does the fleet look like?"""
 
 
@@ -223,91 +188,14 @@ class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
     timeout_ms: Positive
 
 
-class AgentLine(Struct, frozen=True, kw_only=True):
-    """One agent in `rolloutctl status`.
-
-    silent_ms: since it was last heard; 0 of one that is gone.   waits_for: what it is late with.
-    """
-
-    agent: Name
-    incarnation: Name
-    host: Name
-    life: Name
-    silent_ms: Count
-    seq: Count
-    status: Status | None
-    waits_for: tuple[Text, ...] = ()
-
-
-class FleetStatus(Struct, frozen=True, kw_only=True, tag="fleet_status"):
-    """Answer to `AskStatus`. open: commands that are not concluded, and who has not answered."""
-
-    run: Name
-    epoch: Count
-    seq: Count
-    version: Count
-    log: Text
-    agents: tuple[AgentLine, ...]
-    open: tuple[Text, ...] = ()
-
-
-class AgentOutcome(Struct, frozen=True, kw_only=True):
-    """One line of a report. latency_us: from publishing to the answer's arrival; row: of the decision table."""
-
-    agent: Name
-    conclusion: Conclusion
-    row: Count = 0
-    latency_us: Count = 0
-
-
-class Report(Struct, frozen=True, kw_only=True, tag="report"):
-    """All outcomes of one command: for every agent in the fleet at the time it was issued, exactly one."""
-
-    seq: Count
-    origin: Count
-    command: Command
-    outcomes: tuple[AgentOutcome, ...]
-
-    @property
-    def acted(self) -> tuple[str, ...]:
-        """Agents that called their engine and saw the effect hold."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Acted))
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """Agents that had nothing to do."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Skipped))
-
-    @property
-    def failed(self) -> tuple[str, ...]:
-        """Agents that should have acted and could not."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Failed))
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Agents that did not answer."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Missing))
-
-    def raise_for_failures(self) -> None:
-        """Raise CommandFailed naming every agent that failed or is missing, and why. Skips are not failures."""
-        lines = []
-        for one in self.outcomes:
-            if isinstance(one.conclusion, Failed):
-                lines.append(f"  {one.agent} failed ({one.conclusion.error}): {one.conclusion.message}")
-            elif isinstance(one.conclusion, Missing):
-                lines.append(f"  {one.agent} missing ({one.conclusion.why})")
-        if lines:
-            raise CommandFailed(f"command {self.seq} did not succeed everywhere:\n" + "\n".join(lines))
-
-
-class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
+class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
     """The bus did not do what an operator asked."""
 
-    why: Text
+    reason: Text
 
 
-Operator = AskStatus | Submit
-Reply = FleetStatus | Report | Refused
+Operator = StatusRequest | Submit
+Reply = FleetStatus | Report | RequestRejected
 
 # --- encoding and the guard -------------------------------------------------------------------------------------------
 

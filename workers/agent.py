@@ -32,7 +32,6 @@ from schemas.config import AgentConfig
 from schemas.errors import CheckpointError, EngineError, RolloutctlError, UnsupportedError
 from schemas.events import (
     Answer,
-    AskSnapshot,
     Call,
     CommandReceived,
     DiskCall,
@@ -42,12 +41,13 @@ from schemas.events import (
     Event,
     Fault,
     HeadSeen,
-    Need,
     Observation,
     Perform,
+    RequestResend,
+    RequestSnapshot,
+    Restart,
     Returned,
     Settings,
-    StartAnew,
     Started,
     Tick,
 )
@@ -57,7 +57,7 @@ from schemas.wire import HOSTILE, encode, event_decoder
 from workers.engine import Engine
 from workers.link.journal import Journal, set_aside
 from workers.link.link import AnotherRun, Link, now_ms
-from workers.machine.decide import AgentState, decide, next_deadline, settled
+from workers.machine.decide import AgentState, decide, in_sync, next_deadline
 from workers.traces.node import NodeTraces
 
 logger = logging.getLogger("rolloutctl.agent")
@@ -173,7 +173,7 @@ class Agent:
 
     async def wait_ready(self) -> None:
         """Return when the engine is as desired, with nothing under way: the replica may serve."""
-        await self.wait_until(settled)
+        await self.wait_until(in_sync)
 
     async def wait_until(self, holds: Callable[[AgentState], bool]) -> AgentState:
         """Return the first state, from now on, for which `holds` is true."""
@@ -189,7 +189,7 @@ class Agent:
         incarnation = secrets.token_hex(16)
         place = (self._bus, self.identity, incarnation)
         self._link = Link(*place, self._journal, self._config, self._context, self._step, self._wall_ns)
-        settings = Settings(settle_ms=self._config.settle_ms)
+        settings = Settings(reconcile_timeout_ms=self._config.reconcile_timeout_ms)
         self._next = self._seen = self._planned = None
         self._anew, self._life = False, CancelScope()
         self._step(Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))
@@ -248,11 +248,11 @@ class Agent:
             case Perform():
                 self._next = effect
                 self._called.set()
-            case Need():
-                self._link.need(effect.first)
-            case AskSnapshot():
-                self._link.ask_snapshot()
-            case StartAnew():
+            case RequestResend():
+                self._link.request_resend(effect.first)
+            case RequestSnapshot():
+                self._link.request_snapshot()
+            case Restart():
                 self._anew = True
                 self._life.cancel()
             case _:
@@ -318,7 +318,7 @@ class Agent:
                 if seen is not None and seen != self._seen:
                     self._seen = seen
                     self._step(EngineObserved(at_ms=now_ms(), observation=seen))
-            await anyio.sleep(self._config.watch_ms / 1000)
+            await anyio.sleep(self._config.observe_ms / 1000)
 
     async def _observe(self) -> Observation | None:
         seen = await self._guarded(self._engine.observe())

@@ -35,11 +35,11 @@ from anyio import CancelScope
 
 from schemas.errors import EngineError
 from workers.agent import Agent
-from workers.engines.client import Refused, part, text
-from workers.engines.http import HttpFront, Route, base_url
-from workers.machine.decide import AgentState, settled
+from workers.engines.client import CallRefused, part, text
+from workers.engines.http import HttpClient, Route, base_url
+from workers.machine.decide import AgentState, in_sync
 from workers.machine.reconcile import holds_committed, holds_weights
-from workers.machine.suppressed import remaining
+from workers.machine.suppressed import still_desired
 
 logger = logging.getLogger("rolloutctl.router")
 
@@ -80,7 +80,7 @@ def routable(state: AgentState) -> bool:
     With every replica paused, a router without workers would refuse what can wait, and forget which prefixes each
     worker has. A pause of minutes is seen by the router's own health check.
     """
-    engine, left = state.engine, remaining(state.desired, state.conceded)
+    engine, left = state.engine, still_desired(state.desired, state.suppressed)
     if state.identity.node_rank > 0 or not state.joined or engine.tokenizer != "present":
         return False
     if engine.torn or engine.asleep or left.asleep or left.quarantined:
@@ -88,7 +88,7 @@ def routable(state: AgentState) -> bool:
     syncing = left.sync is not None and not engine.generating and holds_weights(engine, left.sync)
     if not (syncing or holds_committed(left, engine)):
         return False
-    stuck = state.inhibited or (state.activity is not None and state.activity.overdue)
+    stuck = state.reconcile_blocked or (state.activity is not None and state.activity.overdue)
     return engine.generating or not stuck
 
 
@@ -98,7 +98,7 @@ def enters(state: AgentState) -> bool:
     That is more than to stay: an agent must have brought its engine to what is desired at least once, and the router
     asks a new worker for its health, which a paused engine can't give.
     """
-    return routable(state) and settled(state) and state.engine.generating
+    return routable(state) and in_sync(state) and state.engine.generating
 
 
 def belongs(state: AgentState, there: bool) -> bool:
@@ -128,7 +128,7 @@ class Router:
         self.worker = base_url(worker_url)
         self._worker_key, self._look_s = worker_key, look_s
         adding = Route("POST", _WORKERS, within_s=ANSWER_S)
-        self._front = HttpFront(self.where, {"add": adding}, info_path=_WORKERS, key=key)
+        self._front = HttpClient(self.where, {"add": adding}, info_path=_WORKERS, key=key)
         self._id: str | None = None  # as the router named it when it was last asked to add it
         self._asked_s: float | None = None  # when that was, until the router is seen to know of it
 
@@ -152,7 +152,7 @@ class Router:
         """Look whether the worker is in the router, and ask for what is `wanted(there)`, once.
 
         Returns whether it is there, when that is as wanted. None: the router is at work, look again in a moment.
-        Raises Refused (the router's words), also when it could not take the worker; Unanswered.
+        Raises CallRefused (the router's words), also when it could not take the worker; Unanswered.
         """
         ids = await self._listed()
         job = await self._job(ids)
@@ -168,7 +168,7 @@ class Router:
         elif adding:  # it is over, and did not put it in
             self._id = None  # said once, and then asked anew
             said = text(job, "message") or "it gives no reason."
-            raise Refused(f"{self.where} did not take {self.worker}: {said}", None, said)
+            raise CallRefused(f"{self.where} did not take {self.worker}: {said}", None, said)
         else:
             await self._add()
         return None
@@ -249,7 +249,7 @@ class Router:
             return {}
         try:
             return part(await self._front.get(f"{_WORKERS}/{its_id}"), "job_status")
-        except Refused as error:
+        except CallRefused as error:
             if error.status != 404:
                 raise
             if not ids and self._asked_s is not None and anyio.current_time() - self._asked_s < TAKEN_UP_S:
@@ -280,7 +280,7 @@ class Router:
         logger.info("router %s: remove %s", self.where, self.worker)
         try:
             await self._front.delete(f"{_WORKERS}/{its_id}")
-        except Refused as error:
+        except CallRefused as error:
             if error.status != 404:
                 raise
             self._id = None

@@ -40,19 +40,18 @@ from controlplane.machine.events import (
     Issued,
     Opened,
     PeerLost,
-    Probe,
+    Ping,
     Publish,
     Refuse,
     Send,
-    SyncReport,
     SyncRequested,
-    TimeCame,
+    TimerFired,
 )
 from controlplane.machine.fleet import member_at
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas.carriers.sockets import Context, Sent, bus_publisher, bus_router
-from schemas.carriers.wakeup import Doorbell
+from schemas.carriers.wakeup import Wakeup
 from schemas.commands import Command, EngineCommand, Manifest, ProfileCommand, Source, Target
 from schemas.config import BusConfig
 from schemas.errors import (
@@ -65,20 +64,19 @@ from schemas.errors import (
     SyncInProgress,
 )
 from schemas.identity import InFlight
+from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.wire import (
     HOSTILE,
     MAX_BYTES,
     TOPIC_COMMAND,
     TOPIC_HEAD,
-    AskStatus,
+    Ack,
     Downward,
-    FleetStatus,
-    Kept,
-    Refused,
     Reply,
-    Report,
+    RequestRejected,
+    StatusRequest,
     Submit,
-    TimeTold,
+    TimeReply,
     encode,
     header,
 )
@@ -224,7 +222,7 @@ class Bus:
             )
         self._waiting[ticket.number] = ticket
         self._orders.append(order)
-        self._bell.ring()
+        self._wakeup.notify()
         if self._closed or self.fault is not None:  # meanwhile, and perhaps after everyone who waits was told
             self._waiting.pop(ticket.number, None)
             ticket.fail(self.fault or _closed(self.address))
@@ -246,9 +244,9 @@ class Bus:
         self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
         self._turning = anyio.Lock(fast_acquire=True)
         self._changed, self._sooner = anyio.Event(), anyio.Event()
-        self._bell = Doorbell()
+        self._wakeup = Wakeup()
         async with AsyncExitStack() as stack:
-            stack.callback(self._bell.close)
+            stack.callback(self._wakeup.close)
             stack.push_async_callback(self._close_log)
             await self._bind(stack)
             stack.callback(self._fail_all)
@@ -296,10 +294,10 @@ class Bus:
         port = self._publisher.address.rpartition(":")[2]
         settings = CoordinatorSettings(
             heartbeat_ms=config.heartbeat_ms,
-            gone_ms=config.gone_ms,
+            agent_timeout_ms=config.agent_timeout_ms,
             lease_ms=config.lease_ms,
-            ring=config.ring,
-            nudge_ms=config.nudge_ms,
+            history=config.history,
+            retransmit_ms=config.retransmit_ms,
             events_port=int(port) if self.address.startswith("tcp://") else None,
         )
         at_us, at_ns = self._now_us(), time.time_ns()
@@ -313,7 +311,7 @@ class Bus:
     async def _hear_out(self) -> None:
         """Agents tell of a decision a part of a heartbeat after they made it: the last belong into the log, too."""
         self._closed = True
-        if self.fault is None and any(member.life == "live" for member in self.state.members.values()):
+        if self.fault is None and any(member.state == "live" for member in self.state.members.values()):
             await anyio.sleep(self._config.heartbeat_ms * 3 / 8000)
 
     async def _end(self) -> None:
@@ -333,7 +331,7 @@ class Bus:
             if isinstance(waiter, Ticket):
                 waiter.fail(error)
             else:
-                self._reply(waiter, Refused(why=str(error)))
+                self._reply(waiter, RequestRejected(reason=str(error)))
         self._wake_watchers()
 
     async def _close_log(self) -> None:
@@ -356,7 +354,7 @@ class Bus:
 
     async def _read_orders(self) -> None:
         while True:
-            await self._bell.wait()
+            await self._wakeup.wait()
             await self._turn()
 
     async def _keep_time(self) -> None:
@@ -381,14 +379,14 @@ class Bus:
             drained = self._read(arrived, at_us, at_ns)
             self._hear_operators()
             if self.fault is not None:
-                self._next_head_us = at_us + self._config.head_ms * 1000
+                self._next_head_us = at_us + self._config.head_interval_ms * 1000
                 return
             self._tell_time()
             self._keep_alive(at_us, drained)
             events = self._inbox.collect(at_us)
             events += self._take_orders(at_us, at_ns)
             if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
-                events.append(TimeCame(at_us=at_us))  # last, so that what arrived in time counts
+                events.append(TimerFired(at_us=at_us))  # last, so that what arrived in time counts
             await self._work(events, at_us, at_ns)
 
     def _read(self, arrived: list[bytes] | None, at_us: int, at_ns: int) -> bool:
@@ -417,9 +415,9 @@ class Bus:
         if late_us > ASLEEP_US:
             self._inbox.forgive(late_us, at_us)
         self._beacon()
-        self._next_head_us = at_us + self._config.head_ms * 1000
+        self._next_head_us = at_us + self._config.head_interval_ms * 1000
         if drained:  # else what lies unread may be the sign of life
-            self._inbox.silent(at_us - self._config.gone_ms * 1000, at_us, self.state)
+            self._inbox.silent(at_us - self._config.agent_timeout_ms * 1000, at_us, self.state)
 
     async def _work(self, events: list[CoordinatorEvent], at_us: int, at_ns: int) -> None:
         """Decide, write down, perform; and again for what came to light by that."""
@@ -442,7 +440,7 @@ class Bus:
                 self._wake_watchers()
             if not self._lost:
                 break
-            events = [PeerLost(at_us=at_us, peer=peer, why="unreachable") for peer in self._lost]
+            events = [PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._lost]
             self._lost.clear()
         if self._log.pending and self._flush_us is None:
             self._flush_us = at_us + FLUSH_US
@@ -481,7 +479,7 @@ class Bus:
                 self._publisher.set_welcome(TOPIC_HEAD + header(epoch, 0, seq))
             case Send():
                 self._send(effect.peer, effect.epoch, effect.seq, effect.message)
-            case Probe():
+            case Ping():
                 self._probe(effect.peer)
             case Conclude():
                 self._conclude(effect)
@@ -500,7 +498,7 @@ class Bus:
         name = member_at(self.state, peer)
         if name is not None:
             journal = self.state.members[name].hello.journal
-            self._send(peer, self.state.epoch, self.state.seq, Kept(journal=journal, through=0))
+            self._send(peer, self.state.epoch, self.state.seq, Ack(journal=journal, through=0))
 
     def _tell_kept(self) -> None:
         for peer, kept in self._inbox.kept:
@@ -510,7 +508,7 @@ class Bus:
     def _tell_time(self) -> None:
         """At once: what a turn writes and sends would only add to the way back."""
         for peer, sent_ns, received_ns in self._inbox.times:
-            told = TimeTold(sent_ns=sent_ns, received_ns=received_ns, replied_ns=time.time_ns())
+            told = TimeReply(sent_ns=sent_ns, received_ns=received_ns, replied_ns=time.time_ns())
             self._send(peer, self.state.epoch, self.state.seq, told)
         self._inbox.times.clear()
 
@@ -527,18 +525,18 @@ class Bus:
     def _refuse(self, effect: Refuse) -> None:
         waiter = self._waiting.pop(effect.ticket, None)
         if isinstance(waiter, Ticket):
-            waiter.fail(_REFUSALS[effect.kind](effect.why))
+            waiter.fail(_REFUSALS[effect.kind](effect.reason))
         elif waiter is not None:
-            self._reply(waiter, Refused(why=effect.why))
+            self._reply(waiter, RequestRejected(reason=effect.reason))
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _hear_operators(self) -> None:
         for peer, asked in self._inbox.asked:
-            if isinstance(asked, AskStatus):
+            if isinstance(asked, StatusRequest):
                 self._reply(peer, self.status())
             elif (why := self._unwilling(asked)) is not None:
-                self._reply(peer, Refused(why=why))
+                self._reply(peer, RequestRejected(reason=why))
             else:
                 number = next(self._numbers)
                 self._waiting[number] = peer
@@ -566,7 +564,9 @@ class Bus:
     def _reply(self, peer: str, reply: Reply) -> None:
         body = encode(reply)
         if len(body) > MAX_BYTES - 1024:
-            body = encode(Refused(why=f"the answer takes {len(body)} bytes, a message has at most {MAX_BYTES}"))
+            body = encode(
+                RequestRejected(reason=f"the answer takes {len(body)} bytes, a message has at most {MAX_BYTES}")
+            )
         self._router.send_nowait([peer.encode(), header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:

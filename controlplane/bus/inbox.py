@@ -22,27 +22,27 @@ from controlplane.machine.events import (
     CoordinatorEvent,
     HelloReceived,
     JoinReceived,
-    NeedReceived,
     PeerAnswer,
     PeerLost,
+    ResendRequested,
     StatusReceived,
 )
 from controlplane.machine.fleet import CoordinatorState, member_at
 from controlplane.record.log import RunLog
 from schemas.errors import WireError
+from schemas.reports import AgentStatus
 from schemas.wire import (
-    Answered,
-    AskStatus,
-    AskTime,
+    Ack,
+    CommandOutcome,
+    DecisionBatch,
+    Goodbye,
     Hello,
     Join,
-    Kept,
-    Leaving,
-    Needs,
     Operator,
-    Recorded,
-    Status,
+    ResendRequest,
+    StatusRequest,
     Submit,
+    TimeRequest,
     Upward,
     decode_upward,
     open_frames,
@@ -71,7 +71,7 @@ class Inbox:
 
     def __init__(self, log: RunLog) -> None:
         self.events: list[CoordinatorEvent] = []
-        self.kept: list[tuple[str, Kept]] = []
+        self.kept: list[tuple[str, Ack]] = []
         self.asked: list[tuple[str, Operator]] = []
         self.times: list[tuple[str, int, int]] = []
         self.heard: dict[str, int] = {}
@@ -93,7 +93,7 @@ class Inbox:
                 if self._said.get(peer) == (head.seq, body) and member_at(state, peer) is not None:
                     return
             message = decode_upward(body)
-            if isinstance(message, (AskStatus, Submit)):
+            if isinstance(message, (StatusRequest, Submit)):
                 self._ask(peer, message)
             elif not self.deaf:
                 self._hear(peer, head.origin, head.seq, body, message, at_us, at_ns, state)
@@ -112,7 +112,7 @@ class Inbox:
             if heard_us < since_us:  # not sooner, even for a stranger: its hello may be of this very turn
                 del self.heard[peer]
                 if member_at(state, peer) is not None:
-                    self.events.append(PeerLost(at_us=at_us, peer=peer, why="silent"))
+                    self.events.append(PeerLost(at_us=at_us, peer=peer, reason="silent"))
         for peer in self._said.keys() - self.heard.keys():
             del self._said[peer]
 
@@ -132,32 +132,32 @@ class Inbox:
         state: CoordinatorState,
     ) -> None:
         match message:
-            case Answered():
+            case CommandOutcome():
                 self._answers.append(
-                    PeerAnswer(peer=peer, origin=origin, seq=seq, outcome=message.outcome, row=message.row)
+                    PeerAnswer(peer=peer, origin=origin, seq=seq, outcome=message.outcome, rule=message.rule)
                 )
-            case Status():
+            case AgentStatus():
                 self._said[peer] = (seq, body)
                 self.events.append(StatusReceived(at_us=at_us, peer=peer, seq=seq, status=message))
-            case AskTime():
+            case TimeRequest():
                 # Read now, not at the turn's beginning: a question can't be read before it was asked.
                 if member_at(state, peer) is not None:
                     self.times.append((peer, message.sent_ns, time.time_ns()))
-            case Recorded():
+            case DecisionBatch():
                 # A stranger is told so when it shows its next sign of life.
                 if (name := member_at(state, peer)) is not None:
                     through = self._log.take(name, message, at_ns)
-                    self.kept.append((peer, Kept(journal=message.journal, through=through)))
-            case Needs():
-                need = NeedReceived(at_us=at_us, peer=peer, first=message.first, credit=message.credit)
-                self.events.append(need)
+                    self.kept.append((peer, Ack(journal=message.journal, through=through)))
+            case ResendRequest():
+                request_resend = ResendRequested(at_us=at_us, peer=peer, first=message.first, credit=message.credit)
+                self.events.append(request_resend)
             case Join():
                 self.events.append(JoinReceived(at_us=at_us, peer=peer))
             case Hello():
                 self._greet(peer, message, at_us)
-            case Leaving():
+            case Goodbye():
                 self._gather(at_us)
-                self.events.append(PeerLost(at_us=at_us, peer=peer, why="left"))
+                self.events.append(PeerLost(at_us=at_us, peer=peer, reason="left"))
 
     def _greet(self, peer: str, hello: Hello, at_us: int) -> None:
         name = hello.identity.agent

@@ -9,18 +9,8 @@ import zmq
 from schemas.carriers.sockets import agent_dealer
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.errors import BusUnreachable, CommandError
-from schemas.wire import (
-    AskStatus,
-    FleetStatus,
-    Operator,
-    Refused,
-    Reply,
-    Report,
-    Submit,
-    decode_downward,
-    encode,
-    open_frames,
-)
+from schemas.reports import FleetStatus, Report
+from schemas.wire import Operator, Reply, RequestRejected, StatusRequest, Submit, decode_downward, encode, open_frames
 from schemas.wire import header as make_header
 
 ANSWER_S: Final = 5.0
@@ -29,7 +19,7 @@ ANSWER_S: Final = 5.0
 
 async def ask_status(bus: str, patience_s: float = ANSWER_S) -> FleetStatus:
     """What the fleet looks like. Raises BusUnreachable, BusAddressError, CommandError (the bus refused)."""
-    reply = await _ask(bus, AskStatus(), patience_s)
+    reply = await _ask(bus, StatusRequest(), patience_s)
     assert isinstance(reply, FleetStatus)
     return reply
 
@@ -46,15 +36,15 @@ async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Targ
 
 
 async def _ask(bus: str, asked: Operator, patience_s: float) -> Reply:
-    expected = FleetStatus if isinstance(asked, AskStatus) else Report
+    expected = FleetStatus if isinstance(asked, StatusRequest) else Report
     async with agent_dealer(zmq.Context.instance(), bus, b"op/" + secrets.token_hex(16).encode()) as dealer:
         with anyio.move_on_after(patience_s):
             await dealer.send([make_header(0), encode(asked)])
             while True:
                 _, body = open_frames(await dealer.recv())
                 reply = decode_downward(body)
-                if isinstance(reply, Refused):
-                    raise CommandError(f"the bus at {bus} refused: {reply.why}")
+                if isinstance(reply, RequestRejected):
+                    raise CommandError(f"the bus at {bus} refused: {reply.reason}")
                 if isinstance(reply, expected):
                     return reply
     raise BusUnreachable(

@@ -12,9 +12,9 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas.commands import ProfilePlan
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
+from schemas.profiler.config import ProfilerConfig
 from workers.agent import Agent
 from workers.engine import Engine
 from workers.traces.node import NodeTraces

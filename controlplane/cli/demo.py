@@ -29,14 +29,15 @@ from controlplane.blocking import BlockingControlPlane
 from controlplane.cli import demo_view as view
 from controlplane.cli.reducers import replay_log
 from controlplane.cli.tables import command_table
-from controlplane.machine.events import Conclude, SyncReport
+from controlplane.machine.events import Conclude
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, ProfilePlan
-from schemas.config import BusConfig, ProfilerConfig
+from schemas.config import BusConfig
 from schemas.errors import AgentError, ConfigError, EngineError
 from schemas.outcomes import Acted
-from schemas.wire import Report
+from schemas.profiler.config import ProfilerConfig
+from schemas.reports import Report, SyncReport
 
 if TYPE_CHECKING:
     from controlplane.cli.demo_training import PolicyTrainer
@@ -79,7 +80,7 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     plane = ControlPlane.blocking(
         "tcp://127.0.0.1:0",
         log=out / "run.db",
-        config=BusConfig(heartbeat_ms=500, gone_ms=3_000),
+        config=BusConfig(heartbeat_ms=500, agent_timeout_ms=3_000),
         profiler=profiled,
         checkpoints=out / "checkpoints",
     )

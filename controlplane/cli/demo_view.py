@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from controlplane.machine.events import SyncReport
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
-from schemas.wire import Report
+from schemas.reports import Report, SyncReport
 
 
 def progress(console: Console) -> Progress:

@@ -7,11 +7,11 @@ import click
 
 from controlplane.machine.profiling import sessions
 from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, TorchMemory
-from schemas.config import ProfilerConfig
-from schemas.desired import ENGINE_TOOLS, trace_directory
 from schemas.identity import Identity
 from schemas.profiler import files, verl
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.own_yaml import runs
+from schemas.selection import ENGINE_TOOLS, trace_directory
 
 CONTENTS = {"with_stack": "stacks", "with_modules": "modules", "record_shapes": "shapes"}
 ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU", "memory": "memory"}

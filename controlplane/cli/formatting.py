@@ -13,23 +13,21 @@ from controlplane.machine.events import (
     HelloReceived,
     Issued,
     JoinReceived,
-    NeedReceived,
     Opened,
     PeerLost,
-    Probe,
+    Ping,
     Publish,
     Refuse,
+    ResendRequested,
     Send,
     StatusReceived,
-    SyncReport,
     SyncRequested,
-    TimeCame,
+    TimerFired,
 )
 from controlplane.record.entries import LogEntry
 from schemas.commands import Command, UnknownCommand
 from schemas.events import (
     Answer,
-    AskSnapshot,
     CommandReceived,
     Effect,
     EngineObserved,
@@ -38,18 +36,20 @@ from schemas.events import (
     Fault,
     HeadSeen,
     LeaseExpired,
-    Need,
     Perform,
+    RequestResend,
+    RequestSnapshot,
+    Restart,
     SnapshotReceived,
-    StartAnew,
     Started,
     Tick,
 )
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
-from schemas.wire import Report, decode_command
+from schemas.reports import Report, SyncReport
+from schemas.wire import decode_command
 
 
-def in_words(entry: LogEntry) -> str:
+def format_decision(entry: LogEntry) -> str:
     """What happened, then what was decided. Raises LogCorrupt for an entry that can't be read."""
     event, effects = entry.typed_event(), entry.typed_effects()
     if entry.agent:
@@ -59,7 +59,7 @@ def in_words(entry: LogEntry) -> str:
     return " -> ".join(said)
 
 
-def outcome_in_words(outcome: Conclusion) -> str:
+def format_outcome(outcome: Conclusion) -> str:
     """One outcome, short."""
     match outcome:
         case Acted(calls=calls):
@@ -68,7 +68,7 @@ def outcome_in_words(outcome: Conclusion) -> str:
             return f"skipped {reason}"
         case Failed(error=error, message=message):
             return f"failed {error}: {message}"
-        case Missing(why=why):
+        case Missing(reason=why):
             return f"missing ({why})"
         case _:
             assert_never(outcome)
@@ -95,13 +95,13 @@ def _bus_event(event: CoordinatorEvent) -> str:
             return f"{_name(event.peer)} is {ready}, v{status.version}, at seq {event.seq}"
         case AnswersReceived():
             answers = event.answers
-            said = [f"{_name(one.peer)} {outcome_in_words(one.outcome)} (seq {one.seq})" for one in answers]
+            said = [f"{_name(one.peer)} {format_outcome(one.outcome)} (seq {one.seq})" for one in answers]
             return "; ".join(said)
-        case NeedReceived():
+        case ResendRequested():
             return f"{_name(event.peer)} lacks the records from {event.first}"
         case PeerLost():
-            return f"{_name(event.peer)} is lost: {event.why}"
-        case TimeCame():
+            return f"{_name(event.peer)} is lost: {event.reason}"
+        case TimerFired():
             return "a deadline came"
         case Closed():
             return "the bus closes"
@@ -130,10 +130,10 @@ def _bus_effects(effects: tuple[CoordinatorEffect, ...]) -> Iterator[str]:
             case Conclude():
                 pass
             case Refuse():
-                yield f"refused: {effect.why}"
+                yield f"refused: {effect.reason}"
             case Send():
                 yield f"{_name(effect.peer)} is sent {effect.message.__struct_config__.tag}"
-            case Probe():
+            case Ping():
                 yield f"{_name(effect.peer)} is probed"
             case _:
                 assert_never(effect)
@@ -187,13 +187,13 @@ def _agent_effect(effect: Effect) -> str:
         case Perform():
             return f"call {effect.call_id}: {effect.call.__struct_config__.tag}"
         case Answer():
-            row = f", row {effect.row}" if effect.row else ""
-            return f"{outcome_in_words(effect.outcome)} (seq {effect.seq}{row})"
-        case Need():
+            row = f", row {effect.rule}" if effect.rule else ""
+            return f"{format_outcome(effect.outcome)} (seq {effect.seq}{row})"
+        case RequestResend():
             return f"asks for the records from {effect.first}"
-        case StartAnew():
+        case Restart():
             return "starts anew"
-        case AskSnapshot():
+        case RequestSnapshot():
             return "asks what is desired"
         case _:
             assert_never(effect)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from controlplane.cli.formatting import in_words
+from controlplane.cli.formatting import format_decision
 from controlplane.cli.reducers import replay_file
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import verify
@@ -86,7 +86,7 @@ def replay_command(file: Path, as_json: bool) -> None:
 
 def _line(entry: LogEntry) -> str:
     moment = datetime.datetime.fromtimestamp(entry.at_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
-    return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {in_words(entry)}"
+    return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {format_decision(entry)}"
 
 
 def _json_line(entry: LogEntry) -> bytes:

@@ -15,10 +15,10 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import fleet_table, report_table
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.identity import Tag
-from schemas.wire import FleetStatus, Report
+from schemas.profiler.config import ProfilerConfig
+from schemas.reports import FleetStatus, Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from controlplane.machine.events import Conclude, Publish, SyncReport
+from controlplane.machine.events import Conclude, Publish
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunHeader, RunLog
 from schemas.commands import Command, UnknownCommand
 from schemas.errors import ConfigError, LogCorrupt, LogError
 from schemas.events import Answer, Effect, Event
 from schemas.outcomes import Outcome
-from schemas.wire import Report, decode_command
+from schemas.reports import Report, SyncReport
+from schemas.wire import decode_command
 
 
 class RecordedRun:

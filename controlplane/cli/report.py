@@ -8,7 +8,7 @@ from typing import TextIO
 
 import click
 
-from controlplane.record.atomic_write import check_place, whole
+from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.log import RunLog
 from controlplane.report.collect import gather
 from controlplane.report.page import write_page
@@ -27,7 +27,7 @@ def report(file: Path, out: Path | None, force: bool) -> None:
     """
     out = out or file.with_suffix(".html")
     header = RunLog.header(file)
-    check_place(out, force, [file])
+    check_destination(out, force, [file])
     with _page(out, force) as page:
         gathered = gather(RunLog.read(file))
         write_page(page, gathered, header.run, file.name)
@@ -41,7 +41,7 @@ def report(file: Path, out: Path | None, force: bool) -> None:
 def _page(out: Path, force: bool) -> Iterator[TextIO]:
     """The text of a whole file. Raises ConfigError for a place that can't be written to."""
     try:
-        with whole(out, force) as file:
+        with atomic_write(out, force) as file:
             page = TextIOWrapper(file, encoding="utf-8", write_through=True)
             yield page
             page.detach()

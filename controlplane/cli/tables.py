@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from controlplane.machine.coordinator import describe
-from schemas.identity import ROLLOUT, Operation, named, replica_and_node
+from schemas.identity import ROLLOUT, Operation, identity_of, replica_and_node
 from schemas.outcomes import Acted, Failed, Missing, Skipped
-from schemas.wire import AgentLine, AgentOutcome, FleetStatus, Report
+from schemas.reports import AgentLine, AgentOutcome, FleetStatus, Report
 
 if TYPE_CHECKING:
     from workers.engines.probe import Probed
@@ -59,7 +59,7 @@ def _troubles(outcomes: Sequence[AgentOutcome]) -> str:
         if isinstance(one.conclusion, Failed):
             lines.append(f"[red]{one.agent} {one.conclusion.error}[/red]")
         elif isinstance(one.conclusion, Missing):
-            lines.append(f"[red]{one.agent} {one.conclusion.why}[/red]")
+            lines.append(f"[red]{one.agent} {one.conclusion.reason}[/red]")
     return "; ".join(lines) or "-"
 
 
@@ -74,7 +74,7 @@ def report_table(report: Report) -> Table:
     for name in ("agent", "outcome", "row", "latency"):
         table.add_column(name, justify="right" if name in ("row", "latency") else "left", overflow="fold")
     for one in sorted(report.outcomes, key=lambda one: _place(one.agent)):
-        table.add_row(one.agent, _words(one), str(one.row or "-"), f"{one.latency_us / 1000:.1f} ms")
+        table.add_row(one.agent, _words(one), str(one.rule or "-"), f"{one.latency_us / 1000:.1f} ms")
     return table
 
 
@@ -91,9 +91,9 @@ def fleet_table(console: Console, fleet: FleetStatus) -> None:
     for one in fleet.agents:
         holds = one.status is not None and one.status.tokenizer == "present" and replica_and_node(one.agent) is not None
         version = f"v{one.status.version}" if one.status is not None and holds else "-"
-        silent = f"{one.silent_ms / 1000:.1f} s" if one.life in ("joining", "live") else "-"  # nobody counts any more
+        silent = f"{one.silent_ms / 1000:.1f} s" if one.state in ("joining", "live") else "-"  # nobody counts any more
         table.add_row(
-            *(one.agent, one.host, one.life, silent, str(one.seq), version, _state(one)),
+            *(one.agent, one.host, one.state, silent, str(one.seq), version, _state(one)),
             escape(one.status.engine) if one.status is not None else "-",
             "; ".join(one.waits_for) or "-",
         )
@@ -104,14 +104,14 @@ def fleet_table(console: Console, fleet: FleetStatus) -> None:
 
 def _place(agent: str) -> tuple[bool, str, int, int]:
     """Replicas first, then training ranks by role."""
-    place = named(agent)
+    place = identity_of(agent)
     return place.role != ROLLOUT, place.role, place.replica, place.node_rank
 
 
 def _state(line: AgentLine) -> str:
     status = line.status
-    if line.life not in ("live", "joining"):
-        return f"[red]{line.life}[/red]" if line.life == "gone" else line.life
+    if line.state not in ("live", "joining"):
+        return f"[red]{line.state}[/red]" if line.state == "gone" else line.state
     if status is None:
         return "no heartbeat yet"
     if replica_and_node(line.agent) is None:
@@ -139,7 +139,7 @@ def _words(one: AgentOutcome) -> str:
             return f"skipped: {reason}"
         case Failed(error=error, message=message):
             return f"[red]failed: {error}[/red] {escape(message)}"
-        case Missing(why=why):
+        case Missing(reason=why):
             return f"[red]missing: {why}[/red]"
 
 

@@ -34,37 +34,26 @@ from controlplane.machine.events import (
     HelloReceived,
     Issued,
     JoinReceived,
-    NeedReceived,
     Opened,
     PeerAnswer,
     PeerLost,
     Publish,
     Refuse,
+    ResendRequested,
     StatusReceived,
-    SyncReport,
     SyncRequested,
-    TimeCame,
+    TimerFired,
 )
-from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, Member, Open, Why
+from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, Member, OpenCommand, Why
 from controlplane.machine.weights import Sync, first_phase, next_phase
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, Target, WeightSync
-from schemas.desired import Desired, intend
-from schemas.identity import ROLLOUT, Identity, named
+from schemas.desired import Desired, desired_after
+from schemas.identity import ROLLOUT, Identity, identity_of
 from schemas.outcomes import Failed
-from schemas.wire import (
-    MAX_COMMAND_BYTES,
-    AgentLine,
-    AgentOutcome,
-    Envelope,
-    FleetStatus,
-    Record,
-    Rejoin,
-    Replay,
-    Report,
-    encode,
-)
+from schemas.reports import AgentLine, AgentOutcome, FleetStatus, Report, SyncReport
+from schemas.wire import MAX_COMMAND_BYTES, CommandRecord, Envelope, Rejoin, Replay, encode
 
-LOGIC = 2
+LOGIC = 3
 """Version of the decisions below; recorded in every log. A change of behaviour is a new number."""
 
 EPOCH_START_TIMEOUT_MS = 60_000
@@ -88,15 +77,15 @@ def decide(state: CoordinatorState, event: CoordinatorEvent) -> Decided:
             state = _issue(state, event, effects)
         case SyncRequested():
             state = _sync(state, event, effects)
-        case NeedReceived():
-            state = fleet.need(state, event, effects)
+        case ResendRequested():
+            state = fleet.resend(state, event, effects)
         case HelloReceived():
             state = _conclude(fleet.hello(state, event, effects), event.at_us, effects)
         case JoinReceived():
             state = fleet.join(state, event, effects)
         case PeerLost():
             state = _conclude(fleet.lost(state, event, effects), event.at_us, effects)
-        case TimeCame():
+        case TimerFired():
             state = _time(state, event, effects)
         case Opened():
             state = _opened(state, event, effects)
@@ -108,8 +97,8 @@ def decide(state: CoordinatorState, event: CoordinatorEvent) -> Decided:
 
 
 def next_deadline(state: CoordinatorState) -> int | None:
-    """When the machine wants a `TimeCame`, in µs of the bus's clock; None when nothing is pending."""
-    return min((min(one.deadline_us, one.nudge_us) for one in state.open), default=None)
+    """When the machine wants a `TimerFired`, in µs of the bus's clock; None when nothing is pending."""
+    return min((min(one.deadline_us, one.retransmit_us) for one in state.open), default=None)
 
 
 def fleet_status(state: CoordinatorState, now_us: int, log: str, heard: dict[str, int]) -> FleetStatus:
@@ -120,7 +109,7 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, heard: dict[str
             agent=name,
             incarnation=member.hello.incarnation,
             host=member.hello.host,
-            life=member.life,
+            state=member.state,
             silent_ms=max(0, now_us - heard.get(member.peer, now_us)) // 1000,
             seq=member.seq,
             status=member.status,
@@ -136,7 +125,7 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, heard: dict[str
         run=state.run,
         epoch=state.epoch,
         seq=state.seq,
-        version=state.blank.version,
+        version=state.default_desired.version,
         log=log,
         agents=lines,
         open=waiting,
@@ -170,7 +159,7 @@ def _place(member: Member) -> tuple[bool, str, int, int]:
 def _opened(state: CoordinatorState, event: Opened, effects: Effects) -> CoordinatorState:
     """A new life: agents must join again, and what an earlier trainer left open is over."""
     state = _conclude(replace(_missing_all(state, "bus_restarted"), sync=None), event.at_us, effects)
-    members = {name: replace(one, life="gone") for name, one in state.members.items() if one.life != "left"}
+    members = {name: replace(one, state="gone") for name, one in state.members.items() if one.state != "left"}
     previous = state.epoch
     state = replace(
         state,
@@ -178,8 +167,8 @@ def _opened(state: CoordinatorState, event: Opened, effects: Effects) -> Coordin
         epoch=previous + 1,
         settings=event.settings,
         members=members,
-        contested={},
-        ring=tuple((record, 0) for record, _ in state.ring),  # another life's clock: their time is over
+        claims={},
+        history=tuple((record, 0) for record, _ in state.history),  # another life's clock: their time is over
     )
     start = EpochStart(previous_epoch=previous, logic=event.logic)
     state = _publish(state, start, Target(), EPOCH_START_TIMEOUT_MS, None, event.at_us, event.at_ns, effects)
@@ -193,7 +182,7 @@ def _closed(state: CoordinatorState, event: Closed, effects: Effects) -> Coordin
     if sync is None:
         return state
     why = f"the bus was closed in the {sync.phase} phase of the sync to version {sync.version}; it was aborted"
-    effects.append(Refuse(ticket=sync.ticket, kind="closed", why=why))
+    effects.append(Refuse(ticket=sync.ticket, kind="closed", reason=why))
     abort = WeightSync(phase="abort", version=sync.version)
     return _publish(state, abort, sync.target, sync.timeout_ms, None, event.at_us, event.at_ns, effects)
 
@@ -202,7 +191,7 @@ def _issue(state: CoordinatorState, event: Issued, effects: Effects) -> Coordina
     size = len(encode(event.command))
     if size > MAX_COMMAND_BYTES:
         why = f"the command takes {size} bytes, a command has at most {MAX_COMMAND_BYTES}; nothing was published"
-        effects.append(Refuse(ticket=event.ticket, kind="command", why=why))
+        effects.append(Refuse(ticket=event.ticket, kind="command", reason=why))
         return state
     state = _publish(
         state, event.command, event.target, event.timeout_ms, event.ticket, event.at_us, event.at_ns, effects
@@ -216,7 +205,7 @@ def _sync(state: CoordinatorState, event: SyncRequested, effects: Effects) -> Co
             f"a sync to version {state.sync.version} is in its {state.sync.phase} phase; two at once would split the "
             "fleet. Wait for its report, then ask again"
         )
-        effects.append(Refuse(ticket=event.ticket, kind="sync_in_progress", why=why))
+        effects.append(Refuse(ticket=event.ticket, kind="sync_in_progress", reason=why))
         return state
     sync = Sync(
         ticket=event.ticket,
@@ -250,38 +239,38 @@ def _publish(
     seq = state.seq + 1
     ttl_ms = timeout_ms - min(1000, timeout_ms // 10)
     envelope = Envelope(run=state.run, issued_at_ns=at_ns, ttl_ms=ttl_ms, body=Raw(encode(command)), target=target)
-    record = Record(origin=state.epoch, seq=seq, envelope=envelope)
-    live = frozenset(name for name, member in state.members.items() if member.life == "live")
-    nudge_us = (state.settings.nudge_ms if state.settings is not None else 1000) * 1000
-    opened = Open(
+    record = CommandRecord(origin=state.epoch, seq=seq, envelope=envelope)
+    live = frozenset(name for name, member in state.members.items() if member.state == "live")
+    retransmit_us = (state.settings.retransmit_ms if state.settings is not None else 1000) * 1000
+    opened = OpenCommand(
         record=record,
         command=command,
         ticket=ticket,
         issued_us=at_us,
         deadline_us=at_us + timeout_ms * 1000,
-        nudge_us=at_us + nudge_us,
+        retransmit_us=at_us + retransmit_us,
         waiting=live,
     )
-    limit = state.settings.ring if state.settings is not None else 1
-    ring = (*state.ring, (record, at_us + ttl_ms * 1000))
+    limit = state.settings.history if state.settings is not None else 1
+    history = (*state.history, (record, at_us + ttl_ms * 1000))
     effects.append(Publish(epoch=state.epoch, seq=seq, envelope=envelope))
     return replace(
         state,
         seq=seq,
         open=(*state.open, opened),
-        ring=ring[-limit:],
+        history=history[-limit:],
         desired=_fold(state, command, target),
-        blank=intend(state.blank, command, target.replicas is None, STRANGER),
+        default_desired=desired_after(state.default_desired, command, target.replicas is None, STRANGER),
     )
 
 
 def _fold(state: CoordinatorState, command: Command, target: Target) -> dict[int | str, Desired]:
-    # The members of one replica agree on what `intend` looks at.
+    # The members of one replica agree on what `desired_after` looks at.
     seen = {member.hello.identity.unit: member.hello.identity for member in state.members.values()}
     folded = state.desired
     for unit, before in state.desired.items():
         targeted = target.replicas is None or unit in target.replicas
-        after = intend(before, command, targeted, seen.get(unit) or _left(unit))
+        after = desired_after(before, command, targeted, seen.get(unit) or _left(unit))
         if after is not before:
             folded = {**folded, unit: after} if folded is state.desired else _set(folded, unit, after)
     return folded
@@ -289,7 +278,7 @@ def _fold(state: CoordinatorState, command: Command, target: Target) -> dict[int
 
 def _left(unit: int | str) -> Identity:
     """Stands for one that left in an earlier life of the bus, until it comes back."""
-    return named(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0)
+    return identity_of(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0)
 
 
 def _set(folded: dict[int | str, Desired], unit: int | str, desired: Desired) -> dict[int | str, Desired]:
@@ -305,14 +294,16 @@ def _answers(state: CoordinatorState, event: AnswersReceived, effects: Effects) 
     for answer in event.answers:
         name = fleet.member_at(state, answer.peer)
         if name is None:
-            fleet.send(state, answer.peer, Rejoin(why="the bus does not know you: say hello"), effects)
+            fleet.send(state, answer.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
         else:
             by_seq.setdefault(answer.seq, {}).setdefault(name, answer)
     still = []
     for one in state.open:
         answers = by_seq.get(one.record.seq, {})
         arrived = tuple(
-            AgentOutcome(agent=name, conclusion=answer.outcome, row=answer.row, latency_us=event.at_us - one.issued_us)
+            AgentOutcome(
+                agent=name, conclusion=answer.outcome, rule=answer.rule, latency_us=event.at_us - one.issued_us
+            )
             for name, answer in answers.items()
             if name in one.waiting and answer.origin == one.record.origin
         )
@@ -324,7 +315,7 @@ def _answers(state: CoordinatorState, event: AnswersReceived, effects: Effects) 
     return _conclude(replace(state, open=tuple(still)), event.at_us, effects)
 
 
-def _disappointed(state: CoordinatorState, one: Open, arrived: tuple[AgentOutcome, ...]) -> CoordinatorState:
+def _disappointed(state: CoordinatorState, one: OpenCommand, arrived: tuple[AgentOutcome, ...]) -> CoordinatorState:
     """A session that failed to open is not desired any more: a late joiner must not try it again."""
     if not isinstance(one.command, ProfileCommand) or one.command.action != "start":
         return state
@@ -364,22 +355,22 @@ def _phase_ended(
     return _publish(state, following, sync.target, sync.timeout_ms, None, at_us, at_ns, effects)
 
 
-def _time(state: CoordinatorState, event: TimeCame, effects: Effects) -> CoordinatorState:
+def _time(state: CoordinatorState, event: TimerFired, effects: Effects) -> CoordinatorState:
     still = []
     for one in state.open:
         if event.at_us >= one.deadline_us:
             one = fleet.missing(one, one.waiting, "deadline", event.at_us)
-        elif event.at_us >= one.nudge_us:
+        elif event.at_us >= one.retransmit_us:
             one = _nudge(state, one, event.at_us, effects)
         still.append(one)
     return _conclude(replace(state, open=tuple(still)), event.at_us, effects)
 
 
-def _nudge(state: CoordinatorState, one: Open, at_us: int, effects: Effects) -> Open:
+def _nudge(state: CoordinatorState, one: OpenCommand, at_us: int, effects: Effects) -> OpenCommand:
     """Repeat the command to those who have not answered; each pause is twice the one before."""
     left_ms = max(0, one.issued_us + one.record.envelope.ttl_ms * 1000 - at_us) // 1000
     record = replace(one.record, envelope=replace(one.record.envelope, ttl_ms=left_ms))
     for name in sorted(one.waiting)[:PAGE]:
         fleet.send(state, state.members[name].peer, Replay(records=(record,)), effects)
-    pause_us = (one.nudge_us - one.issued_us) * 2
-    return replace(one, nudges=one.nudges + 1, nudge_us=max(at_us + 1000, one.issued_us + pause_us))
+    pause_us = (one.retransmit_us - one.issued_us) * 2
+    return replace(one, retransmits=one.retransmits + 1, retransmit_us=max(at_us + 1000, one.issued_us + pause_us))

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from schemas.commands import Command, Manifest, Source, Target
-from schemas.errors import CommandFailed
-from schemas.identity import Count, InFlight, Name, Positive, Text, replica_and_node
-from schemas.outcomes import Failed, Missing, Outcome
-from schemas.wire import Downward, Envelope, Hello, Report, Status
+from schemas.identity import Count, InFlight, Name, Positive, Text
+from schemas.outcomes import Outcome
+from schemas.reports import AgentStatus, Report, SyncReport
+from schemas.wire import Downward, Envelope, Hello
 
 Peer = Annotated[str, Meta(max_length=255)]
 
@@ -20,10 +20,10 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     """Limits of the coordinator, from `BusConfig`."""
 
     heartbeat_ms: Positive
-    gone_ms: Positive
+    agent_timeout_ms: Positive
     lease_ms: Positive
-    ring: Positive
-    nudge_ms: Positive
+    history: Positive
+    retransmit_ms: Positive
     events_port: Positive | None = None
 
 
@@ -88,7 +88,7 @@ class StatusReceived(Struct, frozen=True, kw_only=True, tag="status"):
     at_us: int
     peer: Peer
     seq: Count
-    status: Status
+    status: AgentStatus
 
 
 class PeerAnswer(Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class PeerAnswer(Struct, frozen=True, kw_only=True):
     origin: Count
     seq: Count
     outcome: Outcome
-    row: Count
+    rule: Count
 
 
 class AnswersReceived(Struct, frozen=True, kw_only=True, tag="answers"):
@@ -108,7 +108,7 @@ class AnswersReceived(Struct, frozen=True, kw_only=True, tag="answers"):
     answers: tuple[PeerAnswer, ...]
 
 
-class NeedReceived(Struct, frozen=True, kw_only=True, tag="need"):
+class ResendRequested(Struct, frozen=True, kw_only=True, tag="resend_requested"):
     """An agent lacks the records from `first` on."""
 
     at_us: int
@@ -122,10 +122,10 @@ class PeerLost(Struct, frozen=True, kw_only=True, tag="lost"):
 
     at_us: int
     peer: Peer
-    why: Literal["silent", "unreachable", "left"]
+    reason: Literal["silent", "unreachable", "left"]
 
 
-class TimeCame(Struct, frozen=True, kw_only=True, tag="time"):
+class TimerFired(Struct, frozen=True, kw_only=True, tag="timer"):
     """A moment that `coordinator.next_deadline` named has come."""
 
     at_us: int
@@ -146,9 +146,9 @@ CoordinatorEvent = (
     | JoinReceived
     | StatusReceived
     | AnswersReceived
-    | NeedReceived
+    | ResendRequested
     | PeerLost
-    | TimeCame
+    | TimerFired
     | Closed
 )
 
@@ -172,41 +172,10 @@ class Send(Struct, frozen=True, kw_only=True, tag="send"):
     message: Downward
 
 
-class Probe(Struct, frozen=True, kw_only=True, tag="probe"):
+class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
     """Find out whether the peer can still be reached; `PeerLost(unreachable)` if not."""
 
     peer: Peer
-
-
-class SyncReport(Struct, frozen=True, kw_only=True, tag="sync_report"):
-    """How a weight sync ended.
-
-    committed: the fleet serves `version`.   aborted: too few replicas could; the fleet serves what it served.
-    stale: every replica holds this version or a newer one already.
-    loaded: replicas that serve it.   quarantined: replicas out of service until a later sync or a restart.
-    phases: the report of each phase, in order.
-    """
-
-    version: Positive
-    status: Literal["committed", "aborted", "stale"]
-    loaded: tuple[Count, ...]
-    quarantined: tuple[Count, ...]
-    phases: tuple[Report, ...]
-
-    def raise_for_failures(self) -> None:
-        """Raise CommandFailed unless every replica that syncs at all serves the new version."""
-        troubled = [one.agent for one in self.phases[-1].outcomes if isinstance(one.conclusion, Failed | Missing)]
-        places = [replica_and_node(agent) for agent in troubled]
-        down = any(place is not None and place[1] == 0 for place in places)
-        if self.status == "committed" and not self.quarantined and not down:
-            return
-        lines = [f"sync to version {self.version} {self.status}; out of service: {list(self.quarantined) or 'none'}"]
-        for report in self.phases:
-            try:
-                report.raise_for_failures()
-            except CommandFailed as failed:
-                lines.append(str(failed))
-        raise CommandFailed("\n".join(lines))
 
 
 class Conclude(Struct, frozen=True, kw_only=True, tag="conclude"):
@@ -221,7 +190,7 @@ class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
 
     ticket: Positive
     kind: Literal["command", "sync_in_progress", "closed"]
-    why: Text
+    reason: Text
 
 
-CoordinatorEffect = Publish | Send | Probe | Conclude | Refuse
+CoordinatorEffect = Publish | Send | Ping | Conclude | Refuse

@@ -14,9 +14,9 @@ from controlplane.machine.events import (
     CoordinatorSettings,
     HelloReceived,
     JoinReceived,
-    NeedReceived,
     PeerLost,
-    Probe,
+    Ping,
+    ResendRequested,
     Send,
     StatusReceived,
 )
@@ -25,18 +25,8 @@ from schemas.commands import Command
 from schemas.desired import Desired
 from schemas.identity import ROLLOUT, Count, Identity, Positive, RolloutMode
 from schemas.outcomes import Missing
-from schemas.wire import (
-    AgentOutcome,
-    Downward,
-    Hello,
-    Record,
-    Rejoin,
-    Replay,
-    Snapshot,
-    Status,
-    Welcome,
-    encode,
-)
+from schemas.reports import AgentOutcome, AgentStatus
+from schemas.wire import CommandRecord, Downward, Hello, Rejoin, Replay, Snapshot, Welcome, encode
 
 PAGE = 64
 """Records in one page of replay, at most."""
@@ -52,22 +42,22 @@ class Member(Struct, frozen=True, kw_only=True):
 
     peer: str
     hello: Hello
-    life: str
+    state: str
     fresh: bool
     seq: Count = 0
-    status: Status | None = None
+    status: AgentStatus | None = None
 
 
-class Open(Struct, frozen=True, kw_only=True):
+class OpenCommand(Struct, frozen=True, kw_only=True):
     """A command that is not concluded. waiting: agents that owe an answer.   nudge_us: when to repeat it next."""
 
-    record: Record
+    record: CommandRecord
     command: Command
     ticket: Positive | None
     issued_us: int
     deadline_us: int
-    nudge_us: int
-    nudges: Count = 0
+    retransmit_us: int
+    retransmits: Count = 0
     waiting: frozenset[str]
     outcomes: tuple[AgentOutcome, ...] = ()
 
@@ -85,19 +75,19 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     seq: Count = 0
     settings: CoordinatorSettings | None = None
     members: dict[str, Member] = {}
-    open: tuple[Open, ...] = ()
-    ring: tuple[tuple[Record, int], ...] = ()
+    open: tuple[OpenCommand, ...] = ()
+    history: tuple[tuple[CommandRecord, int], ...] = ()
     desired: dict[int | str, Desired] = {}
-    blank: Desired = Desired()
+    default_desired: Desired = Desired()
     sync: Sync | None = None
-    contested: dict[str, tuple[str, int]] = {}
+    claims: dict[str, tuple[str, int]] = {}
 
 
 Effects = list[CoordinatorEffect]
 Why = Literal["deadline", "gone", "restarted", "bus_restarted"]
 
 
-def missing(one: Open, agents: frozenset[str], why: Why, at_us: int) -> Open:
+def missing(one: OpenCommand, agents: frozenset[str], why: Why, at_us: int) -> OpenCommand:
     """Conclude the command as missing for those of `agents` that still owe an answer."""
     lost = one.waiting & agents
     if not lost:
@@ -120,10 +110,10 @@ def hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> Co
     settings = state.settings
     if settings is None:
         return state
-    if holder is not None and holder.hello.incarnation != greeting.incarnation and holder.life in ("joining", "live"):
-        return _contest(state, event, holder, settings, effects)
+    if holder is not None and holder.hello.incarnation != greeting.incarnation and holder.state in ("joining", "live"):
+        return _dispute(state, event, holder, settings, effects)
     same = holder is not None and holder.hello.incarnation == greeting.incarnation
-    member = Member(peer=event.peer, hello=greeting, life="joining", fresh=not same)
+    member = Member(peer=event.peer, hello=greeting, state="joining", fresh=not same)
     welcome = Welcome(
         run=state.run,
         events_port=settings.events_port,
@@ -132,75 +122,75 @@ def hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> Co
         recorded=event.recorded,
     )
     send(state, event.peer, welcome, effects)
-    contested = {place: claim for place, claim in state.contested.items() if place != name}
+    claims = {place: claim for place, claim in state.claims.items() if place != name}
     # The same process still owes what it owed; another one owes nothing yet.
-    return replace(state, members={**state.members, name: member}, contested=contested)
+    return replace(state, members={**state.members, name: member}, claims=claims)
 
 
-def _contest(
+def _dispute(
     state: CoordinatorState, event: HelloReceived, holder: Member, settings: CoordinatorSettings, effects: Effects
 ) -> CoordinatorState:
     """Two incarnations claim one place. A holder that is dead is found out by a probe or by its silence; while it may
     live, the newcomer waits, and when it had time enough to fall silent and did not, the newcomer is turned away.
     """
     name = event.hello.identity.agent
-    claimant, since = state.contested.get(name, ("", event.at_us))
+    claimant, since = state.claims.get(name, ("", event.at_us))
     if claimant != event.hello.incarnation:  # the hello of one that died meanwhile must not count against this one
         since = event.at_us
-    final = event.at_us - since > (settings.gone_ms + settings.heartbeat_ms) * 1000
+    final = event.at_us - since > (settings.agent_timeout_ms + settings.heartbeat_ms) * 1000
     why = (
         f"agent {name} is held by incarnation {holder.hello.incarnation} on {holder.hello.host}, "
         f"pid {holder.hello.pid}. Two agents can't have one replica and node rank: stop the other, or start this one "
         "with a place of its own"
     )
-    effects.append(Probe(peer=holder.peer))
-    send(state, event.peer, Rejoin(why=why, final=final), effects)
-    return replace(state, contested={**state.contested, name: (event.hello.incarnation, since)})
+    effects.append(Ping(peer=holder.peer))
+    send(state, event.peer, Rejoin(reason=why, final=final), effects)
+    return replace(state, claims={**state.claims, name: (event.hello.incarnation, since)})
 
 
 def join(state: CoordinatorState, event: JoinReceived, effects: Effects) -> CoordinatorState:
     """The agent hears the commands: from here on it owes an answer to each. Tell it what is desired."""
     name = member_at(state, event.peer)
     if name is None:
-        send(state, event.peer, Rejoin(why="the bus does not know you: say hello"), effects)
+        send(state, event.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
         return state
     member = state.members[name]
     identity = member.hello.identity
-    desired = state.desired.get(identity.unit) or _unseen(state.blank, identity)
+    desired = state.desired.get(identity.unit) or _unseen(state.default_desired, identity)
     if member.fresh and identity.node_rank == 0 and identity.role == ROLLOUT:
-        desired = _anew(desired, state.blank, identity)
+        desired = _leave_quarantine(desired, state.default_desired, identity)
         if state.sync is not None:
-            state = replace(state, sync=replace(state.sync, anew=state.sync.anew | {identity.replica}))
+            state = replace(state, sync=replace(state.sync, restarted=state.sync.restarted | {identity.replica}))
     send(state, event.peer, Snapshot(desired=desired), effects)
     return replace(
         state,
-        members={**state.members, name: replace(member, life="live", fresh=False)},
+        members={**state.members, name: replace(member, state="live", fresh=False)},
         desired={**state.desired, identity.unit: desired},
     )
 
 
-def _anew(desired: Desired, blank: Desired, identity: Identity) -> Desired:
+def _leave_quarantine(desired: Desired, default_desired: Desired, identity: Identity) -> Desired:
     """A new start leads out of quarantine: the agent loads what is committed before its engine may serve."""
     if desired.quarantined == 0:
         return desired
-    sync = None if identity.mode is RolloutMode.COLOCATED else blank.sync
+    sync = None if identity.mode is RolloutMode.COLOCATED else default_desired.sync
     return replace(desired, quarantined=0, sync=sync)
 
 
-def _unseen(blank: Desired, identity: Identity) -> Desired:
+def _unseen(default_desired: Desired, identity: Identity) -> Desired:
     """Of a place that was never seen. A training rank takes part from the next session on."""
     if identity.role != ROLLOUT:
         return Desired()
     if identity.mode is RolloutMode.COLOCATED:
-        return replace(blank, committed=None, sync=None)
-    return blank
+        return replace(default_desired, committed=None, sync=None)
+    return default_desired
 
 
 def status(state: CoordinatorState, event: StatusReceived, effects: Effects) -> CoordinatorState:
     """What an agent says of itself, kept for people and for `wait_for_agents`; no decision rests on it."""
     name = member_at(state, event.peer)
     if name is None:
-        send(state, event.peer, Rejoin(why="the bus does not know you: say hello"), effects)
+        send(state, event.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
         return state
     member = replace(state.members[name], seq=event.seq, status=event.status)
     return replace(state, members={**state.members, name: member})
@@ -211,10 +201,10 @@ def lost(state: CoordinatorState, event: PeerLost, effects: Effects) -> Coordina
     name = member_at(state, event.peer)
     if name is None:
         return state
-    life = "left" if event.why == "left" else "gone"
-    members = {**state.members, name: replace(state.members[name], life=life)}
-    why: Why = "restarted" if name in state.contested and event.why != "left" else "gone"
-    still = tuple(missing(one, frozenset({name}), why, event.at_us) for one in state.open)
+    life = "left" if event.reason == "left" else "gone"
+    members = {**state.members, name: replace(state.members[name], state=life)}
+    reason: Why = "restarted" if name in state.claims and event.reason != "left" else "gone"
+    still = tuple(missing(one, frozenset({name}), reason, event.at_us) for one in state.open)
     return replace(state, members=members, open=still)
 
 
@@ -222,24 +212,24 @@ def member_at(state: CoordinatorState, peer: str) -> str | None:
     """The name under which the peer is a member now. Routing ids begin with the agent's name; the rest must match."""
     name = peer.partition("/")[0]
     member = state.members.get(name)
-    return name if member is not None and member.peer == peer and member.life in ("joining", "live") else None
+    return name if member is not None and member.peer == peer and member.state in ("joining", "live") else None
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
 
-def need(state: CoordinatorState, event: NeedReceived, effects: Effects) -> CoordinatorState:
+def resend(state: CoordinatorState, event: ResendRequested, effects: Effects) -> CoordinatorState:
     """A page of what is missing, or a snapshot when the ring does not reach back that far."""
     name = member_at(state, event.peer)
     if name is None:
-        send(state, event.peer, Rejoin(why="the bus does not know you: say hello"), effects)
+        send(state, event.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
         return state
-    if not state.ring or event.first < state.ring[0][0].seq:
+    if not state.history or event.first < state.history[0][0].seq:
         return join(state, JoinReceived(at_us=event.at_us, peer=event.peer), effects)
-    page: list[Record] = []
+    page: list[CommandRecord] = []
     size = 0
-    start = event.first - state.ring[0][0].seq
-    for record, over_us in state.ring[start : start + min(event.credit, PAGE)]:
+    start = event.first - state.history[0][0].seq
+    for record, over_us in state.history[start : start + min(event.credit, PAGE)]:
         size += len(encode(record))
         if page and size > PAGE_BYTES:
             break

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target
-from schemas.config import ProfilerConfig
-from schemas.desired import ENGINE_TOOLS
 from schemas.identity import Identity, replica_and_node
 from schemas.outcomes import Acted
-from schemas.wire import Report
+from schemas.profiler.config import ProfilerConfig
+from schemas.reports import Report
+from schemas.selection import ENGINE_TOOLS
 
 
 def selected(config: ProfilerConfig, step: int) -> bool:

@@ -13,11 +13,10 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.machine.events import SyncReport
 from schemas.commands import Manifest, Source, Target, WeightSync
 from schemas.identity import Count, InFlight, Positive, replica_and_node
 from schemas.outcomes import Acted, Conclusion, Reason, Skipped
-from schemas.wire import Report
+from schemas.reports import Report, SyncReport
 
 
 class Sync(Struct, frozen=True, kw_only=True):
@@ -38,7 +37,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     seq: Count = 0
     members: frozenset[Count] = frozenset()
     lost: frozenset[Count] = frozenset()
-    anew: frozenset[Count] = frozenset()
+    restarted: frozenset[Count] = frozenset()
     reports: tuple[Report, ...] = ()
 
 
@@ -60,7 +59,7 @@ def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncRepor
     else:
         sync = replace(sync, members=sync.members | (frozenset(said) - _apart(said)))
     there = frozenset(one for one, conclusion in said.items() if _followed(conclusion))
-    sync = replace(sync, lost=(sync.lost | (sync.members - there)) - sync.anew)
+    sync = replace(sync, lost=(sync.lost | (sync.members - there)) - sync.restarted)
     if sync.phase == "abort":
         return sync, _report(sync, "aborted", ())
     if sync.phase == "commit":

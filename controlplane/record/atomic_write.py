@@ -10,7 +10,7 @@ from typing import IO
 from schemas.errors import ConfigError
 
 
-def check_place(out: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
+def check_destination(out: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
     """Refuse a place that must not be written to. force: something of ours may be there already.
 
     inputs: files that the result is made from. Raises ConfigError.
@@ -27,7 +27,7 @@ def check_place(out: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
 
 
 @contextmanager
-def whole(out: Path, force: bool) -> Iterator[IO[bytes]]:
+def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
     """A file that is at `out` when the block has ended well, and not at all otherwise. force: whatever is there goes.
 
     Raises OSError; FileExistsError when something came to be there meanwhile.

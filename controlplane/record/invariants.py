@@ -35,16 +35,16 @@ from controlplane.machine.events import (
     CoordinatorEvent,
     HelloReceived,
     JoinReceived,
-    NeedReceived,
     Opened,
     PeerLost,
     Publish,
+    ResendRequested,
     Send,
     StatusReceived,
 )
 from controlplane.record.entries import LogEntry
 from schemas.commands import WeightSync
-from schemas.desired import Desired, intend, orphaned
+from schemas.desired import Desired, desired_after, orphaned
 from schemas.events import (
     Answer,
     CommandReceived,
@@ -60,9 +60,10 @@ from schemas.events import (
     SnapshotReceived,
     Started,
 )
-from schemas.identity import named
+from schemas.identity import identity_of
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
-from schemas.wire import Rejoin, Report, Snapshot, Welcome, decode_command
+from schemas.reports import Report
+from schemas.wire import Rejoin, Snapshot, Welcome, decode_command
 
 K = TypeVar("K", bound=Hashable)
 _Alike = dict[Hashable, Hashable]
@@ -167,7 +168,7 @@ class _Bus:
                 if any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects):
                     self._members[name] = event.peer
                     self._live.discard(name)
-            case JoinReceived() | NeedReceived():  # who lacks more than is kept is told what is desired, too
+            case JoinReceived() | ResendRequested():  # who lacks more than is kept is told what is desired, too
                 if any(isinstance(one, Send) and isinstance(one.message, Snapshot) for one in effects):
                     self._live.add(event.peer.partition("/")[0])
             case PeerLost():
@@ -206,7 +207,7 @@ class _Bus:
             text = f"the report of seq {report.seq} has not exactly one outcome for each agent of its fleet"
             yield Violation("I5", at, wrong, text)
         for one in report.outcomes:
-            if isinstance(one.conclusion, Skipped) and one.row == 0:
+            if isinstance(one.conclusion, Skipped) and one.rule == 0:
                 yield Violation("I6", at, (one.agent,), f"skipped seq {report.seq} without a row of the table")
 
 
@@ -219,7 +220,7 @@ class _Agent:
     def __init__(self, name: str, alike: "_Alike") -> None:
         self._name = name
         self._alike = alike
-        self._identity = named(name)
+        self._identity = identity_of(name)
         self._desired = Desired()
         self._epoch = self._seq = 0
         self._joined = False  # was told what is desired, in this life
@@ -251,11 +252,11 @@ class _Agent:
 
     def _answered(self, at: int, answer: Answer) -> Iterator[Violation]:
         outcome = answer.outcome
-        if isinstance(outcome, Skipped) and answer.row == 0:
+        if isinstance(outcome, Skipped) and answer.rule == 0:
             yield self._wrong("I6", at, f"skipped seq {answer.seq} without a row of the table")
         if isinstance(outcome, Failed) and not outcome.message:
             yield self._wrong("I6", at, f"failed seq {answer.seq} without a word")
-        if answer.row in (1, 2) and outcome in (Skipped(Reason.STALE_EPOCH), Skipped(Reason.SUPERSEDED)):
+        if answer.rule in (1, 2) and outcome in (Skipped(Reason.STALE_EPOCH), Skipped(Reason.SUPERSEDED)):
             return  # said of a copy, or in the place of an outcome that is not kept any more
         key = self._one_for_all((answer.epoch, answer.seq))
         if self._told.setdefault(key, self._one_for_all(outcome)) != outcome:
@@ -287,7 +288,7 @@ class _Agent:
         if event.epoch >= self._epoch:
             self._epoch = event.epoch
             self._received_commands[event.origin, event.seq] = event
-        elif any(isinstance(one, Answer) and one.seq == event.seq and one.row != 1 for one in effects):
+        elif any(isinstance(one, Answer) and one.seq == event.seq and one.rule != 1 for one in effects):
             yield self._wrong("I4", at, f"took seq {event.seq} of the older epoch {event.epoch}")
 
     def _advance(self) -> None:
@@ -298,7 +299,9 @@ class _Agent:
             if event is None:
                 return
             self._seq = event.seq
-            self._desired = intend(self._desired, event.command, event.target.names(self._identity), self._identity)
+            self._desired = desired_after(
+                self._desired, event.command, event.target.names(self._identity), self._identity
+            )
             self._received_commands = received = {key: one for key, one in received.items() if key[1] > self._seq}
 
     def _left_at(self, at: int, seen: Observation) -> Iterator[Violation]:

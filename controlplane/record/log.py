@@ -32,7 +32,7 @@ from schemas.identity import Count, Name
 from schemas.wire import (
     HOSTILE,
     MAJOR,
-    Recorded,
+    DecisionBatch,
     decision_decoder,
     encode,
 )
@@ -141,7 +141,7 @@ class RunLog:
         body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
         self._file.append(str(event.__struct_config__.tag), "", at_ns, body)
 
-    def take(self, agent: str, batch: Recorded, at_ns: int) -> int:
+    def take(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
         """Take the decisions of an agent that are not here yet; return the number up to which the log has them.
 
         A batch that leaves a hole is not taken: messages were lost, and the agent sends again from the number that it

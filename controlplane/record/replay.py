@@ -33,9 +33,9 @@ BusLaw = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, 
 class AgentLaw(Generic[S]):
     """An agent's machine: its `decide`, and the state of an agent that knows nothing."""
 
-    def __init__(self, decide: Callable[[S, Event], tuple[S, tuple[Effect, ...]]], blank: S) -> None:
+    def __init__(self, decide: Callable[[S, Event], tuple[S, tuple[Effect, ...]]], default_desired: S) -> None:
         self.decide = decide
-        self.blank = blank
+        self.default_desired = default_desired
 
 
 class Replayed(Struct, frozen=True, kw_only=True):
@@ -129,7 +129,7 @@ class Fold(Generic[S]):
         journal, number = self._journals.get(name, ("", 0))
         if journal != entry.journal:
             number = 0
-            self.agents[name] = self._agent.blank
+            self.agents[name] = self._agent.default_desired
         self._journals[name] = entry.journal, entry.number
         if entry.number != number + 1 and (name, entry.journal) not in self._broken:
             self._broken.add((name, entry.journal))

@@ -28,7 +28,6 @@ from controlplane.machine.events import (
     Publish,
     Refuse,
     StatusReceived,
-    SyncReport,
 )
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import Violation, verify
@@ -54,7 +53,8 @@ from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
 from schemas.outcomes import Acted, Failed, Missing
-from schemas.wire import AgentOutcome, Report, decode_command
+from schemas.reports import AgentOutcome, Report, SyncReport
+from schemas.wire import decode_command
 
 KEPT_COMMANDS = 6_000
 """Commands that are kept, the newest; older steps are kept besides if something went wrong in them."""
@@ -108,7 +108,7 @@ class RunReport(Struct, kw_only=True):
     @property
     def gone_now(self) -> list[AgentFacts]:
         """Agents that were lost and had not come back at the end of the log."""
-        return [one for one in self.agents if one.life == "gone"]
+        return [one for one in self.agents if one.membership == "gone"]
 
     @property
     def unready(self) -> list[AgentFacts]:
@@ -137,7 +137,7 @@ class RunReport(Struct, kw_only=True):
             "out of service": len(self.out_now),
             "quarantined for a time": len(self.quarantines) - len(self.out_now),
             "gone": len(self.gone_now),
-            "lost for a time": len(self.lost) - sum(1 for one in self.lost if one.life == "gone"),
+            "lost for a time": len(self.lost) - sum(1 for one in self.lost if one.membership == "gone"),
             "not ready": len(self.unready),
             "not ended": len(self.unended),
             "without a trace": self.untraced,
@@ -288,7 +288,7 @@ class Gathering:
                 case Conclude(report=SyncReport() as sync):
                     self._synced(sync)
                 case Refuse():
-                    self._keep(self._refused, (now_ns, effect.why), "refused")
+                    self._keep(self._refused, (now_ns, effect.reason), "refused")
                 case _:
                     pass
 
@@ -384,7 +384,7 @@ class Gathering:
                     same.setdefault(("failed", str(error), message), []).append(one.agent)
                     self._fleet.failed(one.agent)
                 case Missing() as missing:
-                    same.setdefault(("missing", missing.why, ""), []).append(one.agent)
+                    same.setdefault(("missing", missing.reason, ""), []).append(one.agent)
                     self._fleet.missed(one.agent)
                     if len(self._held) < 8 * TROUBLES:
                         self._held[one.agent, facts.seq] = self._fleet.last_heard(one.agent)
@@ -396,7 +396,7 @@ class Gathering:
                 at_ns=facts.at_ns,
                 words=facts.words,
                 what=what,
-                why=why,
+                reason=why,
                 message=message if len(message) <= TEXT else f"{message[:TEXT]}… ({len(message)} characters)",
                 agents=in_short(agents, 64),
                 names=tuple(sorted(agents, key=place)[:8]),
@@ -466,4 +466,4 @@ class Gathering:
 
 def _left_open(outcome: AgentOutcome) -> bool:
     """The trainer ended before the agent answered, and nobody waited for it any more."""
-    return isinstance(outcome.conclusion, Missing) and outcome.conclusion.why == "bus_restarted"
+    return isinstance(outcome.conclusion, Missing) and outcome.conclusion.reason == "bus_restarted"

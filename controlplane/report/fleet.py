@@ -15,7 +15,8 @@ from schemas.commands import Target, WeightSync
 from schemas.events import Observation
 from schemas.identity import ROLLOUT, Identity, replica_and_node
 from schemas.outcomes import Acted
-from schemas.wire import Status, Welcome
+from schemas.reports import AgentStatus
+from schemas.wire import Welcome
 
 _COMMITTED = -1
 """Among the lanes, the one of what is committed."""
@@ -42,7 +43,7 @@ class AgentFacts(Struct, kw_only=True):
     fleet_ns: int = 0
     losses: list[tuple[int, str]] = []
     losses_count: int = 0
-    life: str = "joining"
+    membership: str = "joining"
     state: str = ""
     bad: bool = False
     unready: bool = False
@@ -83,7 +84,7 @@ class _Member(Struct, kw_only=True):
     fresh: bool = True
     lost: bool = False
     since_ns: int | None = None  # when it joined, while it is in the fleet
-    status: Status | None = None
+    status: AgentStatus | None = None
     heard_ns: int = 0
     version: int | None = None  # since the status: an outcome said so
     paused: bool | None = None
@@ -106,7 +107,7 @@ class Fleet:
         if len(self._opened_ns) < MOMENTS:
             self._opened_ns.append(self.lanes.end_ns)
         for member in self._members.values():
-            self._leave(member, "left" if member.facts.life == "left" else "gone", lost=False)
+            self._leave(member, "left" if member.facts.membership == "left" else "gone", lost=False)
 
     def hello(self, event: HelloReceived, effects: Iterable[CoordinatorEffect]) -> None:
         """An agent said hello, and was welcomed or not."""
@@ -132,7 +133,7 @@ class Fleet:
         member = self._member(peer)
         if member is None:
             return
-        member.facts.life, member.lost = "live", False
+        member.facts.membership, member.lost = "live", False
         member.since_ns = self.lanes.end_ns if member.since_ns is None else member.since_ns
         replica = _primary_of(member.facts.identity)
         if replica is not None:
@@ -173,11 +174,11 @@ class Fleet:
         member = self._member(event.peer)
         if member is None:
             return
-        self._leave(member, "left" if event.why == "left" else "gone", lost=event.why != "left")
-        if event.why != "left":
+        self._leave(member, "left" if event.reason == "left" else "gone", lost=event.reason != "left")
+        if event.reason != "left":
             member.facts.losses_count += 1
             if len(member.facts.losses) < LOSSES:
-                member.facts.losses = [*member.facts.losses, (self.lanes.end_ns, event.why)]
+                member.facts.losses = [*member.facts.losses, (self.lanes.end_ns, event.reason)]
 
     def commanded(self, command: WeightSync, target: Target) -> None:
         """A phase of a weight sync was published: who is left out by it, who is taken in."""
@@ -228,7 +229,7 @@ class Fleet:
     def facts(self) -> list[AgentFacts]:
         """Every agent, in the order of the fleet."""
         for member in self._members.values():
-            life = member.facts.life
+            life = member.facts.membership
             self._leave(member, life, lost=member.lost)  # counts the time up to the end of the log
             status = _newest(member, member.status) if member.status is not None else None
             member.facts.state, member.facts.bad = _state(life, status, member.facts.identity.role)
@@ -257,8 +258,8 @@ class Fleet:
         if member.since_ns is not None:
             facts.fleet_ns += self.lanes.end_ns - member.since_ns
             member.since_ns = None
-        if facts.life != life:
-            facts.life = life
+        if facts.membership != life:
+            facts.membership = life
             replica = _primary_of(facts.identity)
             if replica is not None:
                 self.lanes.set(replica, gone=lost, version=UNKNOWN, paused=False)
@@ -269,7 +270,7 @@ class Fleet:
         self.lanes.set(replica, out=False)
 
 
-def _newest(member: _Member, status: Status) -> Status:
+def _newest(member: _Member, status: AgentStatus) -> AgentStatus:
     """The last heartbeat, with what outcomes said after it."""
     version = status.version if member.version is None else member.version
     return replace(
@@ -291,7 +292,7 @@ def _primary_of(identity: Identity) -> int | None:
     return identity.replica if identity.role == ROLLOUT and identity.node_rank == 0 else None
 
 
-def status_in_words(status: Status, role: str = ROLLOUT) -> str:
+def status_in_words(status: AgentStatus, role: str = ROLLOUT) -> str:
     """What an agent says of itself. A training rank has no weights to name, and never generates."""
     if status.tokenizer == "absent":
         return "no tokenizer: follows"
@@ -306,7 +307,7 @@ def status_in_words(status: Status, role: str = ROLLOUT) -> str:
     return ", ".join(words)
 
 
-def _state(life: str, status: Status | None, role: str) -> tuple[str, bool]:
+def _state(life: str, status: AgentStatus | None, role: str) -> tuple[str, bool]:
     if life == "left":
         return "left in good order", False
     if status is None:

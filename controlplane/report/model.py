@@ -13,7 +13,7 @@ from controlplane.report.histogram import Spread
 from schemas.commands import Command, ProfileCommand, Target, UnknownCommand, WeightSync
 from schemas.events import Observation
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped, Trace
-from schemas.wire import AgentOutcome
+from schemas.reports import AgentOutcome
 
 STRAGGLERS = 20
 """Stragglers that are named."""
@@ -23,7 +23,7 @@ class Said(Struct, frozen=True, kw_only=True):
     """Agents that concluded a command alike. what: acted, skipped, failed or missing.   why: reason, kind of error."""
 
     what: str
-    why: str
+    reason: str
     agents: str
     count: int
 
@@ -79,7 +79,7 @@ class Trouble(Struct, kw_only=True):
     at_ns: int
     words: str
     what: str
-    why: str
+    reason: str
     message: str
     agents: str
     names: tuple[str, ...]
@@ -200,7 +200,7 @@ def alike(outcomes: Iterable[AgentOutcome]) -> tuple[Said, ...]:
     for one in outcomes:
         groups.setdefault(_conclusion(one.conclusion), []).append(one.agent)
     return tuple(
-        Said(what=what, why=why, agents=in_short(agents), count=len(agents))
+        Said(what=what, reason=why, agents=in_short(agents), count=len(agents))
         for (what, why), agents in sorted(groups.items())
     )
 
@@ -213,7 +213,7 @@ def _conclusion(conclusion: Conclusion) -> tuple[str, str]:
             return "skipped", str(reason)
         case Failed(error=error):
             return "failed", str(error)
-        case Missing(why=why):
+        case Missing(reason=why):
             return "missing", why
 
 

@@ -30,7 +30,8 @@ from schemas.errors import LogCorrupt
 from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Outcome, Trace
-from schemas.wire import HOSTILE, Clock, decode_command, effects_decoder, event_decoder
+from schemas.reports import Clock
+from schemas.wire import HOSTILE, decode_command, effects_decoder, event_decoder
 
 MS = 1_000_000
 """Nanoseconds."""

@@ -23,7 +23,6 @@ from controlplane.machine.events import (
     PeerLost,
     Publish,
     Refuse,
-    SyncReport,
 )
 from controlplane.record.entries import LogEntry
 from controlplane.timeline.clocks import BusRecord, Survey, decoded
@@ -31,7 +30,6 @@ from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, Lanes, Span, Tra
 from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import (
     Answer,
-    AskSnapshot,
     CommandReceived,
     Effect,
     EngineObserved,
@@ -40,14 +38,15 @@ from schemas.events import (
     Fault,
     LeaseExpired,
     Load,
-    Need,
     Observation,
     Pause,
     Perform,
+    RequestResend,
+    RequestSnapshot,
+    Restart,
     Resume,
     Sleep,
     SnapshotReceived,
-    StartAnew,
     Started,
     StartProfile,
     StopProfile,
@@ -55,7 +54,8 @@ from schemas.events import (
 )
 from schemas.identity import ROLLOUT
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
-from schemas.wire import Report, decode_command
+from schemas.reports import Report, SyncReport
+from schemas.wire import decode_command
 
 Drawn = Iterator[TraceEvent]
 
@@ -127,7 +127,7 @@ class BusTrack:
             case JoinReceived():
                 yield self._instant("fleet", f"{_agent(event.peer)} hears the commands", at_ns)
             case PeerLost():
-                yield self._instant("fleet", f"{_agent(event.peer)} is lost: {event.why}", at_ns)
+                yield self._instant("fleet", f"{_agent(event.peer)} is lost: {event.reason}", at_ns)
             case AnswersReceived():
                 for answer in event.answers:
                     word = _short(answer.outcome)
@@ -143,7 +143,7 @@ class BusTrack:
                     args = {"status": sync.status, "loaded": sync.loaded, "quarantined": sync.quarantined}
                     yield from self._end_sync(at_ns, args)
                 case Refuse():
-                    yield self._instant("fleet", f"refused: {effect.why}", at_ns)
+                    yield self._instant("fleet", f"refused: {effect.reason}", at_ns)
 
     def end(self, at_ns: int) -> Drawn:
         """Nothing more comes of what is open: the bus's life is over, or the log."""
@@ -261,11 +261,11 @@ class AgentTrack:
                     shown = f"{name} v{effect.call.version}" if isinstance(effect.call, Load) else str(name)
                     args: dict[str, object] = {"kind": "effect", "call": effect.call_id}
                     self._call = effect, Span(self._lanes, "engine calls", shown, at_ns, args)
-                case Need():
+                case RequestResend():
                     yield self._instant(f"asks for the records from {effect.first}", at_ns)
-                case AskSnapshot():
+                case RequestSnapshot():
                     yield self._instant("asks what is desired", at_ns)
-                case StartAnew():
+                case Restart():
                     yield self._instant("starts anew", at_ns)
 
     def end(self, at_ns: int) -> Drawn:
@@ -306,7 +306,7 @@ class AgentTrack:
             yield self._instant(f"{_short(answer.outcome)} (seq {answer.seq})", at_ns)
             return
         span.name = f"{span.name}: {_short(answer.outcome)}"
-        span.args.update({"row": answer.row, **_said(answer.outcome)})
+        span.args.update({"row": answer.rule, **_said(answer.outcome)})
         drawn = span.end(at_ns, self._zero_ns)
         yield drawn
         yield from self._arrows.decided(answer.seq, drawn)
@@ -436,7 +436,7 @@ def _short(outcome: Conclusion) -> str:
             return f"skipped {reason}"
         case Failed(error=error):
             return f"failed {error}"
-        case Missing(why=why):
+        case Missing(reason=why):
             return f"missing ({why})"
 
 

@@ -17,7 +17,7 @@ from typing import IO, Final
 
 from msgspec import Struct, json, structs
 
-from controlplane.record.atomic_write import check_place, whole
+from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.timeline.clocks import MS, AgentClock, Survey
@@ -92,7 +92,7 @@ def write_timeline(
     Compressed if the name ends with `.gz`. A damaged log is drawn up to there. Raises ConfigError, LogError (also when
     it can't be written), LogCorrupt for what is no log.
     """
-    check_place(out, force, [log])
+    check_destination(out, force, [log])
     for root in roots:
         if not root.is_dir():
             raise ConfigError(f"--traces {root}: there is no such folder")
@@ -101,7 +101,7 @@ def write_timeline(
     try:
         with _packed(out, force) as stream:  # first, for traces may take minutes, and then there may be no such place
             files = draft.check(roots, say)
-            check_place(out, force, [file.path for file in files])
+            check_destination(out, force, [file.path for file in files])
             _write(stream, draft.head(), chain(draft.control(RunLog.read(log)), draft.traced(files, say)))
         nbytes = out.stat().st_size
     except OSError as error:
@@ -280,7 +280,7 @@ def _write(stream: IO[bytes] | gzip.GzipFile, head: bytes, events: Iterable[Trac
 @contextmanager
 def _packed(out: Path, force: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """A whole file, compressed if its name says so. Raises OSError."""
-    with whole(out, force) as file, ExitStack() as stack:
+    with atomic_write(out, force) as file, ExitStack() as stack:
         if out.suffix == ".gz":
             packed = gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=file)
             yield stack.enter_context(packed)

@@ -9,7 +9,7 @@ import anyio
 from schemas.carriers.forks import forked, forks
 
 
-class Doorbell:
+class Wakeup:
     """Wakes a task of the loop from any thread, in about 2 us and without taking part in the loop.
 
     Whoever has something to hand over puts it where the loop will look, then rings. Whoever waits returns from `wait`
@@ -20,27 +20,27 @@ class Doorbell:
     def __init__(self) -> None:
         self._ends = _ends()
         self._lock = threading.Lock()
-        self._rung = False
+        self._notified = False
         self._waiting = False
         self._closed = False
         self._process, self._generation = os.getpid(), len(forks)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the waiter. Never blocks; from any thread. After `close` it does nothing."""
         if self._generation != len(forks):
-            raise forked("doorbell", self._process)
-        if self._rung:  # the waiter lowers it before it looks for what was handed over
+            raise forked("wakeup", self._process)
+        if self._notified:  # the waiter lowers it before it looks for what was handed over
             return
         # The lock keeps `close` from giving the descriptor's number to somebody else's file under our write.
         with self._lock:
             if not self._closed:
-                self._rung = True
+                self._notified = True
                 os.write(self._ends[1], b"\1" * 8)
 
     async def wait(self) -> None:
         """Return when rung since the last return. One task at a time. Raises anyio.ClosedResourceError once closed."""
         if self._generation != len(forks):
-            raise forked("doorbell", self._process)
+            raise forked("wakeup", self._process)
         if self._closed:
             raise anyio.ClosedResourceError
         self._waiting = True
@@ -53,7 +53,7 @@ class Doorbell:
         # Empty it first and lower the flag second: the other way round a ring between the two would be read away and
         # leave the flag raised over an empty descriptor, for ever.
         os.read(self._ends[0], 8)
-        self._rung = False
+        self._notified = False
 
     def close(self) -> None:
         """Close, and wake the waiter. In the loop's thread; rings may go on meanwhile. May be called twice."""

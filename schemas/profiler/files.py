@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.profiler import own_yaml, verl
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.sections import EnvironmentText, is_list
 
 VERLS = frozenset({"global_profiler", "actor_rollout_ref"})

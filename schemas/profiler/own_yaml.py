@@ -30,12 +30,12 @@ from schemas.commands import (
     TorchMemory,
     Window,
 )
-from schemas.config import ProfilerConfig
-from schemas.desired import RANK_TOOLS
 from schemas.errors import ConfigError
 from schemas.identity import ROLLOUT, Role
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.interpolation import References
 from schemas.profiler.sections import COUNTS, Section, is_list, is_whole, shown
+from schemas.selection import RANK_TOOLS
 
 LAYOUTS: Final = ("step", "verl_step", "verl")
 ACTIVITIES: Final[Mapping[str, Activity]] = {"cpu": "cpu", "cuda": "cuda", "memory": "memory", "npu": "npu"}

@@ -30,8 +30,8 @@ from schemas.commands import (
     TorchMemory,
     Window,
 )
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.interpolation import ABSENT, References, overlay
 from schemas.profiler.sections import Section, is_whole, shown
 from schemas.profiler.verl_keys import (

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from schemas.commands import ProfilePlan
-from schemas.config import ProfilerConfig
-from schemas.desired import ENGINE_TOOLS
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.interpolation import References
 from schemas.profiler.sections import Section, is_list, meant, shown
 from schemas.profiler.verl_keys import (
@@ -25,6 +24,7 @@ from schemas.profiler.verl_keys import (
     TOOL_KEYS,
     TOOLS,
 )
+from schemas.selection import ENGINE_TOOLS
 
 
 class Asked(NamedTuple):

@@ -37,15 +37,15 @@ from schemas.config import AgentConfig, BusConfig
 from schemas.errors import EngineError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Conclusion
-from schemas.safetensors.format import build_manifest
+from schemas.safetensors.manifest import build_manifest
 from tests.engines.groups import sender
 from tests.engines.models import save_model, save_weights, weights
 from workers.agent import Agent
-from workers.engines.client import Front
+from workers.engines.client import EngineClient
 from workers.engines.sglang.engine import SGLangEngine
-from workers.engines.sglang.in_process import TokenizerManagerFront
+from workers.engines.sglang.in_process import TokenizerManagerClient
 from workers.engines.vllm.engine import VllmEngine
-from workers.engines.vllm.in_process import AsyncLLMFront
+from workers.engines.vllm.in_process import AsyncLLMClient
 
 PLACE: Final = Identity(replica=0, node_rank=0)
 PROMPT: Final = [(7 * i) % 251 for i in range(140)]
@@ -77,7 +77,7 @@ class Request:
 class Rollout(ABC):
     """An engine as a trainer uses it: the side that the agent has nothing to do with."""
 
-    front: Front
+    front: EngineClient
     adapter: VllmEngine | SGLangEngine
     ways: tuple[str, ...]
     """How it takes weights on a CPU: from a `checkpoint`, as `tensors`, by `broadcast`."""
@@ -131,7 +131,7 @@ class Vllm(Rollout):
         )
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._requests = 0
-        self.front = AsyncLLMFront(self._engine)
+        self.front = AsyncLLMClient(self._engine)
         self.adapter = VllmEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
 
     async def stream(self, count: int) -> AsyncIterator[Answer]:
@@ -174,7 +174,7 @@ class SGLang(Rollout):
             dtype="float32",
             **(nodes if place.nnodes > 1 else {}),
         )
-        self.front = TokenizerManagerFront(self._engine.tokenizer_manager)
+        self.front = TokenizerManagerClient(self._engine.tokenizer_manager)
         self.adapter = SGLangEngine(place, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
 
     async def stream(self, count: int) -> AsyncIterator[Answer]:
@@ -354,8 +354,8 @@ async def seen_when_dead(rollout: Vllm) -> dict[str, object]:
 @asynccontextmanager
 async def commanded(folder: Path, rollout: Rollout) -> AsyncIterator[Trainer]:
     """The bus and the agent, on this loop."""
-    quick = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=500)
-    config = AgentConfig(hello_ms=20, watch_ms=50)
+    quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
+    config = AgentConfig(hello_retry_ms=20, observe_ms=50)
     state = folder / "state"
     async with (
         Bus("tcp://127.0.0.1:0", RunLog.open(folder / "run.db"), quick) as bus,

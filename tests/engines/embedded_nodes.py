@@ -76,14 +76,14 @@ async def serve(folder: Path, node_rank: int, address: str, meet: str) -> None:
     """One node. Its engine is up when all nodes' are."""
     place = Identity(replica=0, node_rank=node_rank, nnodes=NODES)
     rollout = SGLang(folder, place, meet)
-    config = AgentConfig(hello_ms=20, watch_ms=50)
+    config = AgentConfig(hello_retry_ms=20, observe_ms=50)
     traces = NodeTraces(folder / "traces", place)
     engine, state = rollout.adapter, folder / "state"
     agent = Agent(bus=address, identity=place, engine=engine, state_dir=state, traces=traces, config=config)
     async with agent:
         if node_rank > 0:
             await agent.run()
-        quick = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=500)
+        quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
         async with Bus(address, RunLog.open(folder / "run.db"), quick) as bus, anyio.create_task_group() as tasks:
             tasks.start_soon(agent.run)
             await everybody_is_there(bus)

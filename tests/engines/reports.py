@@ -6,9 +6,9 @@ from pathlib import Path
 
 from schemas.config import BusConfig
 from schemas.outcomes import Acted, Conclusion, Failed, Trace
-from schemas.wire import Report
+from schemas.reports import Report
 
-BUS = BusConfig(head_ms=200, heartbeat_ms=300, gone_ms=3_000, nudge_ms=500)
+BUS = BusConfig(head_interval_ms=200, heartbeat_ms=300, agent_timeout_ms=3_000, retransmit_ms=500)
 """Quick enough for tests, on a machine that has much else to do."""
 
 

@@ -13,8 +13,8 @@ import httpx
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
 from schemas.commands import ProfilePlan
-from schemas.config import ProfilerConfig
 from schemas.outcomes import Acted
+from schemas.profiler.config import ProfilerConfig
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS, acted
 from tests.engines.servers import AgentProcess, Request, command, complete, environment, free_port

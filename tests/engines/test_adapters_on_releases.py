@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from schemas.commands import Checkpoint, ProfilePlan, Window
-from schemas.desired import Session
+from schemas.desired import ProfileSession
 from schemas.errors import EngineError
 from schemas.events import Abort, EngineCall, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from schemas.identity import Identity, Operation, Tag
@@ -132,10 +132,10 @@ CALLS: list[tuple[Operation, EngineCall, str]] = [
     (Operation.WAKE, Wake(BOTH), "0.0.0"),
     (Operation.LOAD, Load(7, Checkpoint("step_7"), None), "0.16.0"),
     (Operation.RESUME, Resume(), "0.0.0"),
-    (Operation.PROFILE, StartProfile(Session(3, PLAN), "s3"), "0.0.0"),
-    (Operation.PROFILE, StopProfile(Session(3, PLAN), "s3"), "0.0.0"),
-    (Operation.PROFILE, StartProfile(Session(4, SHORT), "s4"), "0.32.0"),
-    (Operation.PROFILE, StopProfile(Session(4, SHORT), "s4"), "0.0.0"),
+    (Operation.PROFILE, StartProfile(ProfileSession(3, PLAN), "s3"), "0.0.0"),
+    (Operation.PROFILE, StopProfile(ProfileSession(3, PLAN), "s3"), "0.0.0"),
+    (Operation.PROFILE, StartProfile(ProfileSession(4, SHORT), "s4"), "0.32.0"),
+    (Operation.PROFILE, StopProfile(ProfileSession(4, SHORT), "s4"), "0.0.0"),
 ]
 """What is called, and the first vLLM that can do it. Every SGLang can do all of it."""
 

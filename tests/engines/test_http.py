@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import ConfigError
-from workers.engines.client import Refused, Unanswered
-from workers.engines.http import ATTEMPTS, HttpFront, Route, api_key, base_url
+from workers.engines.client import CallRefused, Unanswered
+from workers.engines.http import ATTEMPTS, HttpClient, Route, api_key, base_url
 from workers.engines.probe import probe
 
 pytestmark = pytest.mark.anyio
@@ -64,7 +64,7 @@ def answer(request: BaseHTTPRequestHandler, status: int, body: object) -> None:
 
 
 async def ask(url: str, method: str, key: str | None = None, **arguments: object) -> object:
-    front = HttpFront(url, ROUTES, info_path="/info", key=key)
+    front = HttpClient(url, ROUTES, info_path="/info", key=key)
     try:
         return await (front.read(method) if method == "read" else front.call(method, **arguments))
     finally:
@@ -73,14 +73,14 @@ async def ask(url: str, method: str, key: str | None = None, **arguments: object
 
 async def test_it_knows_what_a_server_says_that_it_takes() -> None:
     with serving(lambda request, _: answer(request, 200, OPENAPI)) as url:
-        front = HttpFront(url, ROUTES, info_path="/info")
+        front = HttpClient(url, ROUTES, info_path="/info")
         assert await front.methods() == {
             "read": frozenset(),
             "once": frozenset({"one", "two"}),
             "asked": frozenset({"there"}),
         }
         await front.close()
-    assert await HttpFront(url, ROUTES, info_path="/info").methods() is None  # nobody is there any more
+    assert await HttpClient(url, ROUTES, info_path="/info").methods() is None  # nobody is there any more
 
 
 async def test_arguments_go_where_the_route_says() -> None:
@@ -99,7 +99,7 @@ async def test_arguments_go_where_the_route_says() -> None:
 async def test_refusal_carries_status_and_words() -> None:
     with (
         serving(lambda request, _: answer(request, 400, "Flush cache failed. " * 100)) as url,
-        pytest.raises(Refused) as refused,
+        pytest.raises(CallRefused) as refused,
     ):
         await ask(url, "again")
     assert refused.value.status == 400 and refused.value.said.startswith("Flush cache failed.")
@@ -140,7 +140,7 @@ async def test_refusal_is_an_answer_and_is_not_asked_for_again() -> None:
         asked.append(request.path)
         answer(request, 503, {"error": "no"})
 
-    with serving(refuse) as url, pytest.raises(Refused):
+    with serving(refuse) as url, pytest.raises(CallRefused):
         await ask(url, "read")
     assert len(asked) == 1
 
@@ -153,7 +153,7 @@ async def test_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch, tmp_p
         answer(request, 401, "Unauthorized")
 
     (tmp_path / "key").write_text("s3cret\n")
-    with serving(handle) as url, pytest.raises(Refused) as refused:
+    with serving(handle) as url, pytest.raises(CallRefused) as refused:
         await ask(url, "once", key=api_key(tmp_path / "key"))
     assert seen == ["Bearer s3cret"] and "s3cret" not in str(refused.value)
     monkeypatch.setenv("ROLLOUTCTL_ENGINE_API_KEY", "other")

@@ -25,7 +25,7 @@ from schemas.commands import (
 )
 from schemas.config import AgentConfig, BusConfig
 from schemas.identity import Identity
-from schemas.safetensors.format import build_manifest
+from schemas.safetensors.manifest import build_manifest
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
@@ -33,7 +33,7 @@ from workers.traces.node import NodeTraces
 
 PLACE = Identity(replica=0, node_rank=0)
 PLAN = ProfilePlan(record_shapes=True, finish=Finish(relocate=True, hook=True))
-QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=500)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_nothing_blocks_a_loop_from_a_profile_to_its_finish_and_through_a_
     manifest = build_manifest(tmp_path / "v1", content=True)
     engine = TinyEngine(PLACE, checkpoints=tmp_path, traces=tmp_path / "traces")
     left = NodeTraces(tmp_path / "traces", PLACE, hook="true")
-    config, state = AgentConfig(hello_ms=20, watch_ms=10), tmp_path / "state"
+    config, state = AgentConfig(hello_retry_ms=20, observe_ms=10), tmp_path / "state"
     async with (
         Bus("tcp://127.0.0.1:0", RunLog.open(tmp_path / "run.db"), QUICK) as bus,
         Agent(bus=bus.address, identity=PLACE, engine=engine, state_dir=state, traces=left, config=config) as agent,

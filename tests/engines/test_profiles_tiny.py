@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from controlplane import ControlPlane
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Window
-from schemas.desired import Session
+from schemas.desired import ProfileSession
 from schemas.errors import EngineError
 from schemas.events import Resume, StartProfile, StopProfile
 from schemas.identity import Identity
@@ -199,7 +199,7 @@ async def test_profiler_of_somebody_else_in_the_process_is_told_and_loses_nothin
     front, place = f"ipc://{tmp_path}/front", Identity(replica=0, node_rank=0)
     engine = TinyEngine(place, checkpoints=tmp_path, traces=tmp_path, serve=front)
     await engine.open()
-    opened = Session(1, ProfilePlan(window=window))
+    opened = ProfileSession(1, ProfilePlan(window=window))
     with TinyClient(front) as client, profile(activities=[ProfilerActivity.CPU]) as theirs:
         await engine.perform(Resume(), 10)
         with pytest.raises(EngineError, match="somebody else's records here"):

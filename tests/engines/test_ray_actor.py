@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.config import AgentConfig, BusConfig
-from schemas.desired import Session
+from schemas.desired import ProfileSession
 from schemas.errors import EngineError, UnsupportedError
 from schemas.events import (
     Abort,
@@ -39,7 +39,7 @@ from schemas.identity import Identity, Operation, Tag
 from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
 from workers.agent import Agent
 from workers.engines import verl as ray_actor
-from workers.engines.verl import RayActorEngine
+from workers.engines.verl import VerlEngine
 from workers.traces.node import NodeTraces
 
 pytestmark = pytest.mark.anyio
@@ -76,7 +76,7 @@ class Bench:
 
     def __init__(self, server: Any, folder: Path, identity: Identity = PRIMARY) -> None:
         self.server, self.folder = server, folder
-        self.engine = RayActorEngine(server, identity, traces=folder / "traces")
+        self.engine = VerlEngine(server, identity, traces=folder / "traces")
 
     def within(self, look: Callable[[Any], Any]) -> Any:
         """Have the actor itself run a function of its server."""
@@ -162,11 +162,11 @@ async def profiled(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIte
 
 
 def start(step: int = 1, **plan: Any) -> StartProfile:
-    return StartProfile(Session(step, ProfilePlan(**plan)), f"global_step_{step}/replica_0")
+    return StartProfile(ProfileSession(step, ProfilePlan(**plan)), f"global_step_{step}/replica_0")
 
 
 def stop(step: int = 1) -> StopProfile:
-    return StopProfile(Session(step, ProfilePlan()), f"global_step_{step}/replica_0")
+    return StopProfile(ProfileSession(step, ProfilePlan()), f"global_step_{step}/replica_0")
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
@@ -304,7 +304,7 @@ async def test_a_server_that_launches_is_unknown_and_one_without_a_front_end_abs
 async def test_a_second_node_is_never_called(tmp_path: Path) -> None:
     async with bench(SGLangHttpServer, "hybrid", 1, folder=tmp_path) as made:
         ray.get(made.server.launch_server.remote())
-        engine = RayActorEngine(made.server, SECOND, traces=tmp_path)
+        engine = VerlEngine(made.server, SECOND, traces=tmp_path)
         await engine.open()
         assert await engine.observe() == Observation(engine="verl server", tokenizer="absent")
         with pytest.raises(EngineError, match="no front end"):
@@ -313,7 +313,7 @@ async def test_a_second_node_is_never_called(tmp_path: Path) -> None:
 
 
 async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another(tmp_path: Path) -> None:
-    engine = RayActorEngine("sglang_server_0_0", PRIMARY, traces=tmp_path)
+    engine = VerlEngine("sglang_server_0_0", PRIMARY, traces=tmp_path)
     await engine.open()
     assert await engine.observe() == Observation(engine="verl server", tokenizer="unknown")
     with pytest.raises(EngineError, match="actor was not found: .*'sglang_server_0_0'"):
@@ -327,7 +327,7 @@ async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another
             instances.append(seen.instance)
         assert (await engine.observe()).tokenizer == "unknown"
     assert instances[0] != instances[1]
-    handle = RayActorEngine(made.server, PRIMARY, traces=tmp_path)
+    handle = VerlEngine(made.server, PRIMARY, traces=tmp_path)
     with pytest.raises(EngineError, match="is dead, __ray_call__ was not answered: .*killed by `ray.kill`"):
         await handle.perform(Flush(), 1.0)
 
@@ -369,7 +369,7 @@ async def test_an_actor_that_is_no_server_of_verl_is_told(tmp_path: Path) -> Non
         def _resolve_sleep_level(self) -> str:
             return "two"
 
-    engine = RayActorEngine(lambda: ray.remote(Other).options(num_cpus=0).remote(), PRIMARY, traces=tmp_path)
+    engine = VerlEngine(lambda: ray.remote(Other).options(num_cpus=0).remote(), PRIMARY, traces=tmp_path)
     await engine.open()
     with pytest.raises(EngineError, match="is not like verl's servers"):
         await engine.perform(Flush(), 1.0)
@@ -386,9 +386,9 @@ def test_a_process_without_ray_is_told_what_to_do(before: str, said: str) -> Non
 import anyio
 from pathlib import Path
 from schemas.identity import Identity
-from workers.engines.verl import RayActorEngine
-anyio.run(RayActorEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
-anyio.run(RayActorEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
+from workers.engines.verl import VerlEngine
+anyio.run(VerlEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
+anyio.run(VerlEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     last = done.stderr.splitlines()[-1]
@@ -413,7 +413,7 @@ async def test_the_traces_of_a_session_are_brought_to_its_directory(profiled: Be
     assert [one.path for one in second.traces] == [at.format(2, moved, 0)]
     other = NodeTraces(tmp_path / "traces", SECOND)
     for step, before in ((1, ""), (2, moved)):
-        session = Session(step, ProfilePlan())
+        session = ProfileSession(step, ProfilePlan())
         collected = await other.perform(CollectTraces(session, f"global_step_{step}/replica_0"))
         assert [one.path for one in collected.traces] == [at.format(step, before, 1)]
     # verl's own hooks find theirs where they were.
@@ -507,8 +507,8 @@ async def test_what_the_server_records_beyond_the_plan_is_no_reason_to_refuse(pr
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_one_profile_is_broadcast_to_both_nodes_of_a_replica(profiled: Bench, tmp_path: Path) -> None:
     """Node rank 0 acts; on node rank 1, whose every method would fail, nothing is called and nothing fails."""
-    quick = AgentConfig(hello_ms=20, watch_ms=50)
-    config = BusConfig(head_ms=50, heartbeat_ms=100, nudge_ms=200)
+    quick = AgentConfig(hello_retry_ms=20, observe_ms=50)
+    config = BusConfig(head_interval_ms=50, heartbeat_ms=100, retransmit_ms=200)
     async with AsyncExitStack() as stack:
         headless = await stack.enter_async_context(bench(SGLangHttpServer, "colocated", 1, folder=tmp_path))
         ray.get(headless.server.launch_server.remote())
@@ -518,7 +518,7 @@ async def test_one_profile_is_broadcast_to_both_nodes_of_a_replica(profiled: Ben
         stack.callback(tasks.cancel_scope.cancel)
 
         async def run(place: Identity, one: Bench) -> None:
-            engine = RayActorEngine(one.server, place, traces=tmp_path / "traces")
+            engine = VerlEngine(one.server, place, traces=tmp_path / "traces")
             async with Agent(bus=address, identity=place, engine=engine, state_dir=tmp_path, config=quick) as agent:
                 await agent.run()
 

@@ -32,7 +32,7 @@ from tests.unit import machines
 from tests.unit.small_bus import PAUSE, RESUME, SECOND, Bus, Engine, running, until
 from workers import router as routers
 from workers.agent import Agent
-from workers.engines.client import Refused
+from workers.engines.client import CallRefused
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.router import Router, enters
@@ -292,11 +292,11 @@ async def test_worker_is_taken_once_it_is_healthy_and_not_let_go_before(router: 
 async def test_router_with_a_key_that_gives_up_on_a_worker(worker: Worker, tmp_path: Path) -> None:
     with RouterProcess(tmp_path, "--worker-startup-timeout-secs", "2", key="router-key") as guarded:
         async with placed(guarded, worker, key="another") as place:
-            with pytest.raises(Refused, match="/workers answered 401"):
+            with pytest.raises(CallRefused, match="/workers answered 401"):
                 await bring(place, True)
         async with placed(guarded, worker, key="router-key") as place:
             worker.healthy = False
-            with pytest.raises(Refused, match="did not take http.*health checks failed.*503"):
+            with pytest.raises(CallRefused, match="did not take http.*health checks failed.*503"):
                 await bring(place, True)
             assert await place.step(lambda there: False) is False
             worker.healthy = True
@@ -401,10 +401,10 @@ async def test_engine_is_in_the_router_whenever_it_can_serve(
     caplog.set_level(logging.INFO, "rolloutctl.router")
     save(TinyModel(TinyConfig(), seed=1), tmp_path / "v1")
     place = Identity(replica=0, node_rank=0)
-    quick = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=200)
+    quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=200)
     async with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=quick, checkpoints=tmp_path) as plane:
         tiny = TinyEngine(place, checkpoints=tmp_path, traces=tmp_path / "traces")
-        config = AgentConfig(hello_ms=20, watch_ms=20)
+        config = AgentConfig(hello_retry_ms=20, observe_ms=20)
         async with (
             Agent(bus=plane.address, identity=place, engine=tiny, state_dir=tmp_path / "state", config=config) as agent,
             anyio.create_task_group() as tasks,

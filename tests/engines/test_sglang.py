@@ -14,7 +14,7 @@ from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
 from schemas.errors import CommandError
 from schemas.identity import InFlight, Operation
 from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped, Trace
-from schemas.safetensors.format import build_manifest
+from schemas.safetensors.manifest import build_manifest
 from tests.engines.groups import sender
 from tests.engines.models import save_weights, weights
 from tests.engines.reports import acted, conclusions, events, failed

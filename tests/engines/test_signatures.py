@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
-from schemas.desired import Session
+from schemas.desired import ProfileSession
 from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
     Abort,
@@ -33,16 +33,16 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
-from schemas.safetensors.format import build_manifest
+from schemas.safetensors.manifest import build_manifest
 from tests.engines import wheels
 from tests.engines.release_facts import number
 from tests.engines.strict import Answer, StandIn, request_module, strict_async_llm, strict_tokenizer_manager
 from tests.engines.surfaces import Surface, read
-from workers.engines.client import Refused, Unanswered
+from workers.engines.client import CallRefused, Unanswered
 from workers.engines.sglang.engine import SGLangEngine
-from workers.engines.sglang.in_process import TokenizerManagerFront
+from workers.engines.sglang.in_process import TokenizerManagerClient
 from workers.engines.vllm.engine import VllmEngine, fingerprint
-from workers.engines.vllm.in_process import AsyncLLMFront
+from workers.engines.vllm.in_process import AsyncLLMClient
 
 pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio]
 
@@ -71,7 +71,7 @@ def anyio_backend() -> str:
 class Bench(NamedTuple):
     """An adapter over an engine in process."""
 
-    front: AsyncLLMFront | TokenizerManagerFront
+    front: AsyncLLMClient | TokenizerManagerClient
     adapter: VllmEngine | SGLangEngine
     standin: StandIn
 
@@ -159,11 +159,11 @@ async def attached(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterat
         save_tensor(folder / "checkpoints" / name)
     if kind == "vllm":
         standin = vllm_standin(surface, folder)
-        llm = AsyncLLMFront(standin.engine, request_module(surface))
+        llm = AsyncLLMClient(standin.engine, request_module(surface))
         bench = Bench(llm, VllmEngine(PLACE, llm, **places), standin)
     else:
         standin = sglang_standin(surface, folder)
-        manager = TokenizerManagerFront(standin.engine, request_module(surface))
+        manager = TokenizerManagerClient(standin.engine, request_module(surface))
         bench = Bench(manager, SGLangEngine(PLACE, manager, **places), standin)
     await bench.adapter.open()
     yield bench
@@ -183,10 +183,10 @@ CALLS: list[tuple[Operation, EngineCall, str]] = [
     (Operation.WAKE, Wake(WEIGHTS | CACHE), "0.0.0"),
     (Operation.LOAD, Load(7, Checkpoint("step_7"), None), "0.16.0"),
     (Operation.RESUME, Resume(), "0.0.0"),
-    (Operation.PROFILE, StartProfile(Session(3, PLAN), "s3"), "0.0.0"),
-    (Operation.PROFILE, StopProfile(Session(3, PLAN), "s3"), "0.0.0"),
-    (Operation.PROFILE, StartProfile(Session(4, SHORT), "s4"), "0.32.0"),
-    (Operation.PROFILE, StopProfile(Session(4, SHORT), "s4"), "0.0.0"),
+    (Operation.PROFILE, StartProfile(ProfileSession(3, PLAN), "s3"), "0.0.0"),
+    (Operation.PROFILE, StopProfile(ProfileSession(3, PLAN), "s3"), "0.0.0"),
+    (Operation.PROFILE, StartProfile(ProfileSession(4, SHORT), "s4"), "0.32.0"),
+    (Operation.PROFILE, StopProfile(ProfileSession(4, SHORT), "s4"), "0.0.0"),
 ]
 """What is called, and the first vLLM that can do it in process. Every SGLang can do all of it."""
 
@@ -212,7 +212,7 @@ async def test_every_call_fits_the_release(kind: wheels.Kind, version: str, tmp_
 @pytest.mark.parametrize(("kind", "version"), releases("sglang"))
 async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
     async with attached(kind, version, tmp_path) as bench:
-        assert await bench.said(StartProfile(Session(4, SHORT), "s4")) == ""
+        assert await bench.said(StartProfile(ProfileSession(4, SHORT), "s4")) == ""
         armed, started = bench.arguments("start_profile")
         of_request = set(started) == {"req"}
         assert of_request == (number(version) >= (0, 5, 15))
@@ -298,13 +298,13 @@ async def test_weight_transfer_takes_the_request_classes(kind: wheels.Kind, vers
 async def test_an_answer_of_no_is_refused_in_its_words(answer: object, tmp_path: Path) -> None:
     async with attached("sglang", LATEST["sglang"], tmp_path) as bench:
         bench.standin.answers["update_weights_from_disk"] = answer
-        with pytest.raises(Refused, match="answered no: no such file"):
+        with pytest.raises(CallRefused, match="answered no: no such file"):
             await bench.front.call("update_weights_from_disk", model_path="/nowhere")
 
 
 async def test_a_field_that_the_release_lacks_is_refused_and_nothing_is_called(tmp_path: Path) -> None:
     async with attached("sglang", "0.5.9", tmp_path) as bench:
-        with pytest.raises(Refused, match="torch_empty_cache"):
+        with pytest.raises(CallRefused, match="torch_empty_cache"):
             await bench.front.call("continue_generation", torch_empty_cache=False)
         assert bench.arguments("continue_generation") == []
 
@@ -312,7 +312,7 @@ async def test_a_field_that_the_release_lacks_is_refused_and_nothing_is_called(t
 async def test_what_an_engine_raises_is_refused_while_it_lives_and_unanswered_when_it_is_dead(tmp_path: Path) -> None:
     async with attached("vllm", LATEST["vllm"], tmp_path) as bench:
         bench.standin.answers["resume_generation"] = ValueError("not now")
-        with pytest.raises(Refused, match="ValueError: not now"):
+        with pytest.raises(CallRefused, match="ValueError: not now"):
             await bench.front.call("resume_generation")
         bench.standin.answers["check_health"] = RuntimeError("core died")
         with pytest.raises(Unanswered, match="core died"):
@@ -359,7 +359,7 @@ async def test_a_call_goes_on_when_its_caller_is_cancelled(kind: wheels.Kind, tm
 
 @pytest.mark.parametrize("manager", [None, SimpleNamespace(recv_from_detokenizer=None)])
 async def test_a_node_without_control_has_no_tokenizer(manager: object, tmp_path: Path) -> None:
-    front = TokenizerManagerFront(manager)
+    front = TokenizerManagerClient(manager)
     engine = SGLangEngine(PLACE, front, checkpoints=tmp_path, traces=tmp_path)
     await engine.open()
     assert (await engine.observe()).tokenizer == "absent"

@@ -15,7 +15,7 @@ import anyio.lowlevel
 import pytest
 
 from schemas.commands import Checkpoint, ProfilePlan, Window
-from schemas.desired import Session
+from schemas.desired import ProfileSession
 from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
     Abort,
@@ -31,7 +31,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
-from schemas.safetensors.format import build_manifest
+from schemas.safetensors.manifest import build_manifest
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.profile import FORWARD
@@ -339,7 +339,7 @@ async def test_prefixes_are_reused_until_they_are_flushed(tmp_path: Path) -> Non
 
 
 def session(step: int, **plan: object) -> tuple[StartProfile, StopProfile]:
-    made = Session(step, ProfilePlan(**plan))  # type: ignore[arg-type]
+    made = ProfileSession(step, ProfilePlan(**plan))  # type: ignore[arg-type]
     directory = f"global_step_{step}/replica_0"
     return StartProfile(made, directory), StopProfile(made, directory)
 

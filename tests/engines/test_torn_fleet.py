@@ -13,13 +13,13 @@ import pytest
 from anyio import to_thread
 
 from controlplane.bus.bus import Bus
-from controlplane.machine.events import SyncReport
 from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, Target
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import CommandFailed
 from schemas.identity import Identity
-from schemas.safetensors.format import build_manifest
+from schemas.reports import SyncReport
+from schemas.safetensors.manifest import build_manifest
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
@@ -27,7 +27,7 @@ from workers.engines.tiny.server import TinyClient
 
 pytestmark = pytest.mark.anyio
 
-QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=500)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ class Fleet:
             serve=self.front(replica),
             seed=100 + replica,
         )
-        config = AgentConfig(hello_ms=20, watch_ms=20)
+        config = AgentConfig(hello_retry_ms=20, observe_ms=20)
         state = self.folder / "state"
         async with (
             Agent(bus=self.bus.address, identity=place, engine=engine, state_dir=state, config=config) as agent,
@@ -119,7 +119,7 @@ async def fleet(folder: Path) -> AsyncIterator[Fleet]:
         for replica in (0, 1):
             await stack.enter_async_context(made.replica(replica))
         with anyio.fail_after(20):
-            await bus.wait_until(lambda state: [one.life for one in state.members.values()] == ["live", "live"])
+            await bus.wait_until(lambda state: [one.state for one in state.members.values()] == ["live", "live"])
         assert (await made.sync(1)).status == "committed"
         yield made
 

@@ -18,7 +18,7 @@ from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.errors import CheckpointError
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Reason, Skipped, Trace
-from schemas.safetensors.format import build_manifest
+from schemas.safetensors.manifest import build_manifest
 from tests.engines.models import save_weights, weights
 from tests.engines.reports import acted, conclusions, events, failed
 from tests.engines.servers import (

@@ -11,9 +11,8 @@ from typing import Final
 
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
-from controlplane.machine.events import SyncReport
 from schemas.commands import Checkpoint
-from schemas.wire import Status
+from schemas.reports import AgentStatus, SyncReport
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
 from tests.engines.servers import (
@@ -78,7 +77,7 @@ class VllmFleet:
         """One to the first server."""
         return Request("vllm", self.first.url, self.first.model, tokens)
 
-    def status(self, agent: str) -> Status:
+    def status(self, agent: str) -> AgentStatus:
         """What an agent last said of itself."""
         (line,) = (one for one in self.plane.status().agents if one.agent == agent)
         assert line.status is not None

@@ -20,18 +20,17 @@ from controlplane.machine.events import (
     HelloReceived,
     Issued,
     JoinReceived,
-    NeedReceived,
     Opened,
     PeerAnswer,
     PeerLost,
-    Probe,
+    Ping,
     Publish,
     Refuse,
+    ResendRequested,
     Send,
     StatusReceived,
-    SyncReport,
     SyncRequested,
-    TimeCame,
+    TimerFired,
 )
 from schemas.commands import (
     Checkpoint,
@@ -44,11 +43,10 @@ from schemas.commands import (
     WeightSync,
     Window,
 )
-from schemas.desired import Committed, Desired, Session, Syncing
+from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     Abort,
     Answer,
-    AskSnapshot,
     CheckSource,
     CommandReceived,
     Decision,
@@ -59,15 +57,16 @@ from schemas.events import (
     HeadSeen,
     LeaseExpired,
     Load,
-    Need,
     Observation,
     Pause,
     Perform,
+    RequestResend,
+    RequestSnapshot,
+    Restart,
     Resume,
     Returned,
     Sleep,
     SnapshotReceived,
-    StartAnew,
     Started,
     StartProfile,
     StopProfile,
@@ -76,34 +75,29 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped, Trace
+from schemas.reports import AgentLine, AgentOutcome, AgentStatus, Clock, FleetStatus, Report, SyncReport
 from schemas.wire import (
     MAGIC,
     MAJOR,
     MINOR,
-    AgentLine,
-    AgentOutcome,
-    Answered,
-    AskStatus,
-    AskTime,
-    Clock,
+    Ack,
+    CommandOutcome,
+    CommandRecord,
+    DecisionBatch,
     Envelope,
-    FleetStatus,
+    Goodbye,
     Header,
     Hello,
     Join,
-    Kept,
-    Leaving,
-    Needs,
-    Record,
-    Recorded,
-    Refused,
     Rejoin,
     Replay,
-    Report,
+    RequestRejected,
+    ResendRequest,
     Snapshot,
-    Status,
+    StatusRequest,
     Submit,
-    TimeTold,
+    TimeReply,
+    TimeRequest,
     Welcome,
     encode,
 )
@@ -120,7 +114,7 @@ PLAN = ProfilePlan(
 )
 SOURCE = Checkpoint("run/step_5")
 MANIFEST = Manifest(tensors=3, nbytes=1024, layout="aa", content="bb")
-SESSION = Session(3, PLAN)
+SESSION = ProfileSession(3, PLAN)
 PROFILE = ProfileCommand(action="start", step=3, plan=PLAN)
 SYNC = WeightSync(phase="commit", version=5, source=SOURCE, manifest=MANIFEST, quarantine=frozenset({2, 0}))
 TRACE = Trace("global_step_3/replica_1/a.json", 99, "cc")
@@ -141,7 +135,9 @@ DESIRED = Desired(
     quarantined=3,
 )
 CLOCK = Clock(at_ms=5_000, wall_ns=1_700_000_000_000_000_000, offset_ns=-250_000, error_ns=40_000)
-STATUS = Status(ready=True, tokenizer="present", engine="tiny 1", generating=True, version=4, digest="dd", waiting=1)
+STATUS = AgentStatus(
+    ready=True, tokenizer="present", engine="tiny 1", generating=True, version=4, digest="dd", queued=1
+)
 OBSERVATION = Observation(
     engine="tiny 1",
     instance="one",
@@ -158,7 +154,7 @@ REPORT = Report(
     origin=2,
     command=PROFILE,
     outcomes=(
-        AgentOutcome(agent="1.0", conclusion=Acted(calls=("start_profile",)), row=10, latency_us=1500),
+        AgentOutcome(agent="1.0", conclusion=Acted(calls=("start_profile",)), rule=10, latency_us=1500),
         AgentOutcome(agent="1.1", conclusion=Missing("gone")),
     ),
 )
@@ -175,23 +171,23 @@ SAMPLES: tuple[Struct, ...] = (
     Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
     Join(),
     STATUS,
-    Status(ready=True, clock=CLOCK),
-    AskTime(sent_ns=5_000_000_000),
-    Answered(outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), row=10),
-    Answered(outcome=Skipped(Reason.NOT_PRIMARY), row=6),
-    Answered(outcome=Failed(ErrorKind.ENGINE_ERROR, "what was seen"), row=10),
-    Needs(first=8, credit=64),
-    Recorded(journal="j", first=12, decisions=(Decision(Raw(encode(Tick(at_ms=1))), Raw(encode(()))),)),
-    Leaving(),
+    AgentStatus(ready=True, clock=CLOCK),
+    TimeRequest(sent_ns=5_000_000_000),
+    CommandOutcome(outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10),
+    CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6),
+    CommandOutcome(outcome=Failed(ErrorKind.ENGINE_ERROR, "what was seen"), rule=10),
+    ResendRequest(first=8, credit=64),
+    DecisionBatch(journal="j", first=12, decisions=(Decision(Raw(encode(Tick(at_ms=1))), Raw(encode(()))),)),
+    Goodbye(),
     # bus to agent
     Welcome(run="run-1", events_port=5556, heartbeat_ms=2000, lease_ms=60_000, recorded=11),
     Snapshot(desired=DESIRED),
-    Replay(records=(Record(origin=2, seq=7, envelope=ENVELOPE),)),
-    Kept(journal="j", through=12),
-    Rejoin(why="say hello", final=True),
-    TimeTold(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
+    Replay(records=(CommandRecord(origin=2, seq=7, envelope=ENVELOPE),)),
+    Ack(journal="j", through=12),
+    Rejoin(reason="say hello", final=True),
+    TimeReply(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
     # operators
-    AskStatus(),
+    StatusRequest(),
     Submit(command=PROFILE, target=Target(), timeout_ms=30_000),
     FleetStatus(
         run="run-1",
@@ -204,7 +200,7 @@ SAMPLES: tuple[Struct, ...] = (
                 agent="1.0",
                 incarnation="i",
                 host="node-1",
-                life="live",
+                state="live",
                 silent_ms=5,
                 seq=7,
                 status=STATUS,
@@ -214,7 +210,7 @@ SAMPLES: tuple[Struct, ...] = (
         open=("pause (seq 7) waits for 1.0",),
     ),
     REPORT,
-    Refused(why="not by hand"),
+    RequestRejected(reason="not by hand"),
     # what an agent's machine sees
     Started(at_ms=1, identity=PLACE, incarnation="i"),
     CommandReceived(at_ms=2, epoch=3, origin=2, seq=7, ttl_ms=900, command=PROFILE, target=Target()),
@@ -236,17 +232,22 @@ SAMPLES: tuple[Struct, ...] = (
     Perform(call_id=8, call=Abort()),
     Perform(call_id=9, call=StartProfile(SESSION, "global_step_3/replica_1")),
     Perform(call_id=10, call=StopProfile(SESSION, "global_step_3/replica_1")),
-    Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), row=10),
-    Need(8),
-    AskSnapshot(),
-    StartAnew(),
+    Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
+    RequestResend(8),
+    RequestSnapshot(),
+    Restart(),
     # what the coordinator sees
     Opened(
         at_us=1,
         at_ns=2,
         run="run-1",
         settings=CoordinatorSettings(
-            heartbeat_ms=2000, gone_ms=10_000, lease_ms=60_000, ring=1024, nudge_ms=1000, events_port=5556
+            heartbeat_ms=2000,
+            agent_timeout_ms=10_000,
+            lease_ms=60_000,
+            history=1024,
+            retransmit_ms=1000,
+            events_port=5556,
         ),
         logic=1,
     ),
@@ -272,22 +273,22 @@ SAMPLES: tuple[Struct, ...] = (
     JoinReceived(at_us=5, peer="1.0/i"),
     StatusReceived(at_us=6, peer="1.0/i", seq=7, status=STATUS),
     AnswersReceived(
-        at_us=7, answers=(PeerAnswer(peer="1.0/i", origin=2, seq=7, outcome=Skipped(Reason.ALREADY), row=10),)
+        at_us=7, answers=(PeerAnswer(peer="1.0/i", origin=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),)
     ),
-    NeedReceived(at_us=8, peer="1.0/i", first=3, credit=64),
-    PeerLost(at_us=9, peer="1.0/i", why="silent"),
-    TimeCame(at_us=10),
+    ResendRequested(at_us=8, peer="1.0/i", first=3, credit=64),
+    PeerLost(at_us=9, peer="1.0/i", reason="silent"),
+    TimerFired(at_us=10),
     Closed(at_us=11, at_ns=12),
     # what it decides
     Publish(epoch=2, seq=7, envelope=ENVELOPE),
-    Send(peer="1.0/i", epoch=2, seq=7, message=Kept(journal="j", through=12)),
-    Probe(peer="1.0/i"),
+    Send(peer="1.0/i", epoch=2, seq=7, message=Ack(journal="j", through=12)),
+    Ping(peer="1.0/i"),
     Conclude(ticket=1, report=REPORT),
     Conclude(
         ticket=2,
         report=SyncReport(version=5, status="committed", loaded=(1,), quarantined=(0,), phases=(REPORT,)),
     ),
-    Refuse(ticket=3, kind="sync_in_progress", why="one at a time"),
+    Refuse(ticket=3, kind="sync_in_progress", reason="one at a time"),
 )
 
 

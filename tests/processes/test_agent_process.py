@@ -19,7 +19,7 @@ from schemas.config import BusConfig
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import TinyClient
 
-QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=500, nudge_ms=200)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
 
 
 class Node:
@@ -61,7 +61,7 @@ def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
 
 
 def lives(plane: BlockingControlPlane) -> dict[str, str]:
-    return {one.agent: one.life for one in plane.status().agents}
+    return {one.agent: one.state for one in plane.status().agents}
 
 
 @pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -21,11 +21,11 @@ from schemas.outcomes import Acted
 from tests.engines.verl_servers import SGLangHttpServer
 from tests.unit.small_bus import Engine
 from workers.engines.tiny.engine import TinyEngine
-from workers.engines.verl import RayActorEngine
+from workers.engines.verl import VerlEngine
 from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
 
-QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=2000, nudge_ms=200)
-HASTY = AgentConfig(hello_ms=20, watch_ms=50)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=2000, retransmit_ms=200)
+HASTY = AgentConfig(hello_retry_ms=20, observe_ms=50)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
         paused = plane.pause()
         assert (sorted(paused.acted), paused.skipped) == (["0.0", "1.0"], ("0.1",))
         placement.stop()
-        assert {one.agent: one.life for one in plane.status().agents} == dict.fromkeys(("0.0", "0.1", "1.0"), "left")
+        assert {one.agent: one.state for one in plane.status().agents} == dict.fromkeys(("0.0", "0.1", "1.0"), "left")
         with pytest.raises(AgentError, match="was stopped|can't be kept running"):
             placement.wait_ready()
 
@@ -123,9 +123,9 @@ def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
 ) -> None:
     """Two nodes of one of verl's replicas, found by the names that verl gives them. The profile outlives an agent."""
 
-    def verl(identity: Identity) -> RayActorEngine:
+    def verl(identity: Identity) -> VerlEngine:
         name = f"sglang_server_{identity.replica}_{identity.node_rank}"
-        return RayActorEngine(name, identity, traces=tmp_path / "traces")
+        return VerlEngine(name, identity, traces=tmp_path / "traces")
 
     servers = []
     for rank, node in enumerate(nodes):

@@ -14,15 +14,16 @@ import pytest
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
 from schemas.commands import Checkpoint, Finish, ProfileCommand, ProfilePlan, Schedule
-from schemas.config import AgentConfig, BusConfig, ProfilerConfig
+from schemas.config import AgentConfig, BusConfig
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from schemas.wire import Report
+from schemas.profiler.config import ProfilerConfig
+from schemas.reports import Report
 from tests.unit.rank_sessions import operators, stages, until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
 from workers.profilers import TrainingRank
 
-QUICK = BusConfig(head_ms=50, heartbeat_ms=100, gone_ms=500, nudge_ms=200)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
 PROGRAM = Path(__file__).with_name("training_rank.py")
 ROOT = Path(__file__).parents[2]
 
@@ -220,7 +221,7 @@ def test_a_rank_leaves_in_good_order_and_trains_on_without_a_bus(tmp_path: Path)
         address = plane.address
         with here(address, tmp_path):
             plane.wait_for_agents(1, timeout=60)
-        until(lambda: [one.life for one in plane.status().agents] == ["left"])
+        until(lambda: [one.state for one in plane.status().agents] == ["left"])
         assert plane.flush().outcomes == ()
     with here(address, tmp_path) as rank, rank.annotate("update_actor"):  # nobody listens there any more
         rank.mini_batch()
@@ -286,5 +287,5 @@ def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Pat
 
 def here(bus: str, folder: Path) -> TrainingRank:
     """A rank in this process."""
-    quick = AgentConfig(hello_ms=20)
+    quick = AgentConfig(hello_retry_ms=20)
     return TrainingRank(bus=bus, role="actor", rank=0, world_size=2, traces=folder, state_dir=folder, config=quick)

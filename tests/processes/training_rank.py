@@ -51,7 +51,7 @@ def main(bus: str, number: str, world: str, folder: str) -> None:
         world_size=int(world),
         traces=Path(folder, "traces"),
         state_dir=Path(folder, "state"),
-        config=AgentConfig(hello_ms=20),
+        config=AgentConfig(hello_retry_ms=20),
     ) as rank:
         say("up")
         for line in sys.stdin:

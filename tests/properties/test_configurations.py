@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.commands import ProfileCommand
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.profiler import own_yaml, verl
+from schemas.profiler.config import ProfilerConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 VERL: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from schemas.commands import Checkpoint, ProfilePlan
-from schemas.desired import ALL_TAGS, Session
+from schemas.desired import ALL_TAGS, ProfileSession
 from schemas.events import Call, Fault, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from tests.scenarios.stage import FOREVER_MS, Scenario, StageEngine, Step, torn, version_of
 from tests.simulation.engine import Temper
@@ -83,9 +83,9 @@ class NaiveTrainer:
                 case ["syncs", version]:
                     self._sync(int(version))
                 case ["starts", "profile", number]:
-                    self._each_node(StartProfile(Session(int(number), ProfilePlan()), "d"))
+                    self._each_node(StartProfile(ProfileSession(int(number), ProfilePlan()), "d"))
                 case ["stops", "profile", number]:
-                    self._each_node(StopProfile(Session(int(number), ProfilePlan()), "d"))
+                    self._each_node(StopProfile(ProfileSession(int(number), ProfilePlan()), "d"))
                 case ["pauses"]:
                     self._each_node(Pause("abort"))
                 case ["resumes"]:

@@ -3,11 +3,12 @@
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator import fleet_status
-from controlplane.machine.events import Conclude, SyncReport, SyncRequested
+from controlplane.machine.events import Conclude, SyncRequested
 from controlplane.record.entries import coordinator_effects_decoder
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, Target
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped
+from schemas.reports import SyncReport
 from tests.scenarios.stage import Scenario, StageEngine, Step, torn, version_of
 from tests.simulation.agent import Slot
 from tests.simulation.bus import Bus
@@ -194,6 +195,6 @@ class Stage(World):
                             return str(reason)
                         case Failed(error=error):
                             return str(error)
-                        case Missing(why=why):
+                        case Missing(reason=why):
                             return why
         return None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from schemas.events import (
     Answer,
-    AskSnapshot,
     CommandReceived,
     DiskCall,
     Effect,
@@ -19,30 +18,31 @@ from schemas.events import (
     Event,
     HeadSeen,
     LeaseExpired,
-    Need,
     Observation,
     Perform,
+    RequestResend,
+    RequestSnapshot,
+    Restart,
     Returned,
     Settings,
     SnapshotReceived,
-    StartAnew,
     Started,
     Tick,
 )
 from schemas.identity import Identity
 from schemas.outcomes import Skipped, Trace
+from schemas.reports import AgentStatus
 from schemas.wire import (
-    Answered,
+    CommandOutcome,
     Downward,
     Envelope,
+    Goodbye,
     Hello,
     Join,
-    Leaving,
-    Needs,
     Rejoin,
     Replay,
+    ResendRequest,
     Snapshot,
-    Status,
     Upward,
     Welcome,
     decode_command,
@@ -51,7 +51,7 @@ from schemas.wire import (
 )
 from tests.simulation.engine import Attempt, Engine
 from tests.simulation.promises import Ledger
-from workers.machine.decide import AgentState, next_deadline, settled
+from workers.machine.decide import AgentState, in_sync, next_deadline
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -140,7 +140,7 @@ class Process:
             state, _effects = self.world.laws.agent(state, event_decoder.decode(event))
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
-        settings = Settings(hold=HOLD, settle_ms=5000)
+        settings = Settings(max_buffered=HOLD, reconcile_timeout_ms=5000)
         started = Started(
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
         )
@@ -165,7 +165,7 @@ class Process:
     def leave(self) -> None:
         """An orderly end."""
         self.commit()
-        self.up(Leaving())
+        self.up(Goodbye())
         self.die()
 
     def stop(self) -> None:
@@ -221,17 +221,17 @@ class Process:
             case Perform():
                 self.call(effect)
             case Answer():
-                self.up(Answered(outcome=effect.outcome, row=effect.row), seq=effect.seq, origin=effect.epoch)
-            case Need():
-                self.up(Needs(first=effect.first, credit=64))
-            case StartAnew():
+                self.up(CommandOutcome(outcome=effect.outcome, rule=effect.rule), seq=effect.seq, origin=effect.epoch)
+            case RequestResend():
+                self.up(ResendRequest(first=effect.first, credit=64))
+            case Restart():
                 self.commit()
-                self.up(Leaving())
+                self.up(Goodbye())
                 self.stop()
                 if self.slot.engine is not None:
                     self.slot.engine.cut()
                 self.world.at(0, self.slot.start, False)
-            case AskSnapshot():
+            case RequestSnapshot():
                 self.up(Join())
 
     # --- the engine ---------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Process:
         else:
             state = self.state
             self.up(
-                Status(ready=settled(state), generating=state.engine.generating, version=state.engine.version),
+                AgentStatus(ready=in_sync(state), generating=state.engine.generating, version=state.engine.version),
                 seq=state.seq,
             )
         if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:

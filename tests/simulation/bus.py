@@ -20,17 +20,18 @@ from controlplane.machine.events import (
     CoordinatorEvent,
     HelloReceived,
     JoinReceived,
-    NeedReceived,
     Opened,
     PeerAnswer,
     PeerLost,
-    Probe,
+    Ping,
     Publish,
+    ResendRequested,
     Send,
     StatusReceived,
-    TimeCame,
+    TimerFired,
 )
-from schemas.wire import Answered, Downward, Envelope, Hello, Join, Leaving, Needs, Status, Upward, encode
+from schemas.reports import AgentStatus
+from schemas.wire import CommandOutcome, Downward, Envelope, Goodbye, Hello, Join, ResendRequest, Upward, encode
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Process
@@ -56,7 +57,7 @@ class Bus:
         self.state = CoordinatorState()
         self.clock_us = world.rng.randrange(1_000_000_000)
         self.heard: dict[str, int] = {}
-        self.said: dict[str, tuple[int, Status]] = {}
+        self.said: dict[str, tuple[int, AgentStatus]] = {}
         self.batch: list[PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
@@ -128,7 +129,7 @@ class Bus:
         if not self.alive or self.deadline_us != deadline_us:
             return
         self.deadline_us = None
-        self.feed(TimeCame(at_us=self.now_us))
+        self.feed(TimerFired(at_us=self.now_us))
         if self.alive and self.deadline_us is not None and self.deadline_us <= self.now_us:
             self.world.promises.broken("P8 bounded", "the bus spins: its deadline stays in the past")
 
@@ -139,14 +140,14 @@ class Bus:
                 self.publish(effect.epoch, effect.epoch, effect.seq, effect.envelope)
             case Send():
                 self.send(effect.peer, effect.epoch, effect.seq, effect.message)
-            case Probe():
+            case Ping():
                 if self.process_at(effect.peer) is None:
                     self.unreachable(effect.peer)
             case _:
                 pass
 
     def unreachable(self, peer: str) -> None:
-        self.world.at(0, lambda: self.feed(PeerLost(at_us=self.now_us, peer=peer, why="unreachable")))
+        self.world.at(0, lambda: self.feed(PeerLost(at_us=self.now_us, peer=peer, reason="unreachable")))
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -196,14 +197,14 @@ class Bus:
         state = self.state
         if self.world.laws.beacon:
             self.publish(state.epoch, 0, state.seq, None)
-        if self.world.bus is not self and state.ring:
-            record, _ = self.world.rng.choice(state.ring)
+        if self.world.bus is not self and state.history:
+            record, _ = self.world.rng.choice(state.history)
             self.publish(state.epoch, record.origin, record.seq, record.envelope)
-        silent = self.world.now - self.world.settings.gone_ms
+        silent = self.world.now - self.world.settings.agent_timeout_ms
         for peer, heard_ms in list(self.heard.items()):
             if heard_ms < silent:
                 del self.heard[peer]
-                self.feed(PeerLost(at_us=self.now_us, peer=peer, why="silent"))
+                self.feed(PeerLost(at_us=self.now_us, peer=peer, reason="silent"))
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -212,12 +213,12 @@ class Bus:
         peer = process.peer
         self.heard[peer] = self.world.now
         match message:
-            case Answered():
-                answer = PeerAnswer(peer=peer, origin=origin, seq=seq, outcome=message.outcome, row=message.row)
+            case CommandOutcome():
+                answer = PeerAnswer(peer=peer, origin=origin, seq=seq, outcome=message.outcome, rule=message.rule)
                 self.batch.append(answer)
                 if len(self.batch) == 1:
                     self.world.at(self.world.rng.randrange(2), self.flush)
-            case Status():
+            case AgentStatus():
                 if self.said.get(peer) != (seq, message) or self.is_stranger(peer):
                     self.said[peer] = (seq, message)
                     self.feed(StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))
@@ -225,10 +226,10 @@ class Bus:
                 self.feed(HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded=0))
             case Join():
                 self.feed(JoinReceived(at_us=self.now_us, peer=peer))
-            case Needs():
-                self.feed(NeedReceived(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit))
-            case Leaving():
-                self.feed(PeerLost(at_us=self.now_us, peer=peer, why="left"))
+            case ResendRequest():
+                self.feed(ResendRequested(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit))
+            case Goodbye():
+                self.feed(PeerLost(at_us=self.now_us, peer=peer, reason="left"))
             case _:
                 pass
 
@@ -240,4 +241,4 @@ class Bus:
 
     def is_stranger(self, peer: str) -> bool:
         member = self.state.members.get(peer.partition("/")[0])
-        return member is None or member.peer != peer or member.life not in ("joining", "live")
+        return member is None or member.peer != peer or member.state not in ("joining", "live")

@@ -30,9 +30,9 @@ from tests.simulation.promises import Broken, Promises
 from tests.simulation.trainer import Trainer
 from workers.machine import decide as machine
 from workers.machine.decide import AgentState
-from workers.machine.suppressed import remaining
+from workers.machine.suppressed import still_desired
 
-SETTINGS = CoordinatorSettings(heartbeat_ms=1000, gone_ms=4000, lease_ms=12_000, ring=12, nudge_ms=500)
+SETTINGS = CoordinatorSettings(heartbeat_ms=1000, agent_timeout_ms=4000, lease_ms=12_000, history=12, retransmit_ms=500)
 
 LACKING = ({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}, {Operation.PAUSE})
 
@@ -267,15 +267,15 @@ class World:
         self.say("the trainer is gone for good")
         self.run(self.now + self.settings.lease_ms + 20_000)
         for process in joined:
-            engine, desired = process.slot.engine, remaining(process.state.desired, process.state.conceded)
+            engine, desired = process.slot.engine, still_desired(process.state.desired, process.state.suppressed)
             if engine is None or not engine.ready or self.promises.misled(process):
                 continue
             lost = desired.committed is None and engine.weights != LAUNCHED
             lost = lost or (desired.committed is not None and engine.unable)
-            kept = desired.asleep or desired.quarantined or process.state.inhibited or lost
+            kept = desired.asleep or desired.quarantined or process.state.reconcile_blocked or lost
             if not engine.generating and not kept:
                 self.promises.broken("P7 trainer first", f"{process.peer} stays paused without a trainer")
-            if engine.session_step is not None and not process.state.inhibited:
+            if engine.session_step is not None and not process.state.reconcile_blocked:
                 self.promises.broken("I7 windows close", f"{process.peer} profiles without a trainer")
 
     def all_comes_right(self) -> None:
@@ -317,13 +317,13 @@ class World:
         for slot in self.slots:
             process = slot.process
             member = bus.state.members.get(slot.name)
-            if process is None or member is None or member.life != "live":
+            if process is None or member is None or member.state != "live":
                 return f"{slot.name} is not in the fleet"
             state = process.state
-            if state.seq != bus.state.seq or not state.joined or state.astray:
+            if state.seq != bus.state.seq or not state.joined or state.diverged:
                 return f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}"
-            stuck = state.inhibited or (slot.engine is not None and slot.engine.unable)
-            if state.activity is not None or not (machine.settled(state) or stuck):
+            stuck = state.reconcile_blocked or (slot.engine is not None and slot.engine.unable)
+            if state.activity is not None or not (machine.in_sync(state) or stuck):
                 return f"{process.peer} is not as desired"
         return None
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Publish
 from schemas.commands import Command, Target, UnknownCommand, WeightSync
-from schemas.desired import Desired, intend
+from schemas.desired import Desired, desired_after
 from schemas.events import (
     Answer,
     CommandReceived,
@@ -29,10 +29,11 @@ from schemas.events import (
 )
 from schemas.identity import ROLLOUT, Operation, RolloutMode
 from schemas.outcomes import Acted, Missing, Outcome
-from schemas.wire import Report, decode_command
+from schemas.reports import Report
+from schemas.wire import decode_command
 from tests.simulation.engine import LAUNCHED
-from workers.machine.decide import AgentState, settled
-from workers.machine.suppressed import remaining
+from workers.machine.decide import AgentState, in_sync
+from workers.machine.suppressed import still_desired
 
 if TYPE_CHECKING:
     from controlplane.machine.coordinator import CoordinatorState
@@ -121,7 +122,7 @@ class Promises:
         applied = (state.seq, state.joined, state.desired) != (before.seq, before.joined, before.desired)
         if event.epoch < ledger.seen_ever and applied:
             self.broken("P6 fencing", f"{process.slot.name} saw epoch {ledger.seen_ever}, applies {event.epoch}")
-        if event.epoch >= ledger.seen and any(isinstance(one, Answer) and one.row == 1 for one in effects):
+        if event.epoch >= ledger.seen and any(isinstance(one, Answer) and one.rule == 1 for one in effects):
             self.broken("P6 fencing", f"{process.peer} refuses epoch {event.epoch}, and has seen none newer")
         ledger.seen = max(ledger.seen, event.epoch)
         ledger.seen_ever = max(ledger.seen_ever, event.epoch)
@@ -143,7 +144,7 @@ class Promises:
                 self.broken("P1 order", f"{process.peer} took a command {seq} that is not the log's")
         cut = before.interrupted.cause if before.interrupted is not None else None
         for effect in effects:
-            if not isinstance(effect, Answer) or effect.row in (1, 2):
+            if not isinstance(effect, Answer) or effect.rule in (1, 2):
                 continue
             decision = (effect.epoch, effect.outcome)
             if effect.seq not in ledger.decided:
@@ -193,9 +194,9 @@ class Promises:
 
     def _bounded(self, process: Process) -> None:
         state = process.state
-        hold = state.settings.hold
-        if len(state.held) > hold or len(state.queue) > hold or len(state.answers) > 64:
-            sizes = f"{len(state.held)} held, {len(state.queue)} queued, {len(state.answers)} remembered"
+        hold = state.settings.max_buffered
+        if len(state.reorder_buffer) > hold or len(state.queue) > hold or len(state.answers) > 64:
+            sizes = f"{len(state.reorder_buffer)} held, {len(state.queue)} queued, {len(state.answers)} remembered"
             self.broken("P8 bounded", f"{process.peer} keeps {sizes}, and may keep {hold}")
 
     def misled(self, process: Process) -> bool:
@@ -206,7 +207,7 @@ class Promises:
     def serving(self, process: Process) -> None:
         """P4 and I1: an agent that says it is as desired is, and one that generates, generates what is committed."""
         state, engine = process.state, process.slot.engine
-        if engine is None or engine.attempt is not None or not settled(state) or self.misled(process):
+        if engine is None or engine.attempt is not None or not in_sync(state) or self.misled(process):
             return
         desired = self._oracle(process)
         if desired is None:
@@ -218,7 +219,7 @@ class Promises:
         if Operation.SLEEP in engine.temper.lacks:
             desired = replace(desired, asleep=frozenset())
         sync = desired.sync
-        if sync is not None and sync.phase == "prepare" and sync.version == state.conceded.sync:
+        if sync is not None and sync.phase == "prepare" and sync.version == state.suppressed.sync:
             desired = replace(desired, sync=None)  # it was not touched, and goes on until the load names it
         if engine.generating and not desired.serving:
             self.broken("I1 no torn serving", f"{name} generates, and by the log {desired}")
@@ -226,7 +227,7 @@ class Promises:
         if engine.generating and engine.weights != committed and not colocated:
             self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
         lost = desired.committed is None and engine.weights != LAUNCHED
-        mine = remaining(state.desired, state.conceded)
+        mine = still_desired(state.desired, state.suppressed)
         wanted = mine.profile.step if mine.profile is not None else None
         if Operation.SLEEP in engine.temper.lacks:
             mine = replace(mine, asleep=frozenset())
@@ -249,7 +250,7 @@ class Promises:
         identity = process.slot.identity
         for seq in range(ledger.folded + 1, state.seq + 1):
             published = self.log[seq]
-            desired = intend(desired, published.command, published.target.names(identity), identity)
+            desired = desired_after(desired, published.command, published.target.names(identity), identity)
         ledger.oracle, ledger.folded = desired, state.seq
         return desired
 
@@ -305,8 +306,8 @@ class Promises:
                 self._published(bus, effect)
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
                 self._concluded(bus, effect.report)
-        if len(state.ring) > bus.world.settings.ring:
-            self.broken("P8 bounded", f"the ring holds {len(state.ring)} commands")
+        if len(state.history) > bus.world.settings.history:
+            self.broken("P8 bounded", f"the ring holds {len(state.history)} commands")
 
     def _published(self, bus: Bus, effect: Publish) -> None:
         if effect.seq != self.head + 1:
@@ -318,7 +319,7 @@ class Promises:
             origin=effect.epoch,
             command=decode_command(effect.envelope.body),
             target=effect.envelope.target,
-            live=frozenset(name for name, member in members if member.life == "live"),
+            live=frozenset(name for name, member in members if member.state == "live"),
             deadline_us=opened.deadline_us if opened is not None else bus.now_us,
             life=bus.life,
         )

@@ -22,8 +22,8 @@ Decided = tuple[AgentState, tuple[Effect, ...]]
 
 def without_hole_check(state: AgentState, event: Event) -> Decided:
     """Takes a command that is newer than the next one as if it were the next one."""
-    if isinstance(event, CommandReceived) and state.joined and not state.astray and event.epoch >= state.epoch:
-        free = len(state.queue) < state.settings.hold
+    if isinstance(event, CommandReceived) and state.joined and not state.diverged and event.epoch >= state.epoch:
+        free = len(state.queue) < state.settings.max_buffered
         state = replace(state, seq=event.seq - 1) if free and event.seq > state.seq + 1 else state
     return machine.decide(state, event)
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.commands import EngineCommand, EpochStart
-from schemas.desired import Desired, intend
+from schemas.desired import Desired, desired_after
 from schemas.events import (
     Answer,
     CommandReceived,
@@ -55,7 +55,7 @@ def sent(epoch: int, origin: int, seq: int, command: EngineCommand | EpochStart)
 def desired_at(seq: int) -> Desired:
     desired = Desired()
     for _, _, command in HISTORY[:seq]:
-        desired = intend(desired, command, True, PLACE)
+        desired = desired_after(desired, command, True, PLACE)
     return desired
 
 
@@ -140,10 +140,10 @@ def check(situation: Situation, event: Event, state: AgentState, effects: tuple[
         taken = state.seq - before.seq
         assert taken >= 0, "P1: the position went back"
         if isinstance(event, CommandReceived):
-            waiting = {one.seq for one in before.held} | {event.seq}
+            waiting = {one.seq for one in before.reorder_buffer} | {event.seq}
             assert set(range(before.seq + 1, state.seq + 1)) <= waiting, "P2: applied beyond a hole"
         else:
-            assert taken == 0 or before.held, "P1: a position without a command"
+            assert taken == 0 or before.reorder_buffer, "P1: a position without a command"
     for effect in effects:
         if isinstance(effect, Perform):
             assert situation.calling is None or isinstance(event, EngineReturned), "P5: two calls at once"
@@ -209,7 +209,7 @@ def test_no_schedule_breaks_the_machine() -> None:
     ends = [one for one in found.values() if one.state.seq == 3 and one.state.epoch == 2 and one.calling is None]
     assert any(one.crashes == CRASHES for one in ends)
     for one in ends:
-        if one.state.joined and not one.state.astray and not one.state.queue and not one.state.inhibited:
+        if one.state.joined and not one.state.diverged and not one.state.queue and not one.state.reconcile_blocked:
             assert one.generating, "the pause of a trainer that was replaced holds no longer"
 
 

@@ -19,7 +19,7 @@ from workers.engines.tiny.server import TinyClient
 from workers.traces.node import NodeTraces
 
 PLACES = (Identity(replica=0, node_rank=0), Identity(replica=1, node_rank=0))
-QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=200)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=200)
 
 
 def record(folder: Path) -> Path:
@@ -68,7 +68,7 @@ def _agents(address: str, folder: Path) -> Iterator[None]:
     async def one(place: Identity) -> None:
         traces = folder / "traces"
         engine = TinyEngine(place, checkpoints=folder, traces=traces, serve=_front(folder, place))
-        config = AgentConfig(hello_ms=20, watch_ms=20)
+        config = AgentConfig(hello_retry_ms=20, observe_ms=20)
         async with Agent(
             bus=address,
             identity=place,

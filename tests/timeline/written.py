@@ -23,7 +23,8 @@ from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.events import Answer, CommandReceived, Decision, Effect, Event, Started
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Outcome, Trace
-from schemas.wire import AgentOutcome, Clock, Envelope, Hello, Recorded, Report, Status, encode
+from schemas.reports import AgentOutcome, AgentStatus, Clock, Report
+from schemas.wire import DecisionBatch, Envelope, Hello, encode
 
 START_NS = 1_800_000_000_000_000_000
 """When the run begins, on the bus's clock."""
@@ -62,7 +63,7 @@ class Written:
         """A decision of an agent, which the bus gets to know half a second after."""
         number = self._numbers[agent] = self._numbers.get(agent, 0) + 1
         decision = Decision(Raw(encode(event)), Raw(encode(effects)))
-        batch = Recorded(journal=f"j{agent}", first=number, decisions=(decision,))
+        batch = DecisionBatch(journal=f"j{agent}", first=number, decisions=(decision,))
         assert self._log.take(agent, batch, START_NS + (event.at_ms - self.zero_ms + 500) * MS) == number
 
     def joins(self, place: Identity, at_ms: float = 1, clocks: tuple[Clock, ...] = ()) -> str:
@@ -72,7 +73,7 @@ class Written:
         self.bus(at_ms, HelloReceived(at_us=0, peer=peer, hello=hello, recorded=0))
         self.decides(place.agent, Started(at_ms=self.zero_ms + int(at_ms), identity=place, incarnation="i"))
         for clock in clocks:
-            self.bus(at_ms, StatusReceived(at_us=0, peer=peer, seq=0, status=Status(ready=True, clock=clock)))
+            self.bus(at_ms, StatusReceived(at_us=0, peer=peer, seq=0, status=AgentStatus(ready=True, clock=clock)))
         return peer
 
     def clock(self, at_ms: int, offset_ns: int = 0, error_ns: int = 1_000) -> Clock:
@@ -102,10 +103,10 @@ class Written:
     def answer(self, peer: str, seq: int, done_ms: float, concluded_ms: float, outcome: Outcome) -> None:
         """Its end: the agent answers, the bus concludes."""
         agent, command = peer.partition("/")[0], self._asked[seq]
-        self.decides(agent, self._received(seq, done_ms), Answer(epoch=1, seq=seq, outcome=outcome, row=10))
-        lines = (AgentOutcome(agent=agent, conclusion=outcome, row=10),)
+        self.decides(agent, self._received(seq, done_ms), Answer(epoch=1, seq=seq, outcome=outcome, rule=10))
+        lines = (AgentOutcome(agent=agent, conclusion=outcome, rule=10),)
         report = Report(seq=seq, origin=1, command=command, outcomes=lines)
-        answer = PeerAnswer(peer=peer, origin=1, seq=seq, outcome=outcome, row=10)
+        answer = PeerAnswer(peer=peer, origin=1, seq=seq, outcome=outcome, rule=10)
         arrived = AnswersReceived(at_us=0, answers=(answer,))
         self.bus(concluded_ms, arrived, Conclude(ticket=seq, report=report))
 

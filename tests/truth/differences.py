@@ -43,7 +43,7 @@ def same(our: str, theirs: str) -> bool:
 class Explanation(NamedTuple):
     """why: of every difference for which `of` holds."""
 
-    why: str
+    reason: str
     of: Callable[[Place, Case], bool]
 
 

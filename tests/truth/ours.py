@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from controlplane.machine.profiling import entering, leaving
 from schemas.commands import ProfileCommand, ProfilePlan
-from schemas.config import ProfilerConfig
 from schemas.events import (
     Answer,
     Effect,
@@ -25,6 +24,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, Failed, Skipped
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.verl import read
 from tests.truth.cases import (
     ABSENT,

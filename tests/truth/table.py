@@ -200,7 +200,7 @@ def page(tables: list[Drawn]) -> str:
     opening = OPENING.format(**counted, **words, soon=SOON, never=NEVER)
     body = [line for one in tables for line in ("", f"## {one.section.title}", "", *_rows(one.section, one.rows))]
     why = [
-        fill(f"{number}. {one.why}", 120, subsequent_indent=" " * len(f"{number}. "))
+        fill(f"{number}. {one.reason}", 120, subsequent_indent=" " * len(f"{number}. "))
         for number, one in enumerate(EXPLANATIONS, 1)
     ]
     return "\n".join([opening.rstrip(), *body, "", "## Where they differ", "", *why]) + "\n"

@@ -32,7 +32,7 @@ from tests.truth.differences import EXPLANATIONS, Place, explained
 from tests.truth.ours import ours, seen
 from tests.truth.table import SECTIONS, Drawn, drawn, page
 from workers.engines.sglang.engine import SGLangEngine
-from workers.engines.sglang.in_process import TokenizerManagerFront
+from workers.engines.sglang.in_process import TokenizerManagerClient
 
 PAGE = Path(__file__).parents[2] / "docs" / "truth-table.md"
 
@@ -142,7 +142,7 @@ class MultiTokenizerRouter:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_router_in_the_place_of_a_tokenizer_manager_is_seen_as_absent(tmp_path: Path) -> None:
     place = Identity(replica=1, node_rank=0)
-    engine = SGLangEngine(place, TokenizerManagerFront(MultiTokenizerRouter()), checkpoints=tmp_path, traces=tmp_path)
+    engine = SGLangEngine(place, TokenizerManagerClient(MultiTokenizerRouter()), checkpoints=tmp_path, traces=tmp_path)
     await engine.open()
     observed = await engine.observe()
     assert observed == seen("sglang", ROUTER)

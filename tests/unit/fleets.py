@@ -16,26 +16,26 @@ from controlplane.machine.events import (
     HelloReceived,
     Issued,
     JoinReceived,
-    NeedReceived,
     Opened,
     PeerAnswer,
     PeerLost,
-    Probe,
+    Ping,
     Publish,
     Refuse,
+    ResendRequested,
     Send,
     StatusReceived,
-    SyncReport,
     SyncRequested,
-    TimeCame,
+    TimerFired,
 )
 from schemas.commands import Checkpoint, Command, Target
-from schemas.identity import ROLLOUT, RolloutMode, named
+from schemas.identity import ROLLOUT, RolloutMode, identity_of
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from schemas.wire import Downward, Hello, Report, Status, decode_command
+from schemas.reports import AgentStatus, Report, SyncReport
+from schemas.wire import Downward, Hello, decode_command
 
 SETTINGS = CoordinatorSettings(
-    heartbeat_ms=1000, gone_ms=10_000, lease_ms=60_000, ring=8, nudge_ms=1000, events_port=7000
+    heartbeat_ms=1000, agent_timeout_ms=10_000, lease_ms=60_000, history=8, retransmit_ms=1000, events_port=7000
 )
 SECOND_US = 1_000_000
 DONE = Acted(calls=())
@@ -82,7 +82,7 @@ class Coordinator:
         recorded: int = 0,
         mode: RolloutMode = RolloutMode.HYBRID,
     ) -> None:
-        identity = named(agent)
+        identity = identity_of(agent)
         if identity.role == ROLLOUT:
             identity = replace(identity, nnodes=2, mode=mode)
         greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42)
@@ -91,11 +91,11 @@ class Coordinator:
     def join(self, agent: str, incarnation: str = "a") -> None:
         self.feed(JoinReceived(at_us=0, peer=f"{agent}/{incarnation}"))
 
-    def say(self, agent: str, status: Status, seq: int = 0, incarnation: str = "a") -> None:
+    def say(self, agent: str, status: AgentStatus, seq: int = 0, incarnation: str = "a") -> None:
         self.feed(StatusReceived(at_us=0, peer=f"{agent}/{incarnation}", seq=seq, status=status))
 
     def lose(self, agent: str, why: str = "silent", at_us: int = 0) -> None:
-        left = PeerLost(at_us=at_us, peer=f"{agent}/a", why="left" if why == "left" else "silent")
+        left = PeerLost(at_us=at_us, peer=f"{agent}/a", reason="left" if why == "left" else "silent")
         self.feed(left)
 
     def issue(self, body: Command, *, target: Target | None = None, timeout_ms: int = 30_000, at_us: int = 0) -> int:
@@ -144,17 +144,17 @@ class Coordinator:
                 origin=origin or self.state.epoch,
                 seq=seq or self.state.seq,
                 outcome=outcome,
-                row=10,
+                rule=10,
             )
             for agent, outcome in said.items()
         )
         self.feed(AnswersReceived(at_us=at_us, answers=batch))
 
     def need(self, agent: str, first: int, credit: int = 64, at_us: int = 0) -> None:
-        self.feed(NeedReceived(at_us=at_us, peer=f"{agent}/a", first=first, credit=credit))
+        self.feed(ResendRequested(at_us=at_us, peer=f"{agent}/a", first=first, credit=credit))
 
     def time(self, at_us: int) -> None:
-        self.feed(TimeCame(at_us=at_us))
+        self.feed(TimerFired(at_us=at_us))
 
     # --- what it decided ----------------------------------------------------------------------------------------------
 
@@ -185,11 +185,11 @@ class Coordinator:
     @property
     def refused(self) -> list[tuple[int, str, str]]:
         """Ticket, kind and reason of what was refused."""
-        return [(one.ticket, one.kind, one.why) for one in self.of(Refuse)]
+        return [(one.ticket, one.kind, one.reason) for one in self.of(Refuse)]
 
     @property
     def probed(self) -> list[str]:
-        return [one.peer for one in self.of(Probe)]
+        return [one.peer for one in self.of(Ping)]
 
 
 def lines(report: Report) -> dict[str, object]:

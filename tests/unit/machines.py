@@ -58,7 +58,7 @@ def agent(
     """An agent that has read its engine and was told what is desired as of `seq`."""
     state, _ = fold(
         AgentState(),
-        Started(at_ms=0, identity=identity, incarnation="a", settings=Settings(hold=4)),
+        Started(at_ms=0, identity=identity, incarnation="a", settings=Settings(max_buffered=4)),
         EngineObserved(at_ms=0, observation=seen),
         SnapshotReceived(at_ms=0, epoch=epoch, seq=seq, desired=desired or Desired()),
     )

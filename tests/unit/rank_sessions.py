@@ -12,9 +12,10 @@ import anyio
 import torch
 
 from schemas.commands import ProfilePlan
-from schemas.desired import Session, trace_directory
+from schemas.desired import ProfileSession
 from schemas.events import EngineCall, Returned, StartProfile, StopProfile
 from schemas.identity import Identity
+from schemas.selection import trace_directory
 from workers.profilers import RankProfiler
 
 LAYER = torch.nn.Linear(4, 4)
@@ -48,7 +49,7 @@ class Commanded:
         return done
 
     def start(self, plan: ProfilePlan | None = None, step: int = 3) -> None:
-        session = Session(step, plan or ProfilePlan())
+        session = ProfileSession(step, plan or ProfilePlan())
         directory = trace_directory(step, session.plan, self.identity)
         self._open = StopProfile(session, directory)
         self.ask(StartProfile(session, directory)).result(60)

@@ -18,12 +18,12 @@ from schemas.identity import Identity, Operation
 from schemas.wire import (
     TOPIC_COMMAND,
     TOPIC_HEAD,
-    Answered,
+    CommandOutcome,
+    CommandRecord,
     Downward,
     Envelope,
     Hello,
     Join,
-    Record,
     Rejoin,
     Snapshot,
     Upward,
@@ -43,7 +43,7 @@ SECOND = Identity(replica=0, node_rank=1, nnodes=2)
 PAUSE = EngineCommand(operation="pause")
 RESUME = EngineCommand(operation="resume")
 FLUSH = EngineCommand(operation="flush")
-STRANGER = Rejoin(why="the bus does not know you: say hello")
+STRANGER = Rejoin(reason="the bus does not know you: say hello")
 TTL_MS = 60_000
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -142,8 +142,8 @@ class Bus:
         body = msgspec.Raw(encode(command))
         return Envelope(run=self.run, issued_at_ns=1, ttl_ms=ttl_ms, body=body, target=target or Target())
 
-    def record(self, seq: int, command: Command) -> Record:
-        return Record(origin=self.epoch, seq=seq, envelope=self.envelope(command))
+    def record(self, seq: int, command: Command) -> CommandRecord:
+        return CommandRecord(origin=self.epoch, seq=seq, envelope=self.envelope(command))
 
     def publish(self, command: Command, seq: int | None = None, ttl_ms: int = TTL_MS) -> None:
         self.seq = self.seq + 1 if seq is None else seq
@@ -170,8 +170,8 @@ class Bus:
         self.say(Snapshot(desired=desired or Desired()))
         return hello
 
-    async def outcome(self, seq: int) -> Answered:
-        answered = await self.next(Answered)
+    async def outcome(self, seq: int) -> CommandOutcome:
+        answered = await self.next(CommandOutcome)
         assert (self.last.seq, self.last.origin) == (seq, self.epoch)
         return answered
 
@@ -186,7 +186,7 @@ async def running(
     bus: Bus | str, context: Context, engine: Engine, folder: Path, identity: Identity = PRIMARY
 ) -> AsyncIterator[Agent]:
     """An agent that runs until the block ends, for a bus or its address. It is then ended in good order."""
-    config = AgentConfig(hello_ms=20, watch_ms=10)
+    config = AgentConfig(hello_retry_ms=20, observe_ms=10)
     place, left = identity, NodeTraces(folder / "traces", identity)
     address = bus if isinstance(bus, str) else bus.address
     async with (

@@ -17,11 +17,11 @@ from schemas.events import Call, Decision, EngineReturned, Pause, Perform, Retur
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.wire import (
     TOPIC_HEAD,
-    Answered,
+    CommandOutcome,
+    Goodbye,
     Hello,
-    Leaving,
-    Needs,
     Replay,
+    ResendRequest,
     decision_decoder,
     effects_decoder,
     encode,
@@ -62,13 +62,13 @@ async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, e
         await bus.admit()
         await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         bus.publish(PAUSE)
-        assert await bus.outcome(1) == Answered(outcome=Acted(calls=("pause",)), row=10)
+        assert await bus.outcome(1) == CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
         assert engine.calls == [Pause("abort")]
     async with running(bus, context, idle, tmp_path, SECOND) as agent:
         await bus.admit()
         await until(agent, lambda state: state.joined)
         bus.publish(RESUME)
-        assert await bus.outcome(2) == Answered(outcome=Skipped(Reason.NOT_PRIMARY), row=6)
+        assert await bus.outcome(2) == CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6)
         assert idle.calls == []
 
 
@@ -105,7 +105,7 @@ async def test_hole_is_asked_for_and_filled_in_order(
         await bus.admit()
         await until(agent, lambda state: state.joined)
         bus.publish(PAUSE, seq=3)
-        assert (await bus.next(Needs)).first == 1
+        assert (await bus.next(ResendRequest)).first == 1
         bus.say(Replay(records=(bus.record(1, FLUSH), bus.record(2, FLUSH))))
         for seq in (1, 2, 3):
             assert isinstance((await bus.outcome(seq)).outcome, Acted)
@@ -121,7 +121,7 @@ async def test_pages_of_replay_are_asked_for_until_nothing_is_missing(
         bus.seq = 3
         bus.raw(TOPIC_HEAD, header(bus.epoch, 0, 3), b"\xc0")
         for seq in (1, 2, 3):
-            assert (await bus.next(Needs)).first == seq
+            assert (await bus.next(ResendRequest)).first == seq
             bus.say(Replay(records=(bus.record(seq, PAUSE),)))
             await bus.outcome(seq)
 
@@ -193,7 +193,7 @@ async def test_agent_that_is_told_to_end_awaits_the_call_and_records_what_became
                 bus.publish(PAUSE)
                 await anyio.sleep_forever()
         assert isinstance((await bus.outcome(1)).outcome, Acted)
-        await bus.next(Leaving)
+        await bus.next(Goodbye)
     last = [event_decoder.decode(one.event) for one in recorded(tmp_path)][-1]
     assert isinstance(last, EngineReturned) and last.result == Returned()
 
@@ -287,7 +287,7 @@ async def test_call_that_was_cut_off_is_settled_by_reading_the_engine(
         await bus.admit(paused)
         await until(agent, lambda state: state.joined and state.interrupted is None)
         bus.say(Replay(records=(bus.record(1, PAUSE),)))
-        assert await bus.outcome(1) == Answered(outcome=Acted(calls=("pause",)), row=10)
+        assert await bus.outcome(1) == CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
         assert engine.calls == []
 
 
@@ -333,8 +333,8 @@ async def test_agent_that_can_not_write_acts_no_more_and_says_so(
             tasks.cancel_scope.cancel()
     assert engine.calls == []
     monkeypatch.undo()
-    await bus.next(Leaving)
-    assert not [one for one in bus.ignored if isinstance(one, Answered)]
+    await bus.next(Goodbye)
+    assert not [one for one in bus.ignored if isinstance(one, CommandOutcome)]
 
 
 async def test_bus_of_another_run_is_joined_with_a_new_journal(
@@ -351,7 +351,7 @@ async def test_bus_of_another_run_is_joined_with_a_new_journal(
         bus.say(STRANGER)
         await bus.next(Hello)
         bus.say(bus.welcome())
-        await bus.next(Leaving)
+        await bus.next(Goodbye)
         second = await bus.admit()
         assert second.journal != first.journal and second.incarnation != first.incarnation
         await until(agent, lambda state: state.joined and state.epoch == 1 and state.seq == 0)

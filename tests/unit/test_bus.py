@@ -38,23 +38,14 @@ from schemas.errors import (
 from schemas.events import Resume
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped
-from schemas.wire import (
-    MAX_BYTES,
-    Answered,
-    Hello,
-    Rejoin,
-    Report,
-    decode_downward,
-    encode,
-    header,
-    open_frames,
-)
+from schemas.reports import Report
+from schemas.wire import MAX_BYTES, CommandOutcome, Hello, Rejoin, decode_downward, encode, header, open_frames
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, running
 from workers.agent import Agent
 
 pytestmark = pytest.mark.anyio
 
-QUICK = BusConfig(head_ms=50, heartbeat_ms=40, gone_ms=1_000, nudge_ms=50)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, agent_timeout_ms=1_000, retransmit_ms=50)
 OTHER = Identity(replica=1, node_rank=0)
 ALL = Target()
 
@@ -86,7 +77,7 @@ async def fleet(bus: Bus, context: Context, folder: Path, *places: Identity) -> 
 
 
 def live(state: CoordinatorState) -> set[str]:
-    return {name for name, member in state.members.items() if member.life == "live"}
+    return {name for name, member in state.members.items() if member.state == "live"}
 
 
 async def reached(bus: Bus, holds: Callable[[CoordinatorState], bool]) -> CoordinatorState:
@@ -105,7 +96,7 @@ def said(report: Report) -> dict[str, str]:
                 words[one.agent] = reason
             case Failed(error=error):
                 words[one.agent] = error
-            case Missing(why=why):
+            case Missing(reason=why):
                 words[one.agent] = why
     return words
 
@@ -173,7 +164,7 @@ async def test_an_agent_that_comes_late_is_brought_to_what_holds(tmp_path: Path,
 
 
 async def test_a_second_agent_in_one_place_is_turned_away_by_name(tmp_path: Path, context: Context) -> None:
-    quick = BusConfig(head_ms=50, heartbeat_ms=40, gone_ms=100)
+    quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, agent_timeout_ms=100)
     async with opened(tmp_path, context, config=quick) as bus, fleet(bus, context, tmp_path / "first", PRIMARY):
         second = Agent(
             bus=bus.address, identity=PRIMARY, engine=Engine(), state_dir=tmp_path / "second", context=context
@@ -190,8 +181,8 @@ async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Conte
         hello = Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
         async with agent_dealer(context, bus.address, b"0.0/a") as dealer:
             await dealer.send([header(0), encode(hello)])
-            await reached(bus, lambda state: state.members["0.0"].life == "joining" if state.members else False)
-            await reached(bus, lambda state: state.members["0.0"].life == "gone")
+            await reached(bus, lambda state: state.members["0.0"].state == "joining" if state.members else False)
+            await reached(bus, lambda state: state.members["0.0"].state == "gone")
 
 
 async def test_agents_find_a_bus_that_starts_again_on_its_log(tmp_path: Path, context: Context) -> None:
@@ -213,7 +204,7 @@ async def test_agents_find_a_bus_that_starts_again_on_its_log(tmp_path: Path, co
 
 
 def hostile(peer: bytes) -> list[tuple[str, list[bytes]]]:
-    status = encode(Rejoin(why="a message for the other direction"))
+    status = encode(Rejoin(reason="a message for the other direction"))
     return [
         ("no frames", [b""]),
         ("noise", [b"\xff" * 10, b"\x00" * 20]),
@@ -242,7 +233,7 @@ async def test_what_can_not_be_read_is_counted_and_the_others_go_on(
             report = await bus.publish(PAUSE, ALL, 10_000)
             assert said(report) == {"0.0": "acted"}
             # The dealer's message and a question after it come in order, so the bus has seen both when it answers.
-            await dealer.send([header(1), encode(Answered(outcome=Acted(calls=()), row=0))])
+            await dealer.send([header(1), encode(CommandOutcome(outcome=Acted(calls=()), rule=0))])
             with anyio.fail_after(10):
                 _, body = open_frames(await dealer.recv())
             assert isinstance(decode_downward(body), Rejoin)

@@ -13,7 +13,9 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from schemas.errors import CheckpointError
-from schemas.safetensors.format import build_manifest, check, read_layout, resolve
+from schemas.safetensors.format import read_layout
+from schemas.safetensors.manifest import build_manifest, check
+from schemas.safetensors.paths import resolve
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

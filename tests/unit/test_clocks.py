@@ -15,13 +15,14 @@ from controlplane.machine.events import StatusReceived
 from controlplane.record.log import RunLog
 from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig, BusConfig
-from schemas.wire import Clock, TimeTold
+from schemas.reports import Clock
+from schemas.wire import TimeReply
 from tests.unit.small_bus import PRIMARY, SECOND, Engine, running
 from workers.agent import Agent
 from workers.link.clocks import DRIFT_PPM, TOLD_NS, Clocks
 
 MS, S = 1_000_000, 1_000_000_000
-QUICK = BusConfig(head_ms=50, heartbeat_ms=20, gone_ms=5_000)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=20, agent_timeout_ms=5_000)
 
 
 class Network:
@@ -53,7 +54,7 @@ class Network:
         self.now_ns += up_ns
         received = self.now_ns
         self.now_ns += held_ns
-        told = TimeTold(sent_ns=sent, received_ns=received, replied_ns=self.now_ns)
+        told = TimeReply(sent_ns=sent, received_ns=received, replied_ns=self.now_ns)
         self.now_ns += down_ns
         now = self.monotonic_ns
         self.clocks.take(told, now / S, self.wall_ns, (now, now))
@@ -137,7 +138,7 @@ def test_a_bus_whose_clock_is_set_is_followed_at_once(step_ns: int) -> None:
 def test_an_answer_to_no_question_is_not_taken() -> None:
     clocks = Clocks()
     for sent, received, replied in ((11, 5, 5), (5, 9, 5), (5, 5, 99)):  # from the future; backwards; longer than away
-        clocks.take(TimeTold(sent_ns=sent, received_ns=received, replied_ns=replied), 1.0, 10, (10, 10))
+        clocks.take(TimeReply(sent_ns=sent, received_ns=received, replied_ns=replied), 1.0, 10, (10, 10))
     assert clocks.told is None
 
 
@@ -168,7 +169,7 @@ async def test_an_agent_with_a_shifted_clock_tells_by_how_much(tmp_path: Path, c
             identity=PRIMARY,
             engine=Engine(),
             state_dir=tmp_path,
-            config=AgentConfig(hello_ms=20),
+            config=AgentConfig(hello_retry_ms=20),
             context=context,
             wall_ns=lambda: time.time_ns() + shift_ns,
         ) as shifted,
@@ -200,4 +201,4 @@ async def test_a_new_bus_is_measured_anew(tmp_path: Path, context: Context) -> N
 
 
 def live(state: CoordinatorState) -> bool:
-    return state.members["0.0"].life == "live"
+    return state.members["0.0"].state == "live"

@@ -8,7 +8,8 @@ from controlplane.machine.events import Conclude, Publish
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
 from schemas.outcomes import Reason, Skipped
-from schemas.wire import MAX_COMMAND_BYTES, Rejoin, Replay, Snapshot, Status, decode_command
+from schemas.reports import AgentStatus
+from schemas.wire import MAX_COMMAND_BYTES, Rejoin, Replay, Snapshot, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
 from tests.unit.machines import START, STOP, sync
 
@@ -219,7 +220,7 @@ def test_who_left_in_good_order_is_not_looked_for_in_the_next_life() -> None:
     bus.lose("1.0", "left")
     bus.lose("2.0")
     bus.open()
-    assert {name: one.life for name, one in bus.state.members.items()} == {"0.0": "gone", "2.0": "gone"}
+    assert {name: one.state for name, one in bus.state.members.items()} == {"0.0": "gone", "2.0": "gone"}
 
 
 def test_a_new_life_ends_what_was_half_done_and_keeps_what_is_committed() -> None:
@@ -233,7 +234,7 @@ def test_a_new_life_ends_what_was_half_done_and_keeps_what_is_committed() -> Non
     committed = bus.state.desired[0].committed
     bus.open()
     assert committed is not None and committed.version == 1
-    assert bus.state.desired[0] == bus.state.blank == Desired(committed=committed)
+    assert bus.state.desired[0] == bus.state.default_desired == Desired(committed=committed)
     assert bus.state.sync is None
 
 
@@ -299,12 +300,12 @@ def test_a_command_in_a_few_words(body: Command, words: str) -> None:
 
 def test_the_fleet_as_people_see_it() -> None:
     bus = Coordinator("10.0", "2.0", "2.1")
-    bus.say("2.0", Status(ready=True), seq=1)
+    bus.say("2.0", AgentStatus(ready=True), seq=1)
     bus.lose("2.1")
     bus.issue(PAUSE)
     bus.answer(a2_0=DONE)
     seen = fleet_status(bus.state, 5_000_000, "run.db", {"2.0/a": 3_000_000})
-    assert [(one.agent, one.life, one.silent_ms, one.waits_for) for one in seen.agents] == [
+    assert [(one.agent, one.state, one.silent_ms, one.waits_for) for one in seen.agents] == [
         ("2.0", "live", 2000, ()),
         ("2.1", "gone", 0, ()),
         ("10.0", "live", 0, ("pause (seq 2)",)),

@@ -17,7 +17,7 @@ from schemas.commands import (
     UnknownCommand,
 )
 from schemas.desired import Committed, Desired
-from schemas.events import Answer, EngineObserved, EngineReturned, Need, Perform, Returned, Tick
+from schemas.events import Answer, EngineObserved, EngineReturned, Perform, RequestResend, Returned, Tick
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from tests.unit.machines import (
@@ -51,7 +51,7 @@ def skipped(row: int, reason: Reason) -> tuple[int, Outcome]:
 
 
 def said(answer: Answer) -> tuple[int, Outcome]:
-    return answer.row, answer.outcome
+    return answer.rule, answer.outcome
 
 
 # --- order: rows 1 to 3 -----------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_row_2_what_a_snapshot_stands_for_is_superseded() -> None:
 
 def test_row_3_a_hole_is_held_and_asked_for() -> None:
     state, effects = fold(agent(SECOND), command(FLUSH, 3))
-    assert effects == [Need(1)] and state.seq == 0
+    assert effects == [RequestResend(1)] and state.seq == 0
     state, effects = fold(state, command(PAUSE, 1), command(RESUME, 2))
     assert [one.seq for one in answers(effects)] == [1, 2, 3] and state.seq == 3
 
@@ -116,7 +116,7 @@ def test_row_4_a_command_that_expired_in_the_queue_is_answered_so() -> None:
         observation=replace(PRESENT, generating=False),
     )
     _, effects = fold(state, done)
-    assert [(one.seq, one.row) for one in answers(effects)] == [(1, 10), (2, 4)]
+    assert [(one.seq, one.rule) for one in answers(effects)] == [(1, 10), (2, 4)]
 
 
 def test_row_5_another_replicas_command_is_not_for_us() -> None:
@@ -148,13 +148,13 @@ def test_row_7_until_their_time_is_over() -> None:
     state, _ = fold(agent(seen=replace(PRESENT, tokenizer="unknown")), command(PAUSE, ttl_ms=50))
     _, effects = fold(state, Tick(at_ms=50))
     (answer,) = answers(effects)
-    assert answer.row == 7
+    assert answer.rule == 7
     assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.ENGINE_NOT_READY
 
 
 def test_row_8_a_primary_without_a_tokenizer_fails_and_says_where_to_look() -> None:
     answer = decided(agent(seen=replace(PRESENT, tokenizer="absent")), START)
-    assert answer.row == 8
+    assert answer.rule == 8
     assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.TOKENIZER_MISSING
     assert "look at its launch" in answer.outcome.message
 
@@ -172,14 +172,14 @@ def test_row_8_a_primary_without_a_tokenizer_fails_and_says_where_to_look() -> N
 def test_row_9_an_operation_that_the_engine_lacks_is_named(body: Command, lacks: Operation) -> None:
     seen = replace(PRESENT, operations=frozenset(Operation) - {lacks})
     answer = decided(agent(seen=seen), body)
-    assert answer.row == 9
+    assert answer.rule == 9
     assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.UNSUPPORTED
     assert f"tiny 1 has no operation {lacks}" in answer.outcome.message
 
 
 def test_row_9_a_command_of_a_newer_bus_is_unsupported() -> None:
     answer = decided(agent(), UnknownCommand("teleport"))
-    assert answer.row == 9 and isinstance(answer.outcome, Failed)
+    assert answer.rule == 9 and isinstance(answer.outcome, Failed)
     assert "knows no command 'teleport'" in answer.outcome.message
 
 

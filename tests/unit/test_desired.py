@@ -12,9 +12,10 @@ from schemas.commands import (
     ProfilePlan,
     UnknownCommand,
 )
-from schemas.desired import ALL_TAGS, Committed, Desired, Session, Syncing, intend, orphaned, refuse_profile
+from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing, desired_after, orphaned
 from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Reason
+from schemas.selection import refuse_profile
 from tests.unit.machines import PRIMARY, SECOND, START, STOP, manifest, sync
 
 JUDGE = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
@@ -34,7 +35,7 @@ def after(*commands: Command | UnknownCommand, start: Desired | None = None, ide
     """What is wanted after these commands, all of which name the replica."""
     desired = start or Desired()
     for one in commands:
-        desired = intend(desired, one, True, identity)
+        desired = desired_after(desired, one, True, identity)
     return desired
 
 
@@ -71,15 +72,15 @@ def test_in_the_middle_of_a_sync_the_engine_is_not_to_be_commanded(body: EngineC
 
 @pytest.mark.parametrize("body", [PAUSE, START, STOP, sync("prepare"), sync("load"), sync("commit"), sync("abort")])
 def test_a_command_for_others_changes_nothing(body: Command) -> None:
-    start = Desired(profile=Session(3, ProfilePlan()))
-    assert intend(start, body, False, PRIMARY) is start
+    start = Desired(profile=ProfileSession(3, ProfilePlan()))
+    assert desired_after(start, body, False, PRIMARY) is start
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_session_is_wanted_from_its_start_to_its_stop() -> None:
-    assert after(START) == Desired(profile=Session(3, ProfilePlan()))
+    assert after(START) == Desired(profile=ProfileSession(3, ProfilePlan()))
     assert after(START, STOP) == Desired()
 
 
@@ -175,7 +176,7 @@ def test_an_older_quarantine_outlives_a_later_load_and_ends_with_the_commit_that
 HALF_DONE = Desired(
     generation="paused",
     asleep=frozenset({"weights"}),
-    profile=Session(3, ProfilePlan()),
+    profile=ProfileSession(3, ProfilePlan()),
     committed=V1,
     sync=PREPARED,
     quarantined=1,
@@ -188,7 +189,7 @@ def test_without_a_trainer_the_replica_goes_on_and_keeps_weights_memory_and_quar
 
 @pytest.mark.parametrize("targeted", [True, False])
 def test_an_epoch_s_start_ends_what_is_half_done_for_every_replica(targeted: bool) -> None:
-    assert intend(HALF_DONE, BEGIN, targeted, PRIMARY) == orphaned(HALF_DONE)
+    assert desired_after(HALF_DONE, BEGIN, targeted, PRIMARY) == orphaned(HALF_DONE)
 
 
 def test_nothing_to_end_is_the_same_object() -> None:
@@ -208,7 +209,7 @@ def test_all_nodes_of_a_replica_fold_alike() -> None:
     ("desired", "serving"),
     [
         (Desired(), True),
-        (Desired(committed=V1, profile=Session(3, ProfilePlan())), True),
+        (Desired(committed=V1, profile=ProfileSession(3, ProfilePlan())), True),
         (Desired(generation="paused"), False),
         (Desired(asleep=frozenset({"kv_cache"})), False),
         (Desired(sync=PREPARED), False),

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from controlplane.cli.__main__ import cli
 from controlplane.cli.explain import told
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule
-from schemas.config import ProfilerConfig
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.files import read_verl, read_yaml
 
 CONFIGS = Path(__file__).parents[1] / "configs"

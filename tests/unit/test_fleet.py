@@ -5,18 +5,19 @@ from msgspec.structs import replace
 
 from controlplane.machine.fleet import PAGE
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
-from schemas.desired import ALL_TAGS, Committed, Desired, Session
+from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession
 from schemas.identity import RolloutMode
-from schemas.wire import Rejoin, Replay, Snapshot, Status, Welcome, decode_command
+from schemas.reports import AgentStatus
+from schemas.wire import Rejoin, Replay, Snapshot, Welcome, decode_command
 from tests.unit.fleets import DONE, NO, SECOND_US, SETTINGS, Coordinator, lines
 from tests.unit.machines import START, STOP
 
 PAUSE, RESUME, FLUSH, SLEEP = (EngineCommand(operation=one) for one in ("pause", "resume", "flush", "sleep"))
-STRANGER = Rejoin(why="the bus does not know you: say hello")
+STRANGER = Rejoin(reason="the bus does not know you: say hello")
 
 
 def lives(bus: Coordinator) -> dict[str, str]:
-    return {name: member.life for name, member in bus.state.members.items()}
+    return {name: member.state for name, member in bus.state.members.items()}
 
 
 def snapshot(bus: Coordinator) -> Desired:
@@ -62,7 +63,7 @@ def test_a_stranger_is_told_to_say_hello_and_changes_nothing(event: str) -> None
         case "join":
             bus.join("9.0")
         case "status":
-            bus.say("9.0", Status(ready=True))
+            bus.say("9.0", AgentStatus(ready=True))
         case "need":
             bus.need("9.0", 1)
         case "answer":
@@ -128,7 +129,7 @@ def test_a_session_that_is_open_is_desired_of_who_comes_later_until_it_is_stoppe
     bus.answer(a0_0=DONE)
     bus.hello("1.0")
     bus.join("1.0")
-    assert snapshot(bus).profile == Session(3, ProfilePlan())
+    assert snapshot(bus).profile == ProfileSession(3, ProfilePlan())
     bus.issue(STOP)
     bus.join("1.0")
     assert snapshot(bus).profile is None
@@ -193,9 +194,9 @@ def test_a_living_process_that_connects_again_still_owes_its_answer() -> None:
 
 def test_a_status_is_kept_for_people() -> None:
     bus = Coordinator("0.0")
-    bus.say("0.0", Status(ready=True, version=4), seq=1)
+    bus.say("0.0", AgentStatus(ready=True, version=4), seq=1)
     member = bus.state.members["0.0"]
-    assert (member.seq, member.status) == (1, Status(ready=True, version=4))
+    assert (member.seq, member.status) == (1, AgentStatus(ready=True, version=4))
 
 
 # --- two agents for one place -----------------------------------------------------------------------------------------
@@ -207,13 +208,13 @@ def test_a_second_agent_in_one_place_waits_while_the_holder_is_probed() -> None:
     assert bus.probed == ["0.0/a"]
     ((peer, message),) = bus.sent
     assert peer == "0.0/b" and isinstance(message, Rejoin) and not message.final
-    assert message.why.startswith("agent 0.0 is held by incarnation a on node-1, pid 42.")
+    assert message.reason.startswith("agent 0.0 is held by incarnation a on node-1, pid 42.")
     assert bus.state.members["0.0"].hello.incarnation == "a"
 
 
 def test_a_holder_that_had_time_to_fall_silent_and_did_not_keeps_its_place() -> None:
     bus = Coordinator("0.0")
-    over_us = (SETTINGS.gone_ms + SETTINGS.heartbeat_ms) * 1000
+    over_us = (SETTINGS.agent_timeout_ms + SETTINGS.heartbeat_ms) * 1000
     finals = []
     for at_us in (5, 5 + over_us, 6 + over_us):
         bus.hello("0.0", "b", at_us=at_us)
@@ -238,7 +239,7 @@ def test_a_holder_that_is_dead_makes_way() -> None:
     bus.lose("0.0")
     assert [lines(one) for one in bus.reports] == [{"0.0": "restarted"}]
     bus.hello("0.0", "b")
-    assert isinstance(bus.sent[0][1], Welcome) and bus.state.contested == {}
+    assert isinstance(bus.sent[0][1], Welcome) and bus.state.claims == {}
 
 
 def test_a_place_that_was_left_is_free_at_once() -> None:
@@ -252,7 +253,7 @@ def test_a_holder_that_comes_back_is_not_a_rival_of_itself() -> None:
     bus = Coordinator("0.0")
     bus.hello("0.0", "b")
     bus.hello("0.0", "a")
-    assert isinstance(bus.sent[0][1], Welcome) and bus.state.contested == {}
+    assert isinstance(bus.sent[0][1], Welcome) and bus.state.claims == {}
 
 
 # --- what somebody lacks ----------------------------------------------------------------------------------------------
@@ -286,8 +287,8 @@ def test_who_lacks_nothing_is_sent_nothing() -> None:
 
 def test_what_is_older_than_the_ring_is_told_as_a_snapshot() -> None:
     bus = talked(10)
-    oldest = bus.state.ring[0][0].seq
-    assert oldest == 11 - SETTINGS.ring + 1
+    oldest = bus.state.history[0][0].seq
+    assert oldest == 11 - SETTINGS.history + 1
     bus.need("0.0", oldest)
     assert replayed(bus) == list(range(oldest, 12))
     bus.need("0.0", oldest - 1)
@@ -306,7 +307,7 @@ def test_a_record_in_a_page_has_the_time_that_is_left_of_it() -> None:
 
 
 def test_a_page_has_an_end_in_records_and_in_bytes() -> None:
-    bus = Coordinator("0.0", settings=replace(SETTINGS, ring=200))
+    bus = Coordinator("0.0", settings=replace(SETTINGS, history=200))
     for _ in range(100):
         bus.issue(FLUSH)
     bus.need("0.0", 1, credit=1000)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.interpolation import References, overlay
 from schemas.profiler.sections import EnvironmentText, Section, literal, split
 from tests.unit.verl_trees import rollout

@@ -15,7 +15,8 @@ from controlplane.record.invariants import Violation, verify
 from schemas.commands import WeightSync
 from schemas.events import Answer, EngineReturned
 from schemas.outcomes import Acted, Failed, Skipped
-from schemas.wire import Rejoin, Report, decode_command, encode
+from schemas.reports import Report
+from schemas.wire import Rejoin, decode_command, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 TORN = RecordedRun(REPLAYS / "torn-fleet.db").entries
@@ -144,7 +145,7 @@ def test_i5_an_agent_without_exactly_one_outcome(outcomes: Callable[[Any], Any])
 def test_i6_a_skip_without_a_rule() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         if any(isinstance(one, Answer) and isinstance(one.outcome, Skipped) for one in effects):
-            return event, tuple(replace(one, row=0) for one in effects)
+            return event, tuple(replace(one, rule=0) for one in effects)
         return None
 
     assert broken(TRAINED, edit, "0.1") == {"I6"}
@@ -183,7 +184,7 @@ def test_i8_who_was_lost_counts_for_nothing() -> None:
 def test_i8_a_stranger_that_is_told_so_is_no_trouble() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         if isinstance(event, StatusReceived):
-            told = Send(peer="1.0/somebody-else", epoch=1, seq=1, message=Rejoin(why="say hello"))
+            told = Send(peer="1.0/somebody-else", epoch=1, seq=1, message=Rejoin(reason="say hello"))
             return replace(event, peer="1.0/somebody-else"), (told,)
         return None
 
@@ -213,7 +214,7 @@ def test_a_hole_in_the_log_is_no_fault_of_the_run(entries: tuple[LogEntry, ...],
 def test_what_needs_no_past_is_checked_behind_a_hole_too() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         if any(isinstance(one, Answer) and isinstance(one.outcome, Skipped) for one in effects):
-            return event, tuple(replace(one, row=0) for one in effects)
+            return event, tuple(replace(one, rule=0) for one in effects)
         return None
 
     left = tuple(one for one in TRAINED if not (one.agent == "0.1" and one.number == 2))

@@ -17,18 +17,18 @@ from schemas.desired import Desired
 from schemas.errors import AgentError, BusAddressError, EngineError, IdentityTaken, LogLocked
 from schemas.events import CommandReceived, Decision
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from schemas.reports import AgentStatus
 from schemas.wire import (
     TOPIC_COMMAND,
     TOPIC_HEAD,
+    Ack,
+    DecisionBatch,
+    Goodbye,
     Hello,
     Join,
-    Kept,
-    Leaving,
-    Recorded,
     Rejoin,
     Replay,
     Snapshot,
-    Status,
     encode,
     event_decoder,
     header,
@@ -70,8 +70,8 @@ async def test_agent_asks_for_the_desired_state_only_after_it_hears_the_publishe
         assert bus.peer == f"0.0/{hello.incarnation}".encode()
         bus.publisher.set_welcome(b"")  # a publisher that does not greet
         bus.say(bus.welcome())
-        await bus.next(Status)
-        await bus.next(Status)
+        await bus.next(AgentStatus)
+        await bus.next(AgentStatus)
         assert not [one for one in bus.ignored if isinstance(one, Join)]
         assert b"\x01" + TOPIC_HEAD in bus.subscriptions
         bus.raw(TOPIC_HEAD, header(bus.epoch, 0, 0), b"\xc0")
@@ -89,7 +89,7 @@ async def test_bus_learns_at_once_that_an_agent_became_ready(
     bus.heartbeat_ms = 3_600_000
     async with running(bus, context, engine, tmp_path):
         await bus.admit()
-        while not (status := await bus.next(Status)).ready:
+        while not (status := await bus.next(AgentStatus)).ready:
             pass
         assert status.engine == "fake 1"
 
@@ -143,7 +143,7 @@ async def test_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engin
 
     async def turn_away() -> None:
         await bus.next(Hello)
-        bus.say(Rejoin(why="agent 0.0 is held by another", final=True))
+        bus.say(Rejoin(reason="agent 0.0 is held by another", final=True))
 
     async with agent, anyio.create_task_group() as tasks:
         tasks.start_soon(turn_away)
@@ -192,11 +192,11 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(
         await bus.admit()
         bus.publish(PAUSE)
         await until(agent, lambda state: not state.engine.generating)
-        await until(agent, lambda state: state.astray and state.engine.generating)
+        await until(agent, lambda state: state.diverged and state.engine.generating)
         bus.raw(TOPIC_HEAD, header(bus.epoch, 0, bus.seq), b"\xc0")
         await bus.next(Join)
         bus.say(Snapshot(desired=Desired(generation="paused")))
-        await until(agent, lambda state: not state.astray and not state.engine.generating)
+        await until(agent, lambda state: not state.diverged and not state.engine.generating)
 
 
 async def test_malformed_messages_are_counted_said_once_and_change_nothing(
@@ -226,7 +226,7 @@ async def test_malformed_messages_are_counted_said_once_and_change_nothing(
                 bus.raw(*frames)
             bus.router.send_nowait([bus.peer, b"x"])
             bus.router.send_nowait([bus.peer, header(1, 0, 0), b"\x81\xa4type\xa5nosuc"])
-            bus.router.send_nowait([bus.peer, header(1, 0, 0), encode(Leaving())])
+            bus.router.send_nowait([bus.peer, header(1, 0, 0), encode(Goodbye())])
             bus.publish(PAUSE, seq=1)
             await bus.outcome(1)
             bus.say(Replay(records=(bus.record(1, PAUSE),)))
@@ -264,9 +264,9 @@ async def test_agent_that_ends_says_so_and_leaves_its_decisions(
         await bus.outcome(1)
         await until(agent, lambda state: state.engine.tokenizer == "present")
     decisions: list[Decision] = []
-    await bus.next(Leaving)
+    await bus.next(Goodbye)
     for message in bus.ignored:
-        if isinstance(message, Recorded):
+        if isinstance(message, DecisionBatch):
             assert message.first == len(decisions) + 1
             decisions.extend(message.decisions)
     assert decisions == recorded(tmp_path, SECOND)
@@ -278,12 +278,12 @@ async def test_agent_that_ends_says_so_and_leaves_its_decisions(
 
 async def take(bus: Bus, log: list[Decision], through: int) -> None:
     """Keep what is uploaded, as the bus does, until the log holds `through` decisions."""
-    arrived = [one for one in bus.ignored if isinstance(one, Recorded)]
+    arrived = [one for one in bus.ignored if isinstance(one, DecisionBatch)]
     while len(log) < through:
-        message = arrived.pop(0) if arrived else await bus.next(Recorded)
+        message = arrived.pop(0) if arrived else await bus.next(DecisionBatch)
         new = message.decisions[len(log) + 1 - message.first :] if message.first <= len(log) + 1 else ()
         log.extend(new)
-        bus.say(Kept(journal=message.journal, through=len(log)))
+        bus.say(Ack(journal=message.journal, through=len(log)))
 
 
 async def test_decisions_are_uploaded_once_and_in_order(
@@ -314,16 +314,16 @@ async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
         await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         await take(bus, log, 4)
         bus.publish(PAUSE)
-        lost = await bus.next(Recorded)  # and is not kept: the bus dies with it
+        lost = await bus.next(DecisionBatch)  # and is not kept: the bus dies with it
         assert lost.first == 5
         bus.epoch = 2
         bus.greet()
         bus.say(STRANGER)
         await bus.admit(recorded=4)
-        again = await bus.next(Recorded)
+        again = await bus.next(DecisionBatch)
         assert again.first == 5 and again.decisions[: len(lost.decisions)] == lost.decisions
         log.extend(again.decisions)
-        bus.say(Kept(journal=again.journal, through=len(log)))
+        bus.say(Ack(journal=again.journal, through=len(log)))
         await until(agent, lambda state: state.epoch == 2)
         await take(bus, log, 6)
     assert log == recorded(tmp_path, SECOND)[: len(log)]

@@ -13,7 +13,7 @@ from msgspec import Raw
 from controlplane.record.log import RunLog
 from schemas.carriers.records import RecordFile
 from schemas.events import Decision, Tick
-from schemas.wire import Recorded, encode
+from schemas.wire import DecisionBatch, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 
@@ -135,7 +135,7 @@ def test_a_log_of_other_logic_says_what_replays_it(good: Path, key: str) -> None
 def test_effects_that_nobody_can_read_are_one_clear_line(good: Path, words: tuple[str, ...], effects: bytes) -> None:
     with RunLog.open(good) as file:
         decision = Decision(Raw(encode(Tick(at_ms=1))), Raw(effects))
-        file.take("7.0", Recorded(journal="j", first=1, decisions=(decision,)), 1)
+        file.take("7.0", DecisionBatch(journal="j", first=1, decisions=(decision,)), 1)
     said = log(*words, good)
     assert said.returncode == 3 and "Traceback" not in said.stderr
     assert "the effects of agent 7.0 can't be read" in said.stderr

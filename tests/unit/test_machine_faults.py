@@ -24,7 +24,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import ErrorKind, Failed
-from workers.machine.decide import AgentState, decide, next_deadline, settled
+from workers.machine.decide import AgentState, decide, in_sync, next_deadline
 
 PRESENT = Observation(
     engine="e",
@@ -36,7 +36,9 @@ PRESENT = Observation(
     profiling=False,
     version=0,
 )
-STARTED = Started(at_ms=0, identity=Identity(replica=0, node_rank=0), incarnation="a", settings=Settings(hold=4))
+STARTED = Started(
+    at_ms=0, identity=Identity(replica=0, node_rank=0), incarnation="a", settings=Settings(max_buffered=4)
+)
 JOINED = SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired())
 
 
@@ -73,10 +75,10 @@ def test_a_command_queued_behind_a_call_wants_no_tick_before_the_call_is_due() -
 def test_a_full_queue_holds_the_next_command_and_takes_it_when_it_moves() -> None:
     state = fold(STARTED, observed(), JOINED, *(command(seq, PAUSE, ttl_ms=9000) for seq in range(1, 20)))
     assert state.seq == 5  # one under way, four queued
-    assert [one.seq for one in state.held] == [6, 7, 8, 9]
+    assert [one.seq for one in state.reorder_buffer] == [6, 7, 8, 9]
     done, _ = decide(state, EngineReturned(at_ms=5, call_id=1, result=Returned()))
     assert done.seq == 9
-    assert not done.queue and not done.held
+    assert not done.queue and not done.reorder_buffer
 
 
 def test_a_full_queue_does_not_ask_for_what_it_has_no_room_for() -> None:
@@ -147,7 +149,7 @@ def test_an_engine_is_never_asked_for_an_operation_that_it_lacks() -> None:
     for seq, body in enumerate(bodies, start=1):
         state, effects = decide(state, command(seq, body))
         assert [type(effect) for effect in effects] == [Answer]
-    assert settled(state)
+    assert in_sync(state)
 
 
 def test_torn_weights_stay_torn_when_a_later_call_fails_and_their_digest_is_what_it_was() -> None:

@@ -4,22 +4,22 @@ import pytest
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
-from schemas.desired import ALL_TAGS, Committed, Desired, Session, Syncing
+from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     Answer,
-    AskSnapshot,
     Effect,
     EngineObserved,
     EngineReturned,
     HeadSeen,
     LeaseExpired,
-    Need,
     Observation,
     Pause,
     Perform,
+    RequestResend,
+    RequestSnapshot,
+    Restart,
     Returned,
     SnapshotReceived,
-    StartAnew,
     Started,
     StopProfile,
     Tick,
@@ -40,8 +40,8 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
-from workers.machine.decide import REMEMBERED, AgentState, next_deadline, settled
-from workers.machine.reconcile import name
+from workers.machine.decide import REMEMBERED, AgentState, in_sync, next_deadline
+from workers.machine.reconcile import call_name
 
 PAUSE, RESUME, FLUSH, SLEEP, WAKE = (
     EngineCommand(operation=one) for one in ("pause", "resume", "flush", "sleep", "wake")
@@ -61,7 +61,7 @@ def observed(seen: Observation = PRESENT) -> EngineObserved:
 
 def names(effects: list[Effect]) -> list[str]:
     """The calls among the effects."""
-    return [name(one.call) for one in effects if isinstance(one, Perform)]
+    return [call_name(one.call) for one in effects if isinstance(one, Perform)]
 
 
 def error(outcome: Outcome) -> ErrorKind:
@@ -74,7 +74,7 @@ def error(outcome: Outcome) -> ErrorKind:
 
 def test_nothing_is_done_before_a_snapshot_has_told_what_is_desired() -> None:
     state, effects = fold(AgentState(), RESTARTED, observed(PAUSED), command(PAUSE), HeadSeen(at_ms=0, epoch=1, seq=9))
-    assert effects == [] and not settled(state)
+    assert effects == [] and not in_sync(state)
 
 
 def test_what_came_before_the_snapshot_is_decided_after_it_unless_it_is_in_it() -> None:
@@ -86,18 +86,18 @@ def test_what_came_before_the_snapshot_is_decided_after_it_unless_it_is_in_it() 
 def test_a_late_joiner_is_brought_to_what_is_desired_on_its_own_account() -> None:
     state, effects = fold(AgentState(), RESTARTED, observed(PAUSED), snapshot(Desired(committed=V1), seq=7))
     state, calls, seen = carry_out(state, effects, PAUSED)
-    assert [name(one) for one in calls] == ["check_source", "load", "flush", "resume"]
-    assert answers(effects) == [] and settled(state) and seen.generating
+    assert [call_name(one) for one in calls] == ["check_source", "load", "flush", "resume"]
+    assert answers(effects) == [] and in_sync(state) and seen.generating
 
 
 def test_a_higher_node_rank_has_nothing_to_settle() -> None:
     state = agent(SECOND, replace(PAUSED, tokenizer="absent"), Desired(committed=V1))
-    assert settled(state) and state.activity is None
+    assert in_sync(state) and state.activity is None
 
 
 def test_an_engine_that_still_launches_is_settled_when_it_is_up() -> None:
     state = agent(seen=replace(PAUSED, tokenizer="unknown"))
-    assert not settled(state)
+    assert not in_sync(state)
     _, effects = fold(state, observed(PAUSED))
     assert names(effects) == ["resume"]
 
@@ -118,14 +118,14 @@ def test_a_snapshot_stands_in_for_what_waited_and_takes_no_call_back() -> None:
     ]
     assert state.activity is not None and names(effects) == []
     state, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=PAUSED))
-    assert effects == [] and settled(state)
+    assert effects == [] and in_sync(state)
 
 
 # --- holes and heads --------------------------------------------------------------------------------------------------
 
 
 def test_a_last_command_that_was_lost_is_noticed_by_the_head() -> None:
-    assert fold(agent(seq=3), HeadSeen(at_ms=0, epoch=1, seq=4))[1] == [Need(4)]
+    assert fold(agent(seq=3), HeadSeen(at_ms=0, epoch=1, seq=4))[1] == [RequestResend(4)]
 
 
 @pytest.mark.parametrize(("epoch", "seq"), [(2, 3), (2, 2), (1, 9)])
@@ -136,32 +136,32 @@ def test_a_head_that_says_nothing_new_changes_nothing(epoch: int, seq: int) -> N
 
 def test_a_hole_is_asked_for_once_and_again_by_each_head() -> None:
     state, effects = fold(agent(), command(FLUSH, 3), command(FLUSH, 4))
-    assert effects == [Need(1)]
+    assert effects == [RequestResend(1)]
     _, effects = fold(state, HeadSeen(at_ms=0, epoch=1, seq=4))
-    assert effects == [Need(1)]
+    assert effects == [RequestResend(1)]
 
 
 def test_what_was_held_is_forgotten_under_a_new_epoch_and_asked_for_anew() -> None:
     state, _ = fold(agent(), command(FLUSH, 3))
     state, effects = fold(state, HeadSeen(at_ms=0, epoch=2, seq=5))
-    assert effects == [Need(1)] and state.held == () and state.epoch == 2
+    assert effects == [RequestResend(1)] and state.reorder_buffer == () and state.epoch == 2
 
 
 def test_the_furthest_ahead_is_dropped_when_too_much_is_held() -> None:
     state, _ = fold(agent(), *(command(FLUSH, seq) for seq in (9, 3, 8, 4, 7, 5)))
-    assert [one.seq for one in state.held] == [3, 4, 5, 7]
+    assert [one.seq for one in state.reorder_buffer] == [3, 4, 5, 7]
 
 
 def test_another_record_under_a_seq_that_was_applied_means_that_only_a_snapshot_helps() -> None:
     state, _ = fold(agent(SECOND, epoch=2), command(PAUSE, 1, epoch=2, origin=1))
     state, effects = fold(state, command(PAUSE, 1, epoch=2, origin=2))
-    assert effects == [AskSnapshot()] and state.astray and not settled(state)
+    assert effects == [RequestSnapshot()] and state.diverged and not in_sync(state)
     state, effects = fold(state, command(RESUME, 2, epoch=2))
-    assert effects == [AskSnapshot()]
+    assert effects == [RequestSnapshot()]
     state, effects = fold(state, HeadSeen(at_ms=0, epoch=2, seq=2))
-    assert effects == [AskSnapshot()]
+    assert effects == [RequestSnapshot()]
     state, effects = fold(state, snapshot(Desired(), 2, 2))
-    assert not state.astray and settled(state)
+    assert not state.diverged and in_sync(state)
 
 
 def test_outcomes_are_remembered_for_a_while() -> None:
@@ -181,7 +181,9 @@ def test_outcomes_are_remembered_for_a_while() -> None:
 
 def test_without_a_trainer_the_agent_goes_on_with_what_is_committed() -> None:
     half = Desired(
-        committed=V1, sync=Syncing(2, Checkpoint("v2"), manifest(2), "abort", "load"), profile=Session(3, ProfilePlan())
+        committed=V1,
+        sync=Syncing(2, Checkpoint("v2"), manifest(2), "abort", "load"),
+        profile=ProfileSession(3, ProfilePlan()),
     )
     seen = replace(PAUSED, version=2)
     state = agent(seen=seen, desired=half)
@@ -206,9 +208,9 @@ def test_an_open_session_ends_with_the_lease() -> None:
 
 def test_after_the_lease_nothing_is_obeyed_before_a_snapshot() -> None:
     state, _ = fold(agent(), LeaseExpired(at_ms=0))
-    assert not settled(state)
+    assert not in_sync(state)
     state, effects = fold(state, command(PAUSE))
-    assert effects == [AskSnapshot()]
+    assert effects == [RequestSnapshot()]
     _, effects = fold(state, snapshot())
     assert names(effects) == ["pause"]
 
@@ -231,7 +233,7 @@ def test_past_its_deadline_a_command_has_failed_and_its_call_is_awaited() -> Non
     assert error(answer.outcome) is ErrorKind.ENGINE_TIMEOUT
     assert state.activity is not None and next_deadline(state) is None
     state, effects = fold(state, EngineReturned(at_ms=99, call_id=1, result=Returned(), observation=PAUSED))
-    assert effects == [] and settled(state)
+    assert effects == [] and in_sync(state)
 
 
 def test_what_is_left_of_a_command_past_its_deadline_is_settled_when_the_call_ends() -> None:
@@ -275,7 +277,7 @@ def test_weights_with_another_digest_leave_the_replica_out_of_service() -> None:
     state, effects = fold(state, wrong)
     assert error(answers(effects)[0].outcome) is ErrorKind.DIGEST_MISMATCH
     state, calls, seen = carry_out(state, effects, replace(seen, version=1))
-    assert not {"load", "resume"} & {name(one) for one in calls}
+    assert not {"load", "resume"} & {call_name(one) for one in calls}
     assert not seen.generating and state.engine.torn
 
 
@@ -284,11 +286,13 @@ def test_a_late_joiner_that_can_not_load_what_is_committed_stays_out_of_service(
     assert names(effects) == ["check_source"]
     state, effects = fault(state, "It is not there.")
     _, calls, seen = carry_out(state, effects)
-    assert [name(one) for one in calls] == ["pause"] and not seen.generating
+    assert [call_name(one) for one in calls] == ["pause"] and not seen.generating
 
 
 def test_a_session_of_a_late_joiner_that_failed_to_open_is_not_tried_again() -> None:
-    state, effects = fold(AgentState(), RESTARTED, observed(), snapshot(Desired(profile=Session(3, ProfilePlan())), 3))
+    state, effects = fold(
+        AgentState(), RESTARTED, observed(), snapshot(Desired(profile=ProfileSession(3, ProfilePlan())), 3)
+    )
     assert names(effects) == ["start_profile"]
     state, effects = fault(state, "No.", PRESENT)
     assert effects == []
@@ -371,7 +375,7 @@ def test_a_call_that_was_cut_off_and_can_not_be_seen_is_unknown(call: str) -> No
 def test_nothing_is_called_between_a_restart_and_the_next_snapshot(call: str) -> None:
     state, _ = cut_off(call)
     state, effects = fold(state, observed(NOT_DONE[call]))
-    assert names(effects) == [] and not settled(state)
+    assert names(effects) == [] and not in_sync(state)
 
 
 def test_an_engine_that_still_launches_can_not_tell_what_was_cut_off() -> None:
@@ -392,7 +396,7 @@ def test_a_load_that_was_cut_off_is_done_again_before_the_engine_serves() -> Non
     state, _ = cut_off("load")
     state, effects = fold(state, observed(replace(DIGEST, digest=None)), snapshot(Desired(committed=V1), 3))
     _, calls, seen = carry_out(state, effects, DIGEST)
-    assert [name(one) for one in calls] == ["check_source", "load", "flush", "resume"] and seen.generating
+    assert [call_name(one) for one in calls] == ["check_source", "load", "flush", "resume"] and seen.generating
 
 
 def test_a_call_on_the_machine_s_own_account_that_was_cut_off_is_answered_to_nobody() -> None:
@@ -426,8 +430,8 @@ def test_outcomes_survive_a_restart() -> None:
 def test_an_engine_that_can_not_be_paused_is_left_as_it_is_and_is_not_ready() -> None:
     unable = replace(PRESENT, operations=frozenset({Operation.PROFILE, Operation.LOAD}))
     state = agent(seen=unable, desired=Desired(committed=V1))
-    assert state.activity is None and not settled(state)
-    assert settled(agent(seen=unable))
+    assert state.activity is None and not in_sync(state)
+    assert in_sync(agent(seen=unable))
 
 
 # --- an epoch's start -------------------------------------------------------------------------------------------------
@@ -446,7 +450,7 @@ def test_an_epoch_s_start_gives_up_a_sync() -> None:
     state, _, _ = carry_out(state, effects)
     state, effects = fold(state, command(EpochStart(previous_epoch=1, logic=1), 2, epoch=2))
     _, calls, seen = carry_out(state, effects, PAUSED)
-    assert [name(one) for one in calls] == ["resume"] and seen.generating
+    assert [call_name(one) for one in calls] == ["resume"] and seen.generating
 
 
 # An engine that is launched again
@@ -460,14 +464,14 @@ def quarantined() -> AgentState:
 def test_engine_launched_again_out_of_service_starts_its_agent_anew() -> None:
     again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
     _, effects = fold(quarantined(), again)
-    assert effects[-1] == StartAnew()
+    assert effects[-1] == Restart()
 
 
 def test_engine_launched_again_in_service_is_brought_back_by_the_same_agent() -> None:
     state = agent(desired=Desired(committed=Committed(2, Checkpoint("v2"), None)), seq=3)
     again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
     state, effects = fold(state, again)
-    assert StartAnew() not in effects and not settled(state)
+    assert Restart() not in effects and not in_sync(state)
 
 
 def test_engine_that_dies_in_a_load_and_comes_back_starts_its_agent_anew() -> None:
@@ -477,9 +481,9 @@ def test_engine_that_dies_in_a_load_and_comes_back_starts_its_agent_anew() -> No
     state, effects = fault(state, "the connection was closed", replace(PRESENT, tokenizer="unknown", instance=None))
     assert any(isinstance(one, Answer) and isinstance(one.outcome, Failed) for one in effects)
     state, effects = fold(state, EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two")))
-    assert effects[-1] == StartAnew()
+    assert effects[-1] == Restart()
 
 
 def test_engine_seen_for_the_first_time_is_no_other_one() -> None:
     _, effects = fold(quarantined(), EngineObserved(at_ms=0, observation=replace(PRESENT, version=7)))
-    assert StartAnew() not in effects
+    assert Restart() not in effects

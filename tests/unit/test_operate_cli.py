@@ -15,7 +15,7 @@ from schemas.config import BusConfig
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
 from tests.unit.test_plane import agents
 
-QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=100)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=100)
 
 
 def rolloutctl(*args: str, bus: str | None = None) -> subprocess.CompletedProcess[str]:

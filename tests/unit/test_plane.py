@@ -15,7 +15,7 @@ from torch import zeros
 from controlplane import ControlPlane
 from controlplane.blocking import BlockingControlPlane
 from schemas.commands import Broadcast, Checkpoint
-from schemas.config import AgentConfig, BusConfig, ProfilerConfig
+from schemas.config import AgentConfig, BusConfig
 from schemas.errors import (
     AddressInUse,
     AgentsMissing,
@@ -28,14 +28,17 @@ from schemas.errors import (
     SyncInProgress,
 )
 from schemas.identity import Identity
-from schemas.safetensors.format import TensorSpec, layout_digest, manifest_of
+from schemas.profiler.config import ProfilerConfig
+from schemas.safetensors.digest import layout_digest
+from schemas.safetensors.format import TensorSpec
+from schemas.safetensors.manifest import manifest_of
 from tests.unit.rank_sessions import until
 from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine
 from workers.agent import Agent
 from workers.traces.node import NodeTraces
 
 ADDRESS = "tcp://127.0.0.1:0"
-QUICK = BusConfig(head_ms=50, heartbeat_ms=40, nudge_ms=100)
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=100)
 
 
 @contextmanager
@@ -45,7 +48,7 @@ def agents(address: str, folder: Path, places: dict[Identity, Engine]) -> Iterat
     begun = threading.Event()
 
     async def one(place: Identity, engine: Engine) -> None:
-        config, left = AgentConfig(hello_ms=20, watch_ms=20), NodeTraces(folder / "traces", place)
+        config, left = AgentConfig(hello_retry_ms=20, observe_ms=20), NodeTraces(folder / "traces", place)
         async with Agent(
             bus=address, identity=place, engine=engine, state_dir=folder, traces=left, config=config
         ) as agent:

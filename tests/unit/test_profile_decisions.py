@@ -13,7 +13,7 @@ from schemas.commands import (
     Target,
     Window,
 )
-from schemas.desired import Desired, Session, trace_directory
+from schemas.desired import Desired, ProfileSession
 from schemas.events import (
     Answer,
     CheckProfile,
@@ -33,8 +33,9 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
+from schemas.selection import trace_directory
 from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, sync
-from workers.machine.decide import AgentState, settled
+from workers.machine.decide import AgentState, in_sync
 
 ACTOR = Identity(replica=3, node_rank=0, role="actor")
 PROFILER = Observation(engine="torch", tokenizer="present", operations=frozenset({Operation.PROFILE}), profiling=False)
@@ -92,7 +93,7 @@ def test_a_training_rank_follows_the_plan_of_its_role() -> None:
     plan = ProfilePlan(tool="npu", options=Npu(level="level1"), ranks=frozenset({3, 4}))
     body = replace(START, roles={"actor": plan})
     directory = "global_step_3/actor_rank_3"
-    assert asked(agent(ACTOR, PROFILER), body) == [StartProfile(Session(3, plan), directory)]
+    assert asked(agent(ACTOR, PROFILER), body) == [StartProfile(ProfileSession(3, plan), directory)]
     assert told(agent(replace(ACTOR, replica=5), PROFILER), body) == Skipped(Reason.RANK_NOT_SELECTED)
     assert told(agent(replace(ACTOR, role="critic"), PROFILER), body) == Skipped(Reason.DISABLED)
     assert told(agent(ACTOR, PROFILER), START) == Skipped(Reason.DISABLED)
@@ -114,8 +115,8 @@ def test_each_role_has_its_tools() -> None:
 def test_a_training_rank_has_no_engine(body: EngineCommand) -> None:
     state, effects = fold(agent(ACTOR, PROFILER), command(body))
     (answer,) = answers(effects)
-    assert (answer.row, answer.outcome) == (5, Skipped(Reason.NOT_AN_ENGINE))
-    assert state.desired == Desired() and settled(state)
+    assert (answer.rule, answer.outcome) == (5, Skipped(Reason.NOT_AN_ENGINE))
+    assert state.desired == Desired() and in_sync(state)
 
 
 def test_replicas_in_a_target_are_no_training_ranks() -> None:
@@ -151,7 +152,7 @@ def test_an_engine_that_nothing_is_asked_of_need_not_be_up_nor_have_a_profiler(
 ) -> None:
     _, effects = fold(agent(seen=seen), command(body))
     (answer,) = answers(effects)
-    assert (answer.row, answer.outcome) == (10, Skipped(reason))
+    assert (answer.rule, answer.outcome) == (10, Skipped(reason))
 
 
 def test_an_engine_that_is_busy_keeps_nobody_from_saying_that_a_step_is_not_its_own() -> None:
@@ -174,7 +175,7 @@ def test_a_check_asks_the_engine_and_leaves_no_mark() -> None:
     assert [one.call for one in effects if isinstance(one, Perform)] == [CheckProfile(CHECK.plan)]
     state, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=PRESENT))
     assert answers(effects)[0].outcome == Acted(calls=("check_profile",))
-    assert (state.desired, state.conceded, state.engine) == (before.desired, before.conceded, before.engine)
+    assert (state.desired, state.suppressed, state.engine) == (before.desired, before.suppressed, before.engine)
 
 
 def test_a_check_that_fails_names_what_can_not_be_and_gives_nothing_up() -> None:
@@ -183,7 +184,7 @@ def test_a_check_that_fails_names_what_can_not_be_and_gives_nothing_up() -> None
     state, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=refused, observation=PRESENT))
     outcome = answers(effects)[0].outcome
     assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNSUPPORTED and "memory" in outcome.message
-    assert not state.inhibited and asked(state, replace(START, step=9), 2) != []
+    assert not state.reconcile_blocked and asked(state, replace(START, step=9), 2) != []
 
 
 def test_a_check_concerns_whom_the_start_will_concern() -> None:
@@ -243,7 +244,7 @@ def finished(effects: list[Effect]) -> bool:
 
 def test_a_finish_that_comes_before_the_last_trace_is_written_goes_on_when_it_is() -> None:
     state, effects = fold(late_stop(), command(FINISH, 3))
-    assert effects == [Answer(epoch=1, seq=3, outcome=Acted(calls=(), still_running=True), row=10)]
+    assert effects == [Answer(epoch=1, seq=3, outcome=Acted(calls=(), still_running=True), rule=10)]
     state, effects = fold(state, command(PAUSE, 4))
     (busy,) = answers(effects)
     assert isinstance(busy.outcome, Failed) and busy.outcome.error is ErrorKind.ENGINE_BUSY
@@ -302,7 +303,9 @@ COLLECT = ProfileCommand(action="collect", step=3)
 @pytest.mark.parametrize("tokenizer", ["present", "absent", "unknown"])
 def test_collect_looks_at_the_disk_of_every_node_rank_above_0(tokenizer: str) -> None:
     state, effects = fold(agent(SECOND, replace(PRESENT, tokenizer=tokenizer)), command(COLLECT))
-    assert effects == [Perform(call_id=1, call=CollectTraces(Session(3, ProfilePlan()), "global_step_3/replica_0"))]
+    assert effects == [
+        Perform(call_id=1, call=CollectTraces(ProfileSession(3, ProfilePlan()), "global_step_3/replica_0"))
+    ]
     found = Returned(traces=(Trace("global_step_3/replica_0/x-TP-1.trace.json.gz", 10, "sha"),))
     _, effects = fold(state, EngineReturned(at_ms=0, call_id=1, result=found, observation=None))
     (answer,) = answers(effects)
@@ -321,4 +324,4 @@ def test_collect_concerns_the_same_replicas_as_the_start() -> None:
 def test_collect_opens_nothing_and_gives_nothing_up() -> None:
     opened, _ = fold(agent(SECOND), command(START, 1))
     state, _ = fold(opened, command(COLLECT, 2))
-    assert state.desired == opened.desired and state.conceded == opened.conceded
+    assert state.desired == opened.desired and state.suppressed == opened.suppressed

@@ -21,9 +21,9 @@ from schemas.commands import (
     TorchMemory,
     Window,
 )
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import CheckProfile, Returned
+from schemas.profiler.config import ProfilerConfig
 from tests.unit import ascend_stand_ins
 from tests.unit.rank_sessions import Commanded, work
 from workers.profilers import TrainingRank, annotate, tools

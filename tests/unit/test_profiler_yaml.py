@@ -17,9 +17,9 @@ from schemas.commands import (
     TorchMemory,
     Window,
 )
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.profiler import files
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.own_yaml import runs, written
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.profiler.profiler import _KinetoProfile
 
 from schemas.commands import ProfilePlan, Schedule
-from schemas.desired import Session
+from schemas.desired import ProfileSession
 from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import Pause, Returned, StartProfile
 from tests.unit.rank_sessions import Commanded, operators, read, stages, work
@@ -589,4 +589,4 @@ def test_a_training_rank_is_profiled_and_nothing_else(rank: Commanded) -> None:
 
 def test_no_trace_is_put_outside_of_the_root(rank: Commanded) -> None:
     with pytest.raises(EngineError, match="outside of the traces root"):
-        rank.ask(StartProfile(Session(3, ProfilePlan()), "../elsewhere")).result(60)
+        rank.ask(StartProfile(ProfileSession(3, ProfilePlan()), "../elsewhere")).result(60)

@@ -14,10 +14,10 @@ from controlplane.machine.profiling import (
     unowned,
 )
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target
-from schemas.config import ProfilerConfig
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Conclusion, Reason, Skipped
-from schemas.wire import AgentOutcome, Report
+from schemas.profiler.config import ProfilerConfig
+from schemas.reports import AgentOutcome, Report
 
 
 def walk(config: ProfilerConfig, steps: list[int]) -> list[str]:

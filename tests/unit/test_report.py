@@ -21,7 +21,8 @@ from controlplane.report.page import write_page
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import LogCorrupt
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Trace
-from schemas.wire import Status, encode
+from schemas.reports import AgentStatus
+from schemas.wire import encode
 from tests.unit.fleets import DONE, Coordinator
 
 REPLAYS = Path(__file__).parents[1] / "replays"
@@ -91,7 +92,7 @@ def test_a_refused_checkpoint_is_told_with_what_was_said_and_what_the_engine_hel
 def test_a_killed_agent_is_missing_and_lost_and_its_replica_out_of_service_until_it_comes_back() -> None:
     report = recorded("killed")
     (trouble,) = report.troubles
-    assert (trouble.what, trouble.why) == ("missing", "gone") and trouble.held[0][1].startswith("was last heard")
+    assert (trouble.what, trouble.reason) == ("missing", "gone") and trouble.held[0][1].startswith("was last heard")
     assert [one.agent for one in report.lost] == [trouble.agents]
     (out,) = report.quarantines
     assert out.ended == "its agent started anew" and f"{out.replica}.0" == trouble.agents
@@ -121,7 +122,7 @@ def test_a_page_needs_nothing_else(name: str) -> None:
 
 def test_everything_that_comes_from_a_log_stays_text() -> None:
     bus = Recorded("0.0")
-    bus.say("0.0", Status(ready=True, tokenizer="present", engine=HOSTILE, generating=True))
+    bus.say("0.0", AgentStatus(ready=True, tokenizer="present", engine=HOSTILE, generating=True))
     bus.issue(PAUSE)
     bus.answer(a0_0=Failed(ErrorKind.ENGINE_ERROR, HOSTILE))
     bus.issue(ProfileCommand(action="stop", step=1))
@@ -183,14 +184,14 @@ def test_what_a_trainer_left_open_took_until_its_next_life_and_is_no_agents_faul
     report = bus.report()
     (left,) = [one for one in report.steps[0].commands if one.words == "pause"]
     assert (left.ended, left.duration_us) == (True, 2_000_000)  # and not the ten minutes that it had
-    assert [(one.what, one.why) for one in report.troubles] == [("missing", "bus_restarted")]
+    assert [(one.what, one.reason) for one in report.troubles] == [("missing", "bus_restarted")]
     assert report.stragglers == []
 
 
 def test_an_agent_that_was_not_ready_at_the_end_is_no_good_news() -> None:
     bus = Recorded("0.0", "1.0")
     for agent, ready in (("0.0", True), ("1.0", False)):
-        bus.say(agent, Status(ready=ready, tokenizer="present", engine="tiny", generating=ready))
+        bus.say(agent, AgentStatus(ready=ready, tokenizer="present", engine="tiny", generating=ready))
     report = bus.report()
     assert (report.tone, report.verdict) == ("warn", "1 not ready")
     page = bus.page()

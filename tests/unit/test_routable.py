@@ -8,20 +8,20 @@ import pytest
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, ProfilePlan
-from schemas.desired import Committed, Desired, Session, Syncing
+from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.errors import ConfigError
 from schemas.events import Load, Resume, StopProfile
 from tests.unit import machines
 from workers.engines.http import api_key
 from workers.machine.decide import Activity, AgentState
-from workers.machine.suppressed import Conceded
+from workers.machine.suppressed import Suppressed
 from workers.router import KEY_VARIABLE, Router, belongs, enters, routable
 
 SOURCE = Checkpoint("v1")
 ONE = Committed(1, SOURCE, None)
 LOADING = Desired(sync=Syncing(1, SOURCE, None, in_flight="keep", phase="load"))
 PREPARING = Desired(sync=Syncing(1, SOURCE, None, in_flight="keep", phase="prepare"))
-SESSION = Session(3, ProfilePlan())
+SESSION = ProfileSession(3, ProfilePlan())
 
 
 def engine(**changes: Any) -> Callable[[AgentState], AgentState]:
@@ -45,7 +45,7 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
     "it holds what is committed": (IN, (agent_state(desired=Desired(committed=ONE)), engine(version=1, loaded=ONE))),
     "a profiling session is open": (IN, (agent_state(desired=Desired(profile=SESSION)), engine(session=SESSION))),
     "not told what is desired": (OUT, (agent_state(joined=False),)),
-    "the trainer is gone": (KEPT, (agent_state(astray=True),)),
+    "the trainer is gone": (KEPT, (agent_state(diverged=True),)),
     "engine launching": (OUT, (engine(tokenizer="unknown"),)),
     "no engine": (OUT, (engine(tokenizer="absent"),)),
     "torn": (OUT, (engine(torn=True),)),
@@ -53,7 +53,7 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
     "to be put to sleep": (OUT, (agent_state(desired=Desired(asleep=frozenset({"kv_cache"}))),)),
     "waking": (OUT, (engine(asleep=frozenset({"kv_cache"})),)),
     "quarantined by the trainer": (OUT, (agent_state(desired=Desired(quarantined=1)),)),
-    "quarantined by itself": (OUT, (agent_state(conceded=Conceded(quarantined=1)),)),
+    "quarantined by itself": (OUT, (agent_state(suppressed=Suppressed(quarantined=1)),)),
     "behind what is committed": (OUT, (agent_state(desired=Desired(committed=ONE)),)),
     "other weights of the same number": (
         OUT,
@@ -75,12 +75,12 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
     "sync is loaded, and it generates": (OUT, (agent_state(desired=LOADING), engine(version=1, loaded=ONE))),
     "sync was given up, and old weights are held": (
         IN,
-        (agent_state(desired=PREPARING, conceded=Conceded(sync=1)),),
+        (agent_state(desired=PREPARING, suppressed=Suppressed(sync=1)),),
     ),
     "sync was aborted, and new weights are held": (OUT, (engine(generating=False, version=1, loaded=ONE),)),
     "a trace is written": (KEPT, (under_way(StopProfile(SESSION, "traces")),)),
     "a trace is written, too slowly": (KEPT, (under_way(StopProfile(SESSION, "traces"), overdue=True),)),
-    "it did not resume": (OUT, (engine(generating=False), agent_state(inhibited=True))),
+    "it did not resume": (OUT, (engine(generating=False), agent_state(reconcile_blocked=True))),
     "resuming hangs": (OUT, (engine(generating=False), under_way(Resume(), overdue=True))),
 }
 

@@ -14,10 +14,10 @@ from schemas.carriers.records import RecordFile
 from schemas.commands import EngineCommand, Target
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked, ReplayDiffers, WireError
 from schemas.events import Decision, Tick
-from schemas.wire import MAJOR, Recorded, encode
+from schemas.wire import MAJOR, DecisionBatch, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"
-SETTINGS = CoordinatorSettings(heartbeat_ms=1000, gone_ms=4000, lease_ms=9000, ring=8, nudge_ms=500)
+SETTINGS = CoordinatorSettings(heartbeat_ms=1000, agent_timeout_ms=4000, lease_ms=9000, history=8, retransmit_ms=500)
 DECISION = Decision(Raw(encode(Tick(at_ms=1))), Raw(encode(())))
 
 
@@ -38,8 +38,8 @@ def write(path: Path) -> CoordinatorState:
     return state
 
 
-def batch(first: int, count: int = 1, journal: str = "j") -> Recorded:
-    return Recorded(journal=journal, first=first, decisions=(DECISION,) * count)
+def batch(first: int, count: int = 1, journal: str = "j") -> DecisionBatch:
+    return DecisionBatch(journal=journal, first=first, decisions=(DECISION,) * count)
 
 
 # --- going on with a log ----------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ def test_a_hole_is_asked_for_and_stands_when_nothing_older_is_left(tmp_path: Pat
 @pytest.mark.parametrize(
     "bad",
     [
-        Recorded(journal="j", first=1, decisions=(DECISION, Decision(Raw(b"\x80"), Raw(b"\x90")))),
-        Recorded(journal="j", first=2**60, decisions=(DECISION,)),
+        DecisionBatch(journal="j", first=1, decisions=(DECISION, Decision(Raw(b"\x80"), Raw(b"\x90")))),
+        DecisionBatch(journal="j", first=2**60, decisions=(DECISION,)),
     ],
     ids=["no kind", "beyond belief"],
 )
-def test_what_is_no_decision_is_refused_whole(tmp_path: Path, bad: Recorded) -> None:
+def test_what_is_no_decision_is_refused_whole(tmp_path: Path, bad: DecisionBatch) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
         with pytest.raises(WireError):
             log.take("0.0", bad, 1)

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan, Window
-from schemas.desired import Committed, Desired, Session, Syncing
+from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     Call,
     CheckSource,
@@ -27,24 +27,24 @@ from schemas.outcomes import ErrorKind
 from tests.unit.machines import PRESENT, PRIMARY
 from workers.machine.reconcile import (
     EngineState,
-    and_holds,
-    anew,
-    believe,
+    apply_interruption,
+    apply_observation,
+    apply_result,
+    call_name,
     contradiction,
     holds_weights,
-    interrupted,
-    learn,
     may_serve,
-    name,
-    settle,
+    reconcile,
+    relaunched,
     wanted_weights,
+    with_engine_state,
 )
 
 V1 = Committed(1, Checkpoint("v1"), None)
 V2 = Committed(2, Checkpoint("v2"), None)
 LOAD_1, LOAD_2 = (Load(one.version, one.source, one.manifest) for one in (V1, V2))
-SESSION = Session(3, ProfilePlan())
-OTHER = Session(2, ProfilePlan())
+SESSION = ProfileSession(3, ProfilePlan())
+OTHER = ProfileSession(2, ProfilePlan())
 BOTH: frozenset[Tag] = frozenset({"weights", "kv_cache"})
 WEIGHTS: frozenset[Tag] = frozenset({"weights"})
 CACHE: frozenset[Tag] = frozenset({"kv_cache"})
@@ -62,16 +62,16 @@ def syncing(phase: str, version: int = 2) -> Syncing:
 def words(desired: Desired, engine: EngineState, identity: Identity = PRIMARY) -> list[str]:
     """The calls by name, with what tells them apart."""
     said = []
-    for call in settle(desired, engine, identity):
+    for call in reconcile(desired, engine, identity):
         match call:
             case Pause():
                 said.append(f"pause {call.mode}")
             case Sleep() | Wake():
-                said.append(" ".join([name(call), *sorted(call.tags)]))
+                said.append(" ".join([call_name(call), *sorted(call.tags)]))
             case Load() | CheckSource():
-                said.append(f"{name(call)} {call.version}")
+                said.append(f"{call_name(call)} {call.version}")
             case _:
-                said.append(name(call))
+                said.append(call_name(call))
     return said
 
 
@@ -201,13 +201,13 @@ def test_a_replica_that_never_syncs_loads_nothing() -> None:
 
 
 def test_traces_go_below_the_step_and_the_replica() -> None:
-    (start,) = settle(Desired(profile=SESSION), READY, Identity(replica=7, node_rank=0))
+    (start,) = reconcile(Desired(profile=SESSION), READY, Identity(replica=7, node_rank=0))
     assert isinstance(start, StartProfile) and start.directory == "global_step_3/replica_7"
 
 
 def carried_out(engine: EngineState, calls: tuple[Call, ...]) -> EngineState:
     for call in calls:
-        engine, failure = learn(engine, call, Returned(), None)
+        engine, failure = apply_result(engine, call, Returned(), None)
         assert failure is None
     return engine
 
@@ -226,17 +226,17 @@ POINTS = [
 
 def test_what_was_settled_wants_nothing_more_from_any_state_to_any_other() -> None:
     for before, after in combinations([*POINTS, *reversed(POINTS)], 2):
-        engine = carried_out(READY, settle(before, READY, PRIMARY))
-        engine = carried_out(engine, settle(after, engine, PRIMARY))
-        assert settle(after, engine, PRIMARY) == (), f"from {before} to {after}"
+        engine = carried_out(READY, reconcile(before, READY, PRIMARY))
+        engine = carried_out(engine, reconcile(after, engine, PRIMARY))
+        assert reconcile(after, engine, PRIMARY) == (), f"from {before} to {after}"
 
 
 def test_the_preconditions_that_would_kill_an_engine_hold_before_every_call() -> None:
     for before, after in combinations([*POINTS, *reversed(POINTS)], 2):
-        engine = carried_out(READY, settle(before, READY, PRIMARY))
-        for call in settle(after, engine, PRIMARY):
+        engine = carried_out(READY, reconcile(before, READY, PRIMARY))
+        for call in reconcile(after, engine, PRIMARY):
             if isinstance(call, Sleep | Load):
-                assert not engine.generating, f"{name(call)} of a running engine, from {before} to {after}"
+                assert not engine.generating, f"{call_name(call)} of a running engine, from {before} to {after}"
             if isinstance(call, Load):
                 assert "weights" not in engine.asleep, f"load into memory that sleeps, from {before} to {after}"
             if isinstance(call, Wake):
@@ -285,13 +285,13 @@ def test_an_engine_that_names_its_version_holds_it_though_we_did_not_load_it() -
 def test_what_an_engine_can_not_tell_stays_as_believed() -> None:
     engine = replace(ON_V1, generating=False, asleep=CACHE, session=SESSION, digest="d")
     silent = Observation(engine="e", tokenizer="present", operations=frozenset(Operation))
-    assert believe(engine, silent) == engine
+    assert apply_observation(engine, silent) == engine
 
 
 def test_what_is_read_corrects_what_was_believed() -> None:
     engine = replace(READY, session=SESSION)
     seen = replace(PRESENT, generating=False, asleep=WEIGHTS, version=4, digest="d")
-    found = believe(engine, seen)
+    found = apply_observation(engine, seen)
     assert (found.generating, found.asleep, found.session) == (False, WEIGHTS, None)
     assert (found.version, found.digest) == (4, "d")
 
@@ -299,15 +299,15 @@ def test_what_is_read_corrects_what_was_believed() -> None:
 def test_an_engine_that_was_launched_again_is_a_stranger() -> None:
     engine = replace(ON_V1, generating=False, torn=True, session=SESSION)
     silent = Observation(engine="e", instance="two", tokenizer="present", operations=frozenset(Operation))
-    found = believe(engine, silent)
+    found = apply_observation(engine, silent)
     assert found == replace(READY, name="e", instance="two")
-    assert anew(engine, found)
+    assert relaunched(engine, found)
 
 
 def test_an_engine_that_tells_no_instance_is_taken_for_the_same() -> None:
     silent = Observation(engine="e", tokenizer="present")
-    assert not anew(READY, believe(READY, silent))
-    assert not anew(EngineState(), READY)
+    assert not relaunched(READY, apply_observation(READY, silent))
+    assert not relaunched(EngineState(), READY)
 
 
 # --- a call that returned ---------------------------------------------------------------------------------------------
@@ -340,15 +340,15 @@ def test_an_engine_that_can_not_tell_is_taken_at_its_word(call: str) -> None:
 
 
 def test_a_session_whose_window_closed_before_it_was_read_still_wants_its_stop() -> None:
-    windowed = Session(3, ProfilePlan(window=Window(0, 1)))
+    windowed = ProfileSession(3, ProfilePlan(window=Window(0, 1)))
     seen = replace(PRESENT, profiling=False)
-    engine, failure = learn(READY, StartProfile(windowed, "d"), Returned(), seen)
+    engine, failure = apply_result(READY, StartProfile(windowed, "d"), Returned(), seen)
     assert failure is None and engine.session == windowed
 
 
 def test_other_weights_than_the_source_s_are_a_mismatch_and_torn() -> None:
     seen = replace(PRESENT, version=2, digest="wrong", generating=False)
-    engine, failure = learn(PAUSED, EXACT, Returned(), seen)
+    engine, failure = apply_result(PAUSED, EXACT, Returned(), seen)
     assert failure is not None and failure.error is ErrorKind.DIGEST_MISMATCH
     assert "digest wrong, not the source's right" in failure.message
     assert engine.torn
@@ -362,7 +362,7 @@ def test_the_digest_that_the_load_itself_gave_back_is_compared_too() -> None:
 
 
 def test_a_load_that_held_leaves_the_cache_stale_and_the_source_unchecked() -> None:
-    engine, failure = learn(replace(PAUSED, checked=V2, torn=True), LOAD_2, Returned(digest="d"), None)
+    engine, failure = apply_result(replace(PAUSED, checked=V2, torn=True), LOAD_2, Returned(digest="d"), None)
     assert failure is None
     assert engine == replace(PAUSED, version=2, digest="d", loaded=V2, stale_cache=True)
 
@@ -384,7 +384,7 @@ def test_a_pause_that_keeps_its_requests_is_remembered_until_they_go_on() -> Non
 )
 def test_only_a_load_that_reached_the_engine_tears_it(kind: str, torn: bool) -> None:
     refused = Fault("engine_error" if kind == "engine_error" else "source_refused", "It is not there.")
-    engine, failure = learn(ON_V1, LOAD_2, refused, None)
+    engine, failure = apply_result(ON_V1, LOAD_2, refused, None)
     assert engine.torn is torn and failure is not None and failure.error == kind
     held = "weights that nobody can vouch for" if torn else "version 1"
     assert failure.message == f"It is not there. The engine holds {held} and is running."
@@ -393,15 +393,15 @@ def test_only_a_load_that_reached_the_engine_tears_it(kind: str, torn: bool) -> 
 def test_a_load_that_failed_and_left_the_digest_as_it_was_did_no_harm() -> None:
     engine = replace(ON_V1, generating=False, digest="d")
     seen = replace(PRESENT, generating=False, version=1, digest="d")
-    after, _ = learn(engine, LOAD_2, Fault("engine_error", "No."), seen)
+    after, _ = apply_result(engine, LOAD_2, Fault("engine_error", "No."), seen)
     assert not after.torn
-    after, _ = learn(replace(engine, torn=True), LOAD_2, Fault("engine_error", "No."), seen)
+    after, _ = apply_result(replace(engine, torn=True), LOAD_2, Fault("engine_error", "No."), seen)
     assert after.torn, "nobody knows of which weights that digest is"
 
 
-@pytest.mark.parametrize("call", [StartProfile(SESSION, "d"), StopProfile(SESSION, "d")], ids=name)
+@pytest.mark.parametrize("call", [StartProfile(SESSION, "d"), StopProfile(SESSION, "d")], ids=call_name)
 def test_a_profile_call_that_failed_leaves_no_session_to_wait_for(call: Call) -> None:
-    engine, failure = learn(replace(READY, session=SESSION), call, Fault("engine_error", "No."), None)
+    engine, failure = apply_result(replace(READY, session=SESSION), call, Fault("engine_error", "No."), None)
     assert engine.session is None and failure is not None
 
 
@@ -431,28 +431,30 @@ CUT: dict[str, tuple[Call, Observation, bool]] = {
 @pytest.mark.parametrize("case", CUT)
 def test_whether_a_call_that_was_cut_off_is_seen_to_be_done(case: str) -> None:
     call, seen, done = CUT[case]
-    assert interrupted(READY, call, seen)[1] is done
+    assert apply_interruption(READY, call, seen)[1] is done
 
 
 def test_an_engine_that_was_launched_again_did_nothing_of_what_was_cut_off() -> None:
-    engine, done = interrupted(READY, Pause("abort"), replace(PRESENT, instance="two", generating=False))
+    engine, done = apply_interruption(READY, Pause("abort"), replace(PRESENT, instance="two", generating=False))
     assert not done and engine.instance == "two"
 
 
 @pytest.mark.parametrize(("profiling", "believed"), [(True, SESSION), (None, SESSION), (False, None)])
 def test_a_profile_start_that_may_have_happened_is_believed_in(
-    profiling: bool | None, believed: Session | None
+    profiling: bool | None, believed: ProfileSession | None
 ) -> None:
-    engine, _ = interrupted(READY, StartProfile(SESSION, "d"), replace(PRESENT, instance="one", profiling=profiling))
+    engine, _ = apply_interruption(
+        READY, StartProfile(SESSION, "d"), replace(PRESENT, instance="one", profiling=profiling)
+    )
     assert engine.session == believed
     assert words(Desired(), engine) == (["stop_profile"] if believed else [])
 
 
 def test_a_load_that_was_cut_off_is_done_again_unless_it_is_proven() -> None:
     engine = replace(PAUSED, checked=V2)
-    torn, _ = interrupted(engine, LOAD_2, replace(PRESENT, generating=False, version=2))
+    torn, _ = apply_interruption(engine, LOAD_2, replace(PRESENT, generating=False, version=2))
     assert torn.torn and words(Desired(committed=V2), torn) == ["load 2", "flush", "resume"]
-    whole, _ = interrupted(engine, EXACT, LOADED)
+    whole, _ = apply_interruption(engine, EXACT, LOADED)
     assert not whole.torn and words(Desired(committed=Committed(2, EXACT.source, CONTENT)), whole) == [
         "flush",
         "resume",
@@ -462,7 +464,7 @@ def test_a_load_that_was_cut_off_is_done_again_unless_it_is_proven() -> None:
 def test_a_load_that_was_cut_off_before_it_began_did_no_harm() -> None:
     engine = replace(ON_V1, generating=False, digest="d")
     seen = replace(PRESENT, generating=False, version=1, digest="d")
-    assert not interrupted(engine, EXACT, seen)[0].torn
+    assert not apply_interruption(engine, EXACT, seen)[0].torn
 
 
 @pytest.mark.parametrize(
@@ -470,11 +472,14 @@ def test_a_load_that_was_cut_off_before_it_began_did_no_harm() -> None:
     [
         (ON_V1, "No. The engine holds version 1 and is running."),
         (replace(PAUSED, torn=True), "No. The engine holds weights that nobody can vouch for and is paused."),
-        (EngineState(name="torch profiler", operations=frozenset({Operation.PROFILE})), "No."),  # of a training rank
+        (
+            EngineState(name="torch profiler", operations=frozenset({Operation.PROFILE})),
+            "No.",
+        ),  # of a training rank
     ],
 )
 def test_an_error_says_what_the_engine_holds_now(engine: EngineState, says: str) -> None:
-    assert and_holds("No.", engine) == says
+    assert with_engine_state("No.", engine) == says
 
 
 # Weights that were discarded
@@ -482,15 +487,15 @@ def test_an_error_says_what_the_engine_holds_now(engine: EngineState, says: str)
 
 def test_discarded_weights_are_vouched_for_by_nobody_until_they_are_loaded_again() -> None:
     asleep = carried_out(ON_V1, (Pause("abort"), Sleep(BOTH, discard=True)))
-    assert asleep.torn and settle(Desired(committed=V1, asleep=BOTH, discard=True), asleep, PRIMARY) == ()
-    calls = settle(Desired(committed=V1), asleep, PRIMARY)
-    assert [name(one) for one in calls] == ["check_source", "wake", "load", "wake", "flush", "resume"]
+    assert asleep.torn and reconcile(Desired(committed=V1, asleep=BOTH, discard=True), asleep, PRIMARY) == ()
+    calls = reconcile(Desired(committed=V1), asleep, PRIMARY)
+    assert [call_name(one) for one in calls] == ["check_source", "wake", "load", "wake", "flush", "resume"]
     assert calls[1] == Wake(WEIGHTS) and calls[3] == Wake(CACHE)
 
 
 def test_discarded_weights_with_nothing_committed_stay_out_of_service() -> None:
     asleep = carried_out(READY, (Pause("abort"), Sleep(BOTH, discard=True)))
-    assert settle(Desired(), asleep, PRIMARY) == (Wake(BOTH),)
+    assert reconcile(Desired(), asleep, PRIMARY) == (Wake(BOTH),)
 
 
 def test_only_weights_are_discarded_and_never_those_of_a_replica_that_never_syncs() -> None:
@@ -500,14 +505,14 @@ def test_only_weights_are_discarded_and_never_those_of_a_replica_that_never_sync
         (CACHE, PRIMARY, False),
         (BOTH, JUDGE, False),
     ):
-        assert settle(Desired(asleep=wanted, discard=True), PAUSED, identity) == (Sleep(wanted, discard=discards),)
+        assert reconcile(Desired(asleep=wanted, discard=True), PAUSED, identity) == (Sleep(wanted, discard=discards),)
 
 
 @pytest.mark.parametrize("discard", [True, False])
 def test_sleep_that_failed_or_was_cut_off_may_have_discarded(discard: bool) -> None:
     call = Sleep(BOTH, discard=discard)
-    failed, _ = learn(ON_V1, call, Fault("engine_error", "no"), None)
-    cut, _ = interrupted(ON_V1, call, replace(PRESENT, version=1, asleep=None))
+    failed, _ = apply_result(ON_V1, call, Fault("engine_error", "no"), None)
+    cut, _ = apply_interruption(ON_V1, call, replace(PRESENT, version=1, asleep=None))
     assert failed.torn == cut.torn == discard
 
 
@@ -529,13 +534,13 @@ def receiving(source: Broadcast, phase: str = "load") -> Desired:
 
 def test_broadcast_is_received_only_in_answer_to_its_own_load() -> None:
     ready = replace(PAUSED, checked=Committed(2, sent(), None))
-    assert settle(receiving(sent()), ready, PRIMARY, live=True) == (Load(2, sent(), None),)
-    assert settle(receiving(sent()), ready, PRIMARY) == ()  # a restart in the middle: nobody would send to it
+    assert reconcile(receiving(sent()), ready, PRIMARY, live=True) == (Load(2, sent(), None),)
+    assert reconcile(receiving(sent()), ready, PRIMARY) == ()  # a restart in the middle: nobody would send to it
 
 
 def test_broadcast_that_was_received_is_what_is_committed() -> None:
     loaded = carried_out(PAUSED, (Load(2, sent(), None),))
-    assert [name(one) for one in settle(Desired(committed=Committed(2, sent(), None)), loaded, PRIMARY)] == [
+    assert [call_name(one) for one in reconcile(Desired(committed=Committed(2, sent(), None)), loaded, PRIMARY)] == [
         "flush",
         "resume",
     ]
@@ -543,12 +548,12 @@ def test_broadcast_that_was_received_is_what_is_committed() -> None:
 
 def test_who_missed_a_broadcast_stays_paused_until_the_next_sync() -> None:
     committed = Desired(committed=Committed(2, sent(), None))
-    assert settle(committed, ON_V1, PRIMARY) == (Pause("abort"),)
-    assert settle(committed, replace(ON_V1, generating=False), PRIMARY) == ()
+    assert reconcile(committed, ON_V1, PRIMARY) == (Pause("abort"),)
+    assert reconcile(committed, replace(ON_V1, generating=False), PRIMARY) == ()
 
 
 def test_who_missed_a_broadcast_takes_the_checkpoint_that_it_names_and_keeps_it() -> None:
     committed = Desired(committed=Committed(2, sent("v2"), None))
-    calls = settle(committed, ON_V1, PRIMARY)
+    calls = reconcile(committed, ON_V1, PRIMARY)
     assert Load(2, Checkpoint("v2"), None) in calls
-    assert settle(committed, carried_out(ON_V1, calls), PRIMARY) == ()
+    assert reconcile(committed, carried_out(ON_V1, calls), PRIMARY) == ()

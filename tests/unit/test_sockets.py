@@ -22,7 +22,7 @@ from schemas.carriers.sockets import (
     bus_publisher,
     bus_router,
 )
-from schemas.carriers.wakeup import Doorbell
+from schemas.carriers.wakeup import Wakeup
 from schemas.errors import AddressInUse, BusError
 
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -524,31 +524,31 @@ def in_fork(action: Callable[[], object]) -> str:
 
 def test_a_fork_may_use_neither_socket_nor_doorbell(context: Context) -> None:
     publisher = bus_publisher(context, ANY_PORT)
-    doorbell = Doorbell()
+    wakeup = Wakeup()
     assert f"made in process {os.getpid()}" in in_fork(publisher.recv_nowait)
-    assert "does not survive a fork" in in_fork(doorbell.ring)
+    assert "does not survive a fork" in in_fork(wakeup.notify)
     assert publisher.recv_nowait() is None
     publisher.close()
-    doorbell.close()
+    wakeup.close()
 
 
-# The doorbell
+# The wakeup
 
 
 @pytest.fixture(params=["eventfd", "socketpair"])
-def doorbell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doorbell]:
+def wakeup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wakeup]:
     if request.param == "socketpair":
         monkeypatch.delattr(os, "eventfd", raising=False)
     elif not hasattr(os, "eventfd"):
         pytest.skip("no eventfd here")
-    made = Doorbell()
+    made = Wakeup()
     yield made
     # In the loop's thread, and after its end.
     made.close()
 
 
 @pytest.mark.anyio
-async def test_everything_handed_over_before_a_ring_is_seen_after_it(doorbell: Doorbell) -> None:
+async def test_everything_handed_over_before_a_ring_is_seen_after_it(wakeup: Wakeup) -> None:
     handed: list[int] = []
     seen: list[int] = []
     total = 20_000
@@ -556,43 +556,43 @@ async def test_everything_handed_over_before_a_ring_is_seen_after_it(doorbell: D
     def hand_over() -> None:
         for number in range(total):
             handed.append(number)
-            doorbell.ring()
+            wakeup.notify()
 
     thread = threading.Thread(target=hand_over)
     thread.start()
     with anyio.fail_after(20):
         while len(seen) < total:
-            await doorbell.wait()
+            await wakeup.wait()
             seen.extend(handed[len(seen) :])
     thread.join()
     assert seen == list(range(total))
 
 
 @pytest.mark.anyio
-async def test_rings_before_a_wait_are_one_and_the_next_wait_waits(doorbell: Doorbell) -> None:
+async def test_rings_before_a_wait_are_one_and_the_next_wait_waits(wakeup: Wakeup) -> None:
     for _ in range(3):
-        doorbell.ring()
-    await doorbell.wait()
+        wakeup.notify()
+    await wakeup.wait()
     with anyio.move_on_after(0.01) as scope:
-        await doorbell.wait()
+        await wakeup.wait()
     assert scope.cancelled_caught
-    doorbell.ring()
+    wakeup.notify()
     with anyio.fail_after(10):
-        await doorbell.wait()
+        await wakeup.wait()
 
 
 @pytest.mark.anyio
-async def test_a_closed_doorbell_wakes_its_waiter_and_rings_in_silence(doorbell: Doorbell) -> None:
+async def test_a_closed_doorbell_wakes_its_waiter_and_rings_in_silence(wakeup: Wakeup) -> None:
     async def wait() -> None:
         with pytest.raises(anyio.ClosedResourceError):
-            await doorbell.wait()
+            await wakeup.wait()
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
-            await until(lambda: doorbell._waiting)
-            doorbell.close()
-            doorbell.close()
-    doorbell.ring()
+            await until(lambda: wakeup._waiting)
+            wakeup.close()
+            wakeup.close()
+    wakeup.notify()
     with pytest.raises(anyio.ClosedResourceError):
-        await doorbell.wait()
+        await wakeup.wait()

@@ -10,11 +10,11 @@ import pytest
 from controlplane.steps import FINISH_MS, Profiling, Step
 from controlplane.tickets import Ticket
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target, Window
-from schemas.config import ProfilerConfig
 from schemas.errors import BusFaulted, ConfigError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
-from schemas.wire import AgentOutcome, Report
+from schemas.profiler.config import ProfilerConfig
+from schemas.reports import AgentOutcome, Report
 
 DONE = Acted(calls=("stop_profile",))
 FLEET = (Identity(replica=0, node_rank=0, nnodes=2), Identity(replica=0, node_rank=1, nnodes=2))

@@ -95,7 +95,7 @@ def test_an_answer_that_was_told_again_does_not_move_the_first(written: Written)
     peer = written.joins(PRIMARY)
     written.commands(peer, 100, 4, FLUSHED)
     again = CommandReceived(at_ms=written.zero_ms + 9_000, epoch=1, origin=1, seq=1, ttl_ms=1, command=FLUSH)
-    written.decides("0.0", again, Answer(epoch=1, seq=1, outcome=FLUSHED, row=2))
+    written.decides("0.0", again, Answer(epoch=1, seq=1, outcome=FLUSHED, rule=2))
     told, events = timeline(written.close())
     assert told.clocks[0].error_ns is not None and told.clocks[0].error_ns < 3 * MS
     assert abs(slices(events, "agent 0.0", "commands")[0]["ts"] - 100_000) < 3_000  # the agent joined at 1 ms

@@ -11,11 +11,12 @@ from typing import Literal
 import pytest
 
 from schemas.commands import Finish, ProfilePlan
-from schemas.desired import Session, trace_directory
+from schemas.desired import ProfileSession
 from schemas.errors import EngineError
 from schemas.events import CollectTraces, FinishProfile, Returned
 from schemas.identity import Identity
 from schemas.outcomes import Trace
+from schemas.selection import trace_directory
 from tests.unit.rank_sessions import until
 from workers.agent import _fitting
 from workers.traces import node as traces
@@ -357,5 +358,5 @@ async def test_an_agent_without_a_hook_says_so(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_collecting_is_the_nodes_own_and_calls_no_engine(tmp_path: Path) -> None:
     directory = written(tmp_path, ProfilePlan())
-    found = await NodeTraces(tmp_path, SECOND).perform(CollectTraces(Session(1, ProfilePlan()), directory))
+    found = await NodeTraces(tmp_path, SECOND).perform(CollectTraces(ProfileSession(1, ProfilePlan()), directory))
     assert ranks_of(found) == [18, 19]

@@ -1,10 +1,11 @@
 """Training ranks in the fleet: what is desired of them, what they owe, and what they have no part in."""
 
 from controlplane.machine.coordinator import fleet_status
-from controlplane.machine.events import Conclude, SyncReport
+from controlplane.machine.events import Conclude
 from schemas.commands import ProfileCommand, ProfilePlan, Target
-from schemas.desired import Desired, Session
+from schemas.desired import Desired, ProfileSession
 from schemas.outcomes import Reason, Skipped
+from schemas.reports import SyncReport
 from schemas.wire import Snapshot
 from tests.unit.fleets import DONE, NO, Coordinator
 
@@ -42,8 +43,8 @@ def test_a_rank_that_is_missing_does_not_fail_a_sync() -> None:
 def test_each_unit_is_desired_to_profile_by_its_own_plan() -> None:
     bus = fleet()
     bus.issue(START)
-    assert bus.state.desired[0].profile == Session(3, ProfilePlan())
-    assert bus.state.desired["actor.1"].profile == Session(3, ACTORS)
+    assert bus.state.desired[0].profile == ProfileSession(3, ProfilePlan())
+    assert bus.state.desired["actor.1"].profile == ProfileSession(3, ACTORS)
     bus.answer(a0_0=DONE, actor_0=DONE, actor_1=NO)
     assert bus.state.desired["actor.0"].profile is not None and bus.state.desired["actor.1"].profile is None
 
@@ -60,7 +61,7 @@ def test_a_rank_that_comes_back_is_told_of_the_session_and_one_that_was_never_se
     bus.lose("actor.0")
     bus.hello("actor.0", "b")
     bus.join("actor.0", "b")
-    assert bus.sent == [("actor.0/b", Snapshot(desired=Desired(profile=Session(3, ACTORS))))]
+    assert bus.sent == [("actor.0/b", Snapshot(desired=Desired(profile=ProfileSession(3, ACTORS))))]
     bus.hello("actor.7")
     bus.join("actor.7")
     assert bus.sent == [("actor.7/a", Snapshot(desired=Desired()))]
@@ -72,7 +73,7 @@ def test_a_fleet_that_outlived_its_trainer_keeps_its_ranks_apart_from_its_replic
     bus.lose("actor.0", "left")
     bus.open()  # the next trainer, on the same log
     bus.issue(START)
-    assert bus.state.desired["actor.0"].profile == Session(3, ACTORS)
+    assert bus.state.desired["actor.0"].profile == ProfileSession(3, ACTORS)
 
 
 def test_replicas_stand_before_training_ranks() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule, TorchMemory, Window
-from schemas.config import ProfilerConfig
 from schemas.profiler import own_yaml, verl
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.files import ConfigWarning
 from schemas.profiler.verl_keys import CONTENTS, DEFAULTS, TOOLS
 from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, actor, critic, plan, refused, remarks, rollout

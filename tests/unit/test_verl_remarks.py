@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
+from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.files import ConfigWarning
 from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, critic, nested, refused, remarks, rollout
 

@@ -8,7 +8,8 @@ from schemas.desired import Committed, Desired
 from schemas.errors import CommandFailed
 from schemas.identity import RolloutMode
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
-from schemas.wire import AgentOutcome, Report, Snapshot
+from schemas.reports import AgentOutcome, Report
+from schemas.wire import Snapshot
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, Coordinator
 
 ALREADY, STALE = Skipped(Reason.ALREADY), Skipped(Reason.STALE_VERSION)
@@ -57,7 +58,7 @@ def test_a_sync_goes_from_prepare_over_load_to_commit() -> None:
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1, 2), ())
     assert [one.command for one in report.phases] == seen
     assert bus.effects[-1].ticket == ticket and bus.state.sync is None  # type: ignore[union-attr]
-    assert bus.state.blank == Desired(committed=Committed(1, V1, None))
+    assert bus.state.default_desired == Desired(committed=Committed(1, V1, None))
     report.raise_for_failures()
 
 
@@ -174,7 +175,7 @@ def test_nobody_at_all_is_never_enough() -> None:
     bus.sync(1)
     assert [one.status for one in bus.synced] == ["aborted"]
     assert [getattr(one, "phase", None) for one in bus.published] == ["prepare", "abort"]
-    assert bus.state.blank == Desired()
+    assert bus.state.default_desired == Desired()
 
 
 def test_an_aborted_sync_leaves_nobody_out_of_service_and_says_who_failed() -> None:
@@ -197,7 +198,7 @@ def test_a_version_that_was_aborted_may_be_tried_again_from_another_place() -> N
     bus.sync(1, path="b")
     assert phase(bus).source == Checkpoint("b")
     run_phases(bus, ALL, ALL, ALL)
-    assert bus.state.blank.committed == Committed(1, Checkpoint("b"), None)
+    assert bus.state.default_desired.committed == Committed(1, Checkpoint("b"), None)
 
 
 def test_a_version_that_all_hold_or_passed_ends_as_stale() -> None:
@@ -298,7 +299,7 @@ def test_a_sync_of_some_replicas_leaves_the_others_where_they_are() -> None:
     run_phases(bus, *[{**ALL, "2": OTHERS}] * 3)
     assert bus.synced[0].loaded == (0, 1)
     assert [bus.state.desired[one].version for one in (0, 1, 2)] == [1, 1, 0]
-    assert bus.state.blank.version == 0
+    assert bus.state.default_desired.version == 0
 
 
 def test_a_judge_that_comes_in_the_middle_is_told_of_no_sync() -> None:

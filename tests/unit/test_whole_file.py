@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.record.atomic_write import whole
+from controlplane.record.atomic_write import atomic_write
 
 RECORDED = Path(__file__).parents[1] / "replays" / "torn-fleet.db"
 COMMANDS = ("report", "timeline")
@@ -80,16 +80,16 @@ def test_a_file_system_without_links_will_do(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("os.link", refuse)  # as in front of an object store; none can be mounted here
-    with whole(tmp_path / "out", force=False) as file:
+    with atomic_write(tmp_path / "out", force=False) as file:
         file.write(b"new")
     assert (tmp_path / "out").read_bytes() == b"new"
-    with pytest.raises(PermissionError), whole(tmp_path / "out", force=False) as file:
+    with pytest.raises(PermissionError), atomic_write(tmp_path / "out", force=False) as file:
         file.write(b"newer")
     assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"new"]
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "out", force=False) as file:
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "out", force=False) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

@@ -11,15 +11,13 @@ from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand
 from schemas.errors import CommandFailed, WireError
 from schemas.json_schema import document, schema
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped
+from schemas.reports import AgentOutcome, AgentStatus, Report
 from schemas.wire import (
     MAGIC,
     MAJOR,
     MAX_BYTES,
-    AgentOutcome,
     Header,
     Join,
-    Report,
-    Status,
     decode_command,
     decode_downward,
     decode_envelope,
@@ -45,23 +43,23 @@ class OldStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=T
     engine: str = "unknown"
 
 
-class NewStatus(Status, frozen=True, kw_only=True, tag="status", omit_defaults=True):
+class NewStatus(AgentStatus, frozen=True, kw_only=True, tag="status", omit_defaults=True):
     """The heartbeat as a later version may have it."""
 
     temperature_celsius: int = 20
 
 
 def test_an_older_reader_takes_what_it_knows() -> None:
-    newer = encode(Status(ready=True, engine="tiny 1", version=4, asleep=("weights",)))
+    newer = encode(AgentStatus(ready=True, engine="tiny 1", version=4, asleep=("weights",)))
     assert msgspec.msgpack.decode(newer, type=OldStatus) == OldStatus(ready=True, engine="tiny 1")
 
 
 def test_a_newer_reader_fills_in_what_it_is_not_told() -> None:
-    assert decode_upward(encode(OldStatus(ready=True, engine="tiny 1"))) == Status(ready=True, engine="tiny 1")
+    assert decode_upward(encode(OldStatus(ready=True, engine="tiny 1"))) == AgentStatus(ready=True, engine="tiny 1")
 
 
 def test_fields_that_are_not_known_yet_are_passed_over() -> None:
-    assert decode_upward(encode(NewStatus(ready=True, temperature_celsius=90))) == Status(ready=True)
+    assert decode_upward(encode(NewStatus(ready=True, temperature_celsius=90))) == AgentStatus(ready=True)
 
 
 def test_a_minor_version_more_is_read_and_a_major_one_is_not() -> None:

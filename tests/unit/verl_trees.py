@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from schemas.commands import ProfilePlan
-from schemas.config import ProfilerConfig
 from schemas.errors import ConfigError
 from schemas.profiler import verl
+from schemas.profiler.config import ProfilerConfig
 
 TORCH = "actor_rollout_ref.rollout.profiler.tool_config.torch"
 ROLLOUT = "actor_rollout_ref.rollout.profiler"

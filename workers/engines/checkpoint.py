@@ -14,7 +14,9 @@ from typing import Final
 from schemas.commands import Broadcast, Checkpoint, Manifest, Source
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
-from schemas.safetensors.format import TensorSpec, check, check_layout, read_layout, require_same_model, resolve
+from schemas.safetensors.format import TensorSpec, read_layout
+from schemas.safetensors.manifest import check, check_layout, require_same_model
+from schemas.safetensors.paths import resolve
 
 BUCKET_BYTES: Final = 512 << 20
 """Tensors handed over at once. An engine holds a bucket beside its weights for a moment."""

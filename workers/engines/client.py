@@ -20,7 +20,7 @@ class Unanswered(EngineError):
     """Nobody is there, or nobody answered in time. Whether a call was carried out is not known."""
 
 
-class Refused(EngineError):
+class CallRefused(EngineError):
     """The engine answered no.   status: of HTTP, None in process.   said: the engine's own words."""
 
     def __init__(self, message: str, status: int | None, said: str) -> None:
@@ -28,7 +28,7 @@ class Refused(EngineError):
         self.status, self.said = status, said
 
 
-class Front(Protocol):
+class EngineClient(Protocol):
     """The front end of one engine."""
 
     where: str
@@ -47,11 +47,11 @@ class Front(Protocol):
         ...
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """Call one method of `methods`, with parameters that it takes. Raises Refused and Unanswered."""
+        """Call one method of `methods`, with parameters that it takes. Raises CallRefused and Unanswered."""
         ...
 
     async def read(self, method: str, /) -> object:
-        """The same for one that only reads: given up after some seconds. Raises Refused and Unanswered."""
+        """The same for one that only reads: given up after some seconds. Raises CallRefused and Unanswered."""
         ...
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ import httpx
 from httpx import AsyncClient, AsyncHTTPTransport, Limits, Timeout
 
 from schemas.errors import ConfigError
-from workers.engines.client import Methods, Refused, Unanswered
+from workers.engines.client import CallRefused, Methods, Unanswered
 
 READ_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -59,7 +59,7 @@ class Route(NamedTuple):
     within_s: float | None = None
 
 
-class HttpFront:
+class HttpClient:
     """One server. url: http://HOST:PORT.   routes: the engine's methods by name.   key: sent as a bearer token.
 
     info_path: where it tells how it was launched; 404 there means that this node has no front end.
@@ -85,7 +85,7 @@ class HttpFront:
         """Nothing to do: a server can be called from anywhere."""
 
     async def methods(self) -> Methods | None:
-        """From the server's openapi.json. Raises Refused when it has none, Unanswered when it does not answer."""
+        """From the server's openapi.json. Raises CallRefused when it has none, Unanswered when it does not answer."""
         try:
             document = await self.get("/openapi.json")
         except Unanswered as error:
@@ -103,13 +103,13 @@ class HttpFront:
         """What the server says of its launch; None when it has no such route. Raises EngineError."""
         try:
             return await self.get(self._info_path)
-        except Refused as error:
+        except CallRefused as error:
             if error.status == 404:
                 return None
             raise
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """One call. Raises Refused and Unanswered."""
+        """One call. Raises CallRefused and Unanswered."""
         route = self._routes[method]
         named = {route.renamed.get(name, name): value for name, value in arguments.items()}
         attempts = ATTEMPTS if route.repeatable else 1
@@ -126,7 +126,7 @@ class HttpFront:
         return answer if isinstance(answer, dict) else {}
 
     async def delete(self, path: str) -> None:
-        """Ask that what is at a path be gone. Raises Refused, with status 404 when it is gone, and Unanswered."""
+        """Ask that what is at a path be gone. Raises CallRefused, with status 404 when it is gone, and Unanswered."""
         await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
     async def close(self) -> None:
@@ -162,7 +162,9 @@ class HttpFront:
         if response.is_success:
             return response
         said = response.text.strip()[:SAID_MAX]
-        raise Refused(f"{self.where}{route.path} answered {response.status_code}: {said}", response.status_code, said)
+        raise CallRefused(
+            f"{self.where}{route.path} answered {response.status_code}: {said}", response.status_code, said
+        )
 
 
 def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:

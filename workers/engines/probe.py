@@ -6,8 +6,8 @@ from typing import Literal
 from msgspec import Struct
 
 from schemas.identity import Operation
-from workers.engines.client import Refused, number, part
-from workers.engines.http import HttpFront, Route
+from workers.engines.client import CallRefused, number, part
+from workers.engines.http import HttpClient, Route
 from workers.engines.sglang import engine as sglang
 from workers.engines.sglang.engine import SGLangServer
 from workers.engines.vllm import engine as vllm
@@ -37,10 +37,10 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 async def probe(url: str, key: str | None = None) -> Probed:
     """Look, and change nothing. Raises ConfigError for a bad URL, EngineError when nobody answers there."""
-    front = HttpFront(url, {"version": Route("GET", "/version")}, info_path="/server_info", key=key)
+    front = HttpClient(url, {"version": Route("GET", "/version")}, info_path="/server_info", key=key)
     try:
         document = await front.get("/openapi.json")
-    except Refused as error:
+    except CallRefused as error:
         note = f"it does not say what it serves ({error.status}): launch it with its openapi.json"
         return Probed(url=front.where, kind="unknown", note=note)
     finally:

@@ -48,7 +48,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
-from schemas.safetensors.format import resolve
+from schemas.safetensors.paths import resolve
 from workers.traces.node import collected, make_fresh, require_writable
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Recorder(Struct, frozen=True, kw_only=True):
     relocated: str | None
 
 
-class Look(Struct, frozen=True, kw_only=True):
+class ServerSnapshot(Struct, frozen=True, kw_only=True):
     """What one look into a server's actor reads; None for what it does not have.
 
     worker: Ray's id of the actor's process, which a restart changes.   front: the attribute that holds the engine's
@@ -122,7 +122,7 @@ class Look(Struct, frozen=True, kw_only=True):
     recorder: Recorder | None
 
 
-class RayActorEngine:
+class VerlEngine:
     """One server actor, seen from one node of its replica.
 
     server: the handle of this node's actor; or its name, or what finds it, for one that is created later or again. A
@@ -188,7 +188,7 @@ class RayActorEngine:
         """Let go of the actor; it goes on."""
         self._handle = None
 
-    async def _perform(self, call: EngineCall, look: Look, within_s: float) -> Returned:
+    async def _perform(self, call: EngineCall, look: ServerSnapshot, within_s: float) -> Returned:
         match call:
             case Pause():
                 await self._pause(call)
@@ -231,7 +231,7 @@ class RayActorEngine:
         if (await self._look()).paused:
             raise EngineError(f"{self._kind} answered yes to resume_generation, but is still paused.")
 
-    async def _sleep(self, call: Sleep, look: Look) -> None:
+    async def _sleep(self, call: Sleep, look: ServerSnapshot) -> None:
         self._require_kept(call.tags, look, "release")
         if look.paused is False or look.running:
             raise EngineError(
@@ -240,14 +240,14 @@ class RayActorEngine:
             )
         await self._call(_RELEASE[call.tags][0])
 
-    async def _wake(self, call: Wake, look: Look) -> None:
+    async def _wake(self, call: Wake, look: ServerSnapshot) -> None:
         if call.tags == WEIGHTS and look.front == "engine" and look.mode == "hybrid" and "tags" in look.wake_up:
             await self._call("wake_up", tags=["weights"])
             return
         self._require_kept(call.tags, look, "take back")
         await self._call(_RELEASE[call.tags][1])
 
-    def _require_kept(self, tags: frozenset[Tag], look: Look, what: str) -> None:
+    def _require_kept(self, tags: frozenset[Tag], look: ServerSnapshot, what: str) -> None:
         kept = self._releasable(look)
         if tags in kept:
             return
@@ -259,7 +259,7 @@ class RayActorEngine:
             "not called."
         )
 
-    async def _flush(self, look: Look, within_s: float) -> None:
+    async def _flush(self, look: ServerSnapshot, within_s: float) -> None:
         until = anyio.current_time() + within_s
         while look.running and anyio.current_time() < until:
             await anyio.sleep(BUSY_S)
@@ -273,7 +273,7 @@ class RayActorEngine:
 
     # --- profiles -----------------------------------------------------------------------------------------------------
 
-    async def _start_profile(self, call: StartProfile, look: Look) -> None:
+    async def _start_profile(self, call: StartProfile, look: ServerSnapshot) -> None:
         plan = call.session.plan
         require_recorded(plan, look.recorder)
         directory = resolve(self._traces, call.directory)
@@ -281,7 +281,7 @@ class RayActorEngine:
         given = look.recorder is None and look.front == "tokenizer_manager"
         await self._call("start_profile", **(arguments(plan, directory) if given else {}))
 
-    async def _stop_profile(self, call: StopProfile, look: Look) -> Returned:
+    async def _stop_profile(self, call: StopProfile, look: ServerSnapshot) -> Returned:
         await self._call("stop_profile")
         if look.recorder is not None:
             await to_thread.run_sync(_bring, look.recorder, resolve(self._traces, call.directory))
@@ -289,7 +289,7 @@ class RayActorEngine:
 
     # --- the actor ----------------------------------------------------------------------------------------------------
 
-    def _operations(self, look: Look | None) -> frozenset[Operation]:
+    def _operations(self, look: ServerSnapshot | None) -> frozenset[Operation]:
         if self._handle is None:
             return frozenset()
         offered = frozenset(dir(self._handle))
@@ -298,7 +298,7 @@ class RayActorEngine:
             operations |= {Operation.SLEEP, Operation.WAKE}
         return frozenset(operations)
 
-    def _releasable(self, look: Look | None) -> tuple[frozenset[Tag], ...]:
+    def _releasable(self, look: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
         """The sets of regions that can be released, and taken back as they were."""
         kept: tuple[frozenset[Tag], ...] = (CACHE, ALL_TAGS)
         if look is not None and look.frees is False:
@@ -312,11 +312,11 @@ class RayActorEngine:
         offered = frozenset(dir(self._handle))
         return tuple(one for one in kept if offered.issuperset(_RELEASE[one]))
 
-    async def _look(self) -> Look:
+    async def _look(self) -> ServerSnapshot:
         """Raises EngineError when the actor is not there, or does not answer."""
         raw = await to_thread.run_sync(self._ask, "__ray_call__", (_looking(),), {}, LOOK_S)
         try:
-            look = msgspec.convert(raw, Look)
+            look = msgspec.convert(raw, ServerSnapshot)
         except msgspec.ValidationError as error:
             raise EngineError(f"{self._kind} is not like verl's servers: {error}.") from error
         self._kind = f"verl {look.kind}"[:NAME_MAX]

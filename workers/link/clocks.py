@@ -16,7 +16,8 @@ that one is a minute old. Only news is told: a heartbeat that repeats itself lea
 from collections import deque
 from typing import Final, NamedTuple
 
-from schemas.wire import Clock, TimeTold
+from schemas.reports import Clock
+from schemas.wire import TimeReply
 
 WINDOW: Final = 64
 """Exchanges that are looked at: two minutes of heartbeats."""
@@ -53,7 +54,7 @@ class Clocks:
         self._told_ns = 0
         self._window: deque[Exchange] = deque(maxlen=WINDOW)
 
-    def take(self, told: TimeTold, loop_s: float, wall_ns: int, between: tuple[int, int]) -> None:
+    def take(self, told: TimeReply, loop_s: float, wall_ns: int, between: tuple[int, int]) -> None:
         """Take an answer. loop_s, wall_ns: the event loop's clock and the wall clock, now.   between: the monotonic
         clock before and after those two were read. An answer to no question of ours is not taken.
         """

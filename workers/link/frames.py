@@ -12,14 +12,14 @@ from schemas.events import CommandReceived, HeadSeen, SnapshotReceived
 from schemas.wire import (
     TOPIC_COMMAND,
     TOPIC_HEAD,
+    Ack,
     Downward,
     Envelope,
     Header,
-    Kept,
     Rejoin,
     Replay,
     Snapshot,
-    TimeTold,
+    TimeReply,
     Welcome,
     decode_command,
     decode_downward,
@@ -53,7 +53,7 @@ def read_control(frames: list[bytes]) -> tuple[Header, Downward]:
     head, body = open_frames(frames)
     _check(head.epoch, head.seq)
     message = decode_downward(body)
-    if not isinstance(message, Welcome | Snapshot | Replay | Kept | Rejoin | TimeTold):
+    if not isinstance(message, Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply):
         raise WireError(f"{type(message).__name__} is not for agents")
     return head, message
 

@@ -32,20 +32,20 @@ from schemas.wire import (
     MAX_BYTES,
     TOPIC_COMMAND,
     TOPIC_HEAD,
-    Answered,
-    AskTime,
+    Ack,
+    CommandOutcome,
+    DecisionBatch,
     Downward,
+    Goodbye,
     Header,
     Hello,
     Join,
-    Kept,
-    Leaving,
-    Needs,
-    Recorded,
     Rejoin,
     Replay,
+    ResendRequest,
     Snapshot,
-    TimeTold,
+    TimeReply,
+    TimeRequest,
     Upward,
     Welcome,
     encode,
@@ -63,7 +63,7 @@ from workers.link.frames import (
 )
 from workers.link.journal import Journal
 from workers.link.status import status
-from workers.machine.decide import AgentState, settled
+from workers.machine.decide import AgentState, in_sync
 
 logger = logging.getLogger("rolloutctl.agent")
 
@@ -71,7 +71,7 @@ CREDIT: Final = 64
 """Records asked for at once."""
 UPLOAD_BYTES: Final = 128 * 1024
 KEPT_TIMEOUT_MS: Final = 5_000
-"""After so long without `Kept` a batch is taken for lost and sent again."""
+"""After so long without `Ack` a batch is taken for lost and sent again."""
 PAUSE_MS_MAX: Final = 30_000
 FIRST_WORD_S: Final = 5.0
 NEXT_WORD_S: Final = 30.0
@@ -156,13 +156,13 @@ class Link:
 
     def answer(self, answer: Answer) -> None:
         """Send one outcome."""
-        self._send(Answered(outcome=answer.outcome, row=answer.row), answer.epoch, answer.seq)
+        self._send(CommandOutcome(outcome=answer.outcome, rule=answer.rule), answer.epoch, answer.seq)
 
-    def need(self, first: int) -> None:
+    def request_resend(self, first: int) -> None:
         """Ask for the records from `first` on."""
-        self._send(Needs(first=first, credit=CREDIT))
+        self._send(ResendRequest(first=first, credit=CREDIT))
 
-    def ask_snapshot(self) -> None:
+    def request_snapshot(self) -> None:
         """Ask for the desired state."""
         self._send(Join())
 
@@ -171,14 +171,14 @@ class Link:
         if not self._unsent:
             self._unsent = True
             self._noted.set()
-        if not self._ready and settled(state):
+        if not self._ready and in_sync(state):
             self._beat_now.set()
 
     def leave(self) -> None:
         """Say good-bye: what was decided, then that nobody will answer any more. For an orderly end; never waits."""
         while self._upload_after(self._sent):
             pass
-        self._send(Leaving())
+        self._send(Goodbye())
 
     def close(self) -> None:
         """Close the sockets. What was sent is still delivered, within the linger time."""
@@ -194,15 +194,15 @@ class Link:
             welcome = await self._introduce()
             with CancelScope() as self._served:  # no await between the two, or a rejoin could slip in unseen
                 await self._serve(welcome)
-            await anyio.sleep(random.uniform(0, self._config.hello_ms) / 1000)  # a fleet does not return at once
+            await anyio.sleep(random.uniform(0, self._config.hello_retry_ms) / 1000)  # a fleet does not return at once
 
     async def _introduce(self) -> Welcome:
         """Say hello until there is a welcome, at pauses that double, with jitter over their whole length."""
-        pause_ms = self._config.hello_ms
+        pause_ms = self._config.hello_retry_ms
         nobody = f"nobody listens at {self._bus}"
         self._say_missing(nobody)
         while True:
-            with anyio.move_on_after((self._config.hello_ms + random.uniform(0, pause_ms)) / 1000):
+            with anyio.move_on_after((self._config.hello_retry_ms + random.uniform(0, pause_ms)) / 1000):
                 await self._dealer.send([self._header(), encode(self._hello)])
                 if self._missing == nobody:
                     self._missing = f"the bus at {self._bus} has not answered hello"
@@ -251,21 +251,21 @@ class Link:
 
     async def _join(self) -> None:
         """Ask for the desired state. Only now: what is published from here on is heard."""
-        pause_ms = self._config.hello_ms
+        pause_ms = self._config.hello_retry_ms
         self._snapshot = anyio.Event()
         self._missing = f"the bus at {self._bus} has not told the desired state"
         while True:
             self._send(Join())
-            with anyio.move_on_after((self._config.hello_ms + random.uniform(0, pause_ms)) / 1000):
+            with anyio.move_on_after((self._config.hello_retry_ms + random.uniform(0, pause_ms)) / 1000):
                 return await self._snapshot.wait()
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
 
     def _rejoin(self, message: Rejoin) -> None:
         if message.final:
-            raise IdentityTaken(message.why)
-        self._missing = f"the bus at {self._bus} answers: {message.why}"
+            raise IdentityTaken(message.reason)
+        self._missing = f"the bus at {self._bus} answers: {message.reason}"
         if self._welcome is not None:
-            logger.info("agent %s: %s; saying hello again", self._identity.agent, message.why)
+            logger.info("agent %s: %s; saying hello again", self._identity.agent, message.reason)
             self._welcome = None
             self._welcomed = anyio.Event()
             if self._served is not None:
@@ -322,9 +322,9 @@ class Link:
                 for command in read_replay(head, message, run, moment):
                     self._hand(command)
                 self._hand(read_head(head, moment))  # more may be missing than fits into a page
-            case Kept():
+            case Ack():
                 self._keep(message)
-            case TimeTold():
+            case TimeReply():
                 self._note_time(message)
             case Snapshot():
                 self._hand(read_snapshot(head, message, moment))
@@ -393,12 +393,12 @@ class Link:
             now = status(self._journal.state, self._clocks.told)
             if self._send(now):
                 self._ready = now.ready
-            self._send(AskTime(sent_ns=time.monotonic_ns()))
+            self._send(TimeRequest(sent_ns=time.monotonic_ns()))
             if self._sent > self._kept and now_ms() - self._sent_ms > KEPT_TIMEOUT_MS:
                 self._sent = self._kept
             self._upload()
 
-    def _note_time(self, told: TimeTold) -> None:
+    def _note_time(self, told: TimeReply) -> None:
         """The first estimate is told at once, later ones go with a heartbeat."""
         unknown = self._clocks.told is None
         before_ns, loop_s, wall_ns = time.monotonic_ns(), anyio.current_time(), self._wall_ns()
@@ -427,13 +427,13 @@ class Link:
         if welcome is None or welcome.run != journal.run or number >= journal.committed:
             return False
         first, decisions = journal.after(number, self._config.batch, UPLOAD_BYTES)
-        if not decisions or not self._send(Recorded(journal=journal.id, first=first, decisions=decisions)):
+        if not decisions or not self._send(DecisionBatch(journal=journal.id, first=first, decisions=decisions)):
             return False
         self._sent = first + len(decisions) - 1
         self._sent_ms = now_ms()
         return True
 
-    def _keep(self, message: Kept) -> None:
+    def _keep(self, message: Ack) -> None:
         if message.journal != self._journal.id or not self._kept < message.through <= self._sent:
             return
         self._kept = self._sent = message.through

@@ -1,15 +1,15 @@
 """What an agent's heartbeat says: its state in a few fields, for the bus and for people."""
 
-from schemas.wire import Clock, Status
-from workers.machine.decide import AgentState, settled
-from workers.machine.reconcile import name
+from schemas.reports import AgentStatus, Clock
+from workers.machine.decide import AgentState, in_sync
+from workers.machine.reconcile import call_name
 
 
-def status(state: AgentState, clock: Clock | None = None) -> Status:
+def status(state: AgentState, clock: Clock | None = None) -> AgentStatus:
     """The heartbeat of an agent in `state`, with what it knows of its clocks."""
     engine, activity = state.engine, state.activity
-    return Status(
-        ready=settled(state),
+    return AgentStatus(
+        ready=in_sync(state),
         tokenizer=engine.tokenizer,
         engine=engine.name,
         generating=engine.generating,
@@ -19,8 +19,8 @@ def status(state: AgentState, clock: Clock | None = None) -> Status:
         digest=engine.digest,
         quarantined=state.desired.quarantined,
         torn=engine.torn,
-        activity=name(activity.calls[0]) if activity is not None else None,
-        waiting=len(state.queue),
-        held=len(state.held),
+        activity=call_name(activity.calls[0]) if activity is not None else None,
+        queued=len(state.queue),
+        buffered=len(state.reorder_buffer),
         clock=clock,
     )

@@ -5,11 +5,12 @@ from typing import Literal, assert_never
 from msgspec import Struct
 
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand, WeightSync
-from schemas.desired import Desired, Session, refuse_finish, refuse_profile, trace_directory
+from schemas.desired import Desired, ProfileSession
 from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
-from workers.machine.reconcile import STEERED, EngineState, attainable, settle
+from schemas.selection import refuse_finish, refuse_profile, trace_directory
+from workers.machine.reconcile import STEERABLE, EngineState, attainable, reconcile
 
 Verdict = tuple[Call, ...] | Skipped | Failed
 """Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
@@ -18,7 +19,7 @@ _ABORT, _FLUSH = Abort(), Flush()
 _NO_PLAN = ProfilePlan(enabled=False)
 
 _NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, WeightSync: Operation.LOAD}
-_UNDER_PAUSE = frozenset({Operation.LOAD, Operation.SLEEP, Operation.WAKE}) | STEERED
+_UNDER_PAUSE = frozenset({Operation.LOAD, Operation.SLEEP, Operation.WAKE}) | STEERABLE
 _ALL = frozenset(Operation)
 _NEEDED_FOR: dict[str, Operation] = {
     "pause": Operation.PAUSE,
@@ -30,12 +31,12 @@ _NEEDED_FOR: dict[str, Operation] = {
 }
 
 
-def about_disk(command: Command | UnknownCommand) -> bool:
+def is_disk_command(command: Command | UnknownCommand) -> bool:
     """Is it about the traces on a node's disk? Then every node acts, whatever its engine."""
     return type(command) is ProfileCommand and command.action in ("collect", "finish")
 
 
-def needless(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
+def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
     """Is it a profile command that asks nothing of this engine? Then it need not be up, idle, nor have a profiler."""
     if type(command) is not ProfileCommand or command.action == "collect":
         return False
@@ -47,7 +48,7 @@ def needless(command: Command | UnknownCommand, engine: EngineState, identity: I
     return refuse_profile(plan, None if command.action == "check" else command.step, identity) is not None
 
 
-def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
+def missing_operation(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
     """The operation that the engine would need for the command and does not have; None when it has all.
 
     What changes weights or memory needs a pause before and a resume after it. No engine has what an unknown command
@@ -55,17 +56,17 @@ def lacking(command: Command | UnknownCommand, engine: EngineState) -> Operation
     """
     if isinstance(command, UnknownCommand):
         return "unknown"
-    if about_disk(command):
+    if is_disk_command(command):
         return None
     needed = _NEEDED_FOR[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
     if needed is None or engine.operations >= _ALL:
         return None
     if needed not in engine.operations:
         return needed
-    return min(STEERED - engine.operations, default=None) if needed in _UNDER_PAUSE else None
+    return min(STEERABLE - engine.operations, default=None) if needed in _UNDER_PAUSE else None
 
 
-def rule(
+def verdict_on(
     command: Command | UnknownCommand,
     before: Desired,
     after: Desired,
@@ -85,18 +86,18 @@ def rule(
         case ProfileCommand():
             return _profile(command, after, engine, identity)
         case EpochStart() | UnknownCommand():  # the latter never passes the gate
-            return settle(after, engine, identity) or Skipped(Reason.ALREADY)
+            return reconcile(after, engine, identity) or Skipped(Reason.ALREADY)
         case _:
             assert_never(command)
 
 
 def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
     if command.action == "stop":
-        return settle(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
+        return reconcile(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
     plan, step = command.plan_of(identity.role) or _NO_PLAN, command.step
     if command.action == "finish":
         reason = refuse_finish(plan, identity)
-        return Skipped(reason) if reason is not None else (finish_of(command, identity),)
+        return Skipped(reason) if reason is not None else (finish_call(command, identity),)
     reason = refuse_profile(plan, None if command.action == "check" else step, identity)
     if reason is not None:
         return Skipped(reason)
@@ -105,15 +106,15 @@ def _profile(command: ProfileCommand, after: Desired, engine: EngineState, ident
     if command.action == "collect":
         if identity.node_rank == 0:
             return Skipped(Reason.ALREADY)  # told by the outcome of the stop
-        return (CollectTraces(Session(step, plan), trace_directory(step, plan, identity)),)
+        return (CollectTraces(ProfileSession(step, plan), trace_directory(step, plan, identity)),)
     if engine.session is not None and engine.session.step == step:
         return Skipped(Reason.ALREADY_PROFILING)
     if after.quarantined or engine.torn:
         return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))
-    return settle(after, engine, identity)
+    return reconcile(after, engine, identity)
 
 
-def finish_of(command: ProfileCommand, identity: Identity) -> FinishProfile:
+def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
     """What the end of profiling asks of this agent, if anything."""
     plan = command.plan_of(identity.role) or _NO_PLAN
     directories = tuple(trace_directory(one, plan, identity) for one in command.sessions)
@@ -138,7 +139,7 @@ def _weights(command: WeightSync, before: Desired, after: Desired, engine: Engin
             f"replica {identity.replica} was asked to load version {command.version}, which it did not prepare. "
             f"Its engine was not touched and holds version {engine.version}.",
         )
-    calls = settle(after, engine, identity, live=command.phase == "load")
+    calls = reconcile(after, engine, identity, live=command.phase == "load")
     if calls or (before != after and not left_out):
         return calls
     return Skipped(Reason.QUARANTINED if left_out else Reason.ALREADY)
@@ -152,7 +153,7 @@ def _engine(
     if command.operation == "flush":
         if "kv_cache" in engine.asleep:
             return Skipped(Reason.ALREADY)  # releasing the cache dropped it
-        calls = settle(after, engine, identity)
+        calls = reconcile(after, engine, identity)
         return calls if _FLUSH in calls else (*calls, _FLUSH)
     if syncing:
         return Failed(
@@ -162,7 +163,7 @@ def _engine(
         )
     if command.operation == "resume" and after.quarantined:
         return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))
-    calls = settle(after, engine, identity)
+    calls = reconcile(after, engine, identity)
     if calls or before != after:
         return calls
     return Skipped(Reason.ALREADY)

@@ -24,11 +24,10 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync, lasting
-from schemas.desired import intend, orphaned
+from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync, durable_source
+from schemas.desired import desired_after, orphaned
 from schemas.events import (
     Answer,
-    AskSnapshot,
     Call,
     CheckProfile,
     CheckSource,
@@ -41,35 +40,36 @@ from schemas.events import (
     HeadSeen,
     LeaseExpired,
     Load,
-    Need,
     Perform,
+    RequestResend,
+    RequestSnapshot,
+    Restart,
     Returned,
     SnapshotReceived,
-    StartAnew,
     Started,
     Tick,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.machine.commands import about_disk, finish_of, needless, rule
+from workers.machine.commands import finish_call, is_disk_command, needs_no_engine, verdict_on
 from workers.machine.gate import GATE, not_targeted
 from workers.machine.reconcile import (
-    STEERED,
-    and_holds,
-    anew,
-    believe,
+    STEERABLE,
+    apply_interruption,
+    apply_observation,
+    apply_result,
+    call_name,
     holds_committed,
-    interrupted,
-    learn,
     may_serve,
-    name,
-    settle,
+    reconcile,
+    relaunched,
+    with_engine_state,
 )
-from workers.machine.state import NOTHING_TOLD, Activity, AgentState
-from workers.machine.suppressed import NOTHING, concede, remaining, renew
+from workers.machine.state import NOTHING_REPORTED, Activity, AgentState
+from workers.machine.suppressed import NOTHING_SUPPRESSED, clear_suppressed, still_desired, suppress
 
-__all__ = ["GATE", "LOGIC", "REMEMBERED", "Activity", "AgentState", "decide", "next_deadline", "settled"]
+__all__ = ["GATE", "LOGIC", "REMEMBERED", "Activity", "AgentState", "decide", "next_deadline", "in_sync"]
 
-LOGIC = 2
+LOGIC = 3
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 REMEMBERED = 16
@@ -99,21 +99,21 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
         case EngineObserved():
             state = _observe(state, event, effects)
         case LeaseExpired():
-            state = _orphan(state, event, effects)
+            state = _lease_expired(state, event, effects)
         case Tick():
             state = _tick(state, event, effects)
         case Started():
             state = _start(state, event)
         case _:
             assert_never(event)
-    if before is not state.engine and anew(before, state.engine) and _out_of_service(state):
-        effects.append(StartAnew())
+    if before is not state.engine and relaunched(before, state.engine) and _out_of_service(state):
+        effects.append(Restart())
     return state, tuple(effects)
 
 
 def _out_of_service(state: AgentState) -> bool:
     """Does only a sync or a new start lead back?"""
-    left = remaining(state.desired, state.conceded)
+    left = still_desired(state.desired, state.suppressed)
     apart = state.desired.sync is not None and left.sync is None
     return state.joined and (left.quarantined > 0 or apart)
 
@@ -125,19 +125,19 @@ def next_deadline(state: AgentState) -> int | None:
     return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
 
 
-def settled(state: AgentState) -> bool:
+def in_sync(state: AgentState) -> bool:
     """Is the engine as desired, with nothing under way? Only then is the replica ready for traffic."""
-    if not state.joined or state.astray or state.activity is not None or state.queue:
+    if not state.joined or state.diverged or state.activity is not None or state.queue:
         return False
     if state.identity.node_rank > 0:
         return True
-    left, engine = remaining(state.desired, state.conceded), state.engine
-    if not engine.operations >= STEERED and not (may_serve(left, engine) and holds_committed(left, engine)):
+    left, engine = still_desired(state.desired, state.suppressed), state.engine
+    if not engine.operations >= STEERABLE and not (may_serve(left, engine) and holds_committed(left, engine)):
         return False  # it goes on with what nobody wants, and can't be stopped
     committed = left.committed
-    if committed is not None and lasting(committed.source) is None and not holds_committed(left, engine):
+    if committed is not None and durable_source(committed.source) is None and not holds_committed(left, engine):
         return False  # it waits for the next sync: what is committed was to be had only once
-    return engine.tokenizer == "present" and not settle(left, engine, state.identity)
+    return engine.tokenizer == "present" and not reconcile(left, engine, state.identity)
 
 
 # --- order: rows 1 to 3 -----------------------------------------------------------------------------------------------
@@ -147,56 +147,58 @@ def settled(state: AgentState) -> bool:
 def _command(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
     if event.epoch != state.epoch:
         if event.epoch < state.epoch:  # row 1
-            effects.append(Answer(epoch=event.origin, seq=event.seq, outcome=_STALE_EPOCH, row=1))
+            effects.append(Answer(epoch=event.origin, seq=event.seq, outcome=_STALE_EPOCH, rule=1))
             return state
-        state = replace(state, epoch=event.epoch, held=(), needs=0)  # a hole is asked for anew under a new epoch
-    if not state.joined or state.astray:  # row 3, and the hole is everything
-        if state.astray:
-            effects.append(AskSnapshot())
-        return _hold(state, event)
+        state = replace(
+            state, epoch=event.epoch, reorder_buffer=(), resend_from=0
+        )  # a hole is asked for anew under a new epoch
+    if not state.joined or state.diverged:  # row 3, and the hole is everything
+        if state.diverged:
+            effects.append(RequestSnapshot())
+        return _buffer(state, event)
     if event.seq <= state.seq:  # row 2
         return _again(state, event, effects)
     if event.seq > state.seq + 1:  # row 3
-        return _ask(_hold(state, event), effects)
-    if len(state.queue) >= state.settings.hold:
-        return _hold(state, event)  # no room: it is next in line, and taken when the queue moves
-    if state.queue or state.held or state.activity is not None:
+        return _ask(_buffer(state, event), effects)
+    if len(state.queue) >= state.settings.max_buffered:
+        return _buffer(state, event)  # no room: it is next in line, and taken when the queue moves
+    if state.queue or state.reorder_buffer or state.activity is not None:
         state = _advance(replace(state, seq=event.seq, queue=(*state.queue, event)))
         return _proceed(state, event.at_ms, effects)
     if state.engine.tokenizer == "unknown" and _must_wait(state, event, event.at_ms):
-        return replace(state, seq=event.seq, queue=(event,), needs=0)
+        return replace(state, seq=event.seq, queue=(event,), resend_from=0)
     turned = _turn(state, event, event.seq, event.at_ms, effects)
-    if turned.desired is state.desired and turned.conceded is state.conceded and not state.inhibited:
+    if turned.desired is state.desired and turned.suppressed is state.suppressed and not state.reconcile_blocked:
         return turned
     return _proceed(turned, event.at_ms, effects)  # also a command that was refused changes what is desired
 
 
 def _ask(state: AgentState, effects: Effects) -> AgentState:
     """Ask for the first record that is missing, unless that was done; the head beacon asks again."""
-    if state.needs == state.seq + 1:
+    if state.resend_from == state.seq + 1:
         return state
-    effects.append(Need(state.seq + 1))
-    return replace(state, needs=state.seq + 1)
+    effects.append(RequestResend(state.seq + 1))
+    return replace(state, resend_from=state.seq + 1)
 
 
-def _hold(state: AgentState, event: CommandReceived) -> AgentState:
+def _buffer(state: AgentState, event: CommandReceived) -> AgentState:
     """Keep a command for later, in order of seq. The furthest ahead is dropped first: it can be asked for again."""
-    if any(other.seq == event.seq for other in state.held):
+    if any(other.seq == event.seq for other in state.reorder_buffer):
         return state
-    held = tuple(sorted((*state.held, event), key=lambda one: one.seq))
-    return replace(state, held=held[: state.settings.hold])
+    reorder_buffer = tuple(sorted((*state.reorder_buffer, event), key=lambda one: one.seq))
+    return replace(state, reorder_buffer=reorder_buffer[: state.settings.max_buffered])
 
 
 def _advance(state: AgentState) -> AgentState:
     """Move held commands that are next in line into the queue, while it has room."""
-    seq, queue, held = state.seq, list(state.queue), state.held
-    while held and held[0].seq <= seq + 1 and len(queue) < state.settings.hold:
-        if held[0].seq == seq + 1:
-            queue.append(held[0])
+    seq, queue, reorder_buffer = state.seq, list(state.queue), state.reorder_buffer
+    while reorder_buffer and reorder_buffer[0].seq <= seq + 1 and len(queue) < state.settings.max_buffered:
+        if reorder_buffer[0].seq == seq + 1:
+            queue.append(reorder_buffer[0])
             seq += 1
-        held = held[1:]
-    needs = state.needs if held and state.needs == seq + 1 else 0
-    return replace(state, seq=seq, queue=tuple(queue), held=held, needs=needs)
+        reorder_buffer = reorder_buffer[1:]
+    resend_from = state.resend_from if reorder_buffer and state.resend_from == seq + 1 else 0
+    return replace(state, seq=seq, queue=tuple(queue), reorder_buffer=reorder_buffer, resend_from=resend_from)
 
 
 def _again(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
@@ -204,14 +206,14 @@ def _again(state: AgentState, event: CommandReceived, effects: Effects) -> Agent
     for answer in state.answers:
         if answer.seq == event.seq:
             if answer.epoch != event.origin:
-                effects.append(AskSnapshot())
-                return replace(state, astray=True)
+                effects.append(RequestSnapshot())
+                return replace(state, diverged=True)
             effects.append(answer)
             return state
     cause = state.activity.cause if state.activity is not None else None
     if any(other.seq == event.seq for other in state.queue) or (cause is not None and cause.seq == event.seq):
         return state
-    effects.append(Answer(epoch=event.origin, seq=event.seq, outcome=_SUPERSEDED, row=2))
+    effects.append(Answer(epoch=event.origin, seq=event.seq, outcome=_SUPERSEDED, rule=2))
     return state
 
 
@@ -219,13 +221,13 @@ def _head(state: AgentState, event: HeadSeen, effects: Effects) -> AgentState:
     if event.epoch < state.epoch:
         return state
     if event.epoch > state.epoch:
-        state = replace(state, epoch=event.epoch, held=(), needs=0)
-    if state.astray:
-        effects.append(AskSnapshot())
+        state = replace(state, epoch=event.epoch, reorder_buffer=(), resend_from=0)
+    if state.diverged:
+        effects.append(RequestSnapshot())
         return state
-    if not state.joined or event.seq <= state.seq or len(state.queue) >= state.settings.hold:
+    if not state.joined or event.seq <= state.seq or len(state.queue) >= state.settings.max_buffered:
         return state
-    return _ask(replace(state, needs=0), effects)
+    return _ask(replace(state, resend_from=0), effects)
 
 
 # --- eligibility and turns: rows 4 to 10 ------------------------------------------------------------------------------
@@ -238,21 +240,27 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         if _must_wait(state, event, now_ms):
             return state
         state = _turn(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
-        if state.held:
+        if state.reorder_buffer:
             state = _advance(state)
     if state.activity is not None or not state.joined:
         return state
-    if state.owed is not None:
-        owed = (state.owed,)
-        return _begin(replace(state, owed=None), None, owed, now_ms + state.settings.settle_ms, effects)
-    if state.inhibited:
+    if state.deferred_finish is not None:
+        deferred_finish = (state.deferred_finish,)
+        return _begin(
+            replace(state, deferred_finish=None),
+            None,
+            deferred_finish,
+            now_ms + state.settings.reconcile_timeout_ms,
+            effects,
+        )
+    if state.reconcile_blocked:
         return state
     if state.identity.node_rank > 0 or state.engine.tokenizer != "present":
         return state
-    calls = settle(remaining(state.desired, state.conceded), state.engine, state.identity)
+    calls = reconcile(still_desired(state.desired, state.suppressed), state.engine, state.identity)
     if not calls:
         return state
-    return _begin(state, None, calls, now_ms + state.settings.settle_ms, effects)
+    return _begin(state, None, calls, now_ms + state.settings.reconcile_timeout_ms, effects)
 
 
 def _must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
@@ -263,53 +271,61 @@ def _must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
 def _launching(state: AgentState, event: CommandReceived) -> bool:
     if state.identity.node_rank > 0 or state.engine.tokenizer != "unknown" or not_targeted(state, event):
         return False
-    return not (about_disk(event.command) or needless(event.command, state.engine, state.identity))
+    return not (is_disk_command(event.command) or needs_no_engine(event.command, state.engine, state.identity))
 
 
 def _turn(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
     """Decide one command that is in order. It changes what is desired whatever the outcome. seq: the new position."""
-    before, conceded = state.desired, state.conceded
+    before, suppressed = state.desired, state.suppressed
     targeted = not not_targeted(state, event)
-    desired = intend(before, event.command, targeted, state.identity)
-    if targeted and conceded is not NOTHING:
-        conceded = renew(conceded, event.command, before)
+    desired = desired_after(before, event.command, targeted, state.identity)
+    if targeted and suppressed is not NOTHING_SUPPRESSED:
+        suppressed = clear_suppressed(suppressed, event.command, before)
     if now_ms >= event.at_ms + event.ttl_ms:
-        late = replace(state, seq=seq, desired=desired, conceded=conceded, inhibited=False)
+        late = replace(state, seq=seq, desired=desired, suppressed=suppressed, reconcile_blocked=False)
         return _expired(late, event, effects)
     for number, when, then in GATE:
         if when(state, event):
-            answer = Answer(epoch=event.origin, seq=event.seq, outcome=then(state, event), row=number)
+            answer = Answer(epoch=event.origin, seq=event.seq, outcome=then(state, event), rule=number)
             effects.append(answer)
             remembered = _remember(state.answers, answer)
             return replace(
-                state, seq=seq, desired=desired, conceded=conceded, inhibited=False, needs=0, answers=remembered
+                state,
+                seq=seq,
+                desired=desired,
+                suppressed=suppressed,
+                reconcile_blocked=False,
+                resend_from=0,
+                answers=remembered,
             )
-    earlier = remaining(before, state.conceded)
-    state = replace(state, seq=seq, desired=desired, conceded=conceded, inhibited=False, needs=0)
+    earlier = still_desired(before, state.suppressed)
+    state = replace(state, seq=seq, desired=desired, suppressed=suppressed, reconcile_blocked=False, resend_from=0)
     if state.activity is not None and not _spared(state, event):
         if isinstance(event.command, ProfileCommand) and event.command.action == "finish":
-            return _owe(state, event, event.command, effects)
-        return _answer(_concede(state, event.command), event, _busy(state), 10, effects)
+            return _defer_finish(state, event, event.command, effects)
+        return _answer(_suppress(state, event.command), event, _busy(state), 10, effects)
     syncing = before.sync.version if before.sync is not None else 0
-    verdict = rule(event.command, earlier, remaining(desired, conceded), syncing, state.engine, state.identity)
+    verdict = verdict_on(
+        event.command, earlier, still_desired(desired, suppressed), syncing, state.engine, state.identity
+    )
     if isinstance(verdict, tuple):
         if verdict:
             return _begin(state, event, verdict, event.at_ms + event.ttl_ms, effects)
         return _answer(state, event, _acted(state, event, ()), 10, effects)
     if isinstance(verdict, Failed):
-        state = _concede(state, event.command)
+        state = _suppress(state, event.command)
     return _answer(state, event, verdict, 10, effects)
 
 
 def _spared(state: AgentState, event: CommandReceived) -> bool:
     """Is a busy engine not in the way? Of a stop it is: the start may be what is under way."""
     stopping = isinstance(event.command, ProfileCommand) and event.command.action == "stop"
-    return not stopping and needless(event.command, state.engine, state.identity)
+    return not stopping and needs_no_engine(event.command, state.engine, state.identity)
 
 
-def _owe(state: AgentState, event: CommandReceived, command: ProfileCommand, effects: Effects) -> AgentState:
+def _defer_finish(state: AgentState, event: CommandReceived, command: ProfileCommand, effects: Effects) -> AgentState:
     """The last trace is still being written, past the deadline of its stop: it is finished when the engine is free."""
-    owing = replace(state, owed=finish_of(command, state.identity))
+    owing = replace(state, deferred_finish=finish_call(command, state.identity))
     return _answer(owing, event, Acted(calls=(), still_running=True), 10, effects)
 
 
@@ -317,12 +333,12 @@ def _expired(state: AgentState, event: CommandReceived, effects: Effects) -> Age
     """Rows 4 and 7: the time is over. A session must not open in a step that nobody chose; the rest is settled late."""
     if _launching(state, event):
         return _answer(state, event, _not_ready(state), 7, effects)
-    state = _concede(state, event.command) if isinstance(event.command, ProfileCommand) else state
+    state = _suppress(state, event.command) if isinstance(event.command, ProfileCommand) else state
     return _answer(state, event, _EXPIRED, 4, effects)
 
 
-def _answer(state: AgentState, event: CommandReceived, outcome: Outcome, row: int, effects: Effects) -> AgentState:
-    answer = Answer(epoch=event.origin, seq=event.seq, outcome=outcome, row=row)
+def _answer(state: AgentState, event: CommandReceived, outcome: Outcome, rule: int, effects: Effects) -> AgentState:
+    answer = Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=rule)
     effects.append(answer)
     return replace(state, answers=_remember(state.answers, answer))
 
@@ -347,16 +363,16 @@ def _not_ready(state: AgentState) -> Failed:
 
 
 def _busy(state: AgentState) -> Failed:
-    call = name(state.activity.calls[0]) if state.activity is not None else "a call"
+    call = call_name(state.activity.calls[0]) if state.activity is not None else "a call"
     return Failed(
         ErrorKind.ENGINE_BUSY,
         f"{state.engine.name} has not answered {call} yet, past its deadline. Nothing else is sent until it does.",
     )
 
 
-def _concede(state: AgentState, failed: Command | UnknownCommand | Call) -> AgentState:
-    left = remaining(state.desired, state.conceded)
-    return replace(state, conceded=concede(state.conceded, failed, left, state.engine))
+def _suppress(state: AgentState, failed: Command | UnknownCommand | Call) -> AgentState:
+    left = still_desired(state.desired, state.suppressed)
+    return replace(state, suppressed=suppress(state.suppressed, failed, left, state.engine))
 
 
 # --- engine calls -----------------------------------------------------------------------------------------------------
@@ -376,52 +392,56 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
     if activity is None or activity.call_id != event.call_id:
         return state  # an answer to a call of an earlier life
     call, result = activity.calls[0], event.result
-    engine, failure = learn(state.engine, call, result, event.observation)
-    if failure is None and anew(state.engine, engine):
-        died = f"{engine.name} was launched anew during {name(call)}."
-        failure = Failed(ErrorKind.ENGINE_ERROR, and_holds(died, engine))
+    engine, failure = apply_result(state.engine, call, result, event.observation)
+    if failure is None and relaunched(state.engine, engine):
+        died = f"{engine.name} was launched anew during {call_name(call)}."
+        failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(died, engine))
     if failure is not None:
         harmless = isinstance(call, CheckSource | Load | CheckProfile | DiskCall)  # settling would not try it again
-        inhibited = not (anew(state.engine, engine) or harmless)
-        return _failed(replace(state, engine=engine, inhibited=inhibited), activity, failure, event.at_ms, effects)
-    made = (*activity.made, name(call))
-    told = _together(activity.told, result) if isinstance(result, Returned) else activity.told
+        reconcile_blocked = not (relaunched(state.engine, engine) or harmless)
+        return _failed(
+            replace(state, engine=engine, reconcile_blocked=reconcile_blocked), activity, failure, event.at_ms, effects
+        )
+    made = (*activity.made, call_name(call))
+    reported = _together(activity.reported, result) if isinstance(result, Returned) else activity.reported
     rest = activity.calls[1:]
     if rest and not activity.overdue:
         call_id = state.calls_made + 1
-        activity = replace(activity, calls=rest, call_id=call_id, made=made, told=told)
+        activity = replace(activity, calls=rest, call_id=call_id, made=made, reported=reported)
         effects.append(Perform(call_id=call_id, call=rest[0]))
         return replace(state, engine=engine, activity=activity, calls_made=call_id)
     state = replace(state, engine=engine, activity=None)
     cause = activity.cause
     if cause is not None and not activity.overdue:
         acted = _acted(state, cause, made)
-        if told is not NOTHING_TOLD:
-            acted = replace(acted, auto_stopped=told.auto_stopped, traces=told.traces, untraced=told.untraced)
-            acted = replace(acted, still_running=True) if told.still_running else acted
+        if reported is not NOTHING_REPORTED:
+            acted = replace(
+                acted, auto_stopped=reported.auto_stopped, traces=reported.traces, untraced=reported.untraced
+            )
+            acted = replace(acted, still_running=True) if reported.still_running else acted
         state = _answer(state, cause, acted, 10, effects)
     return _proceed(state, event.at_ms, effects)
 
 
-def _together(told: Returned, more: Returned) -> Returned:
+def _together(reported: Returned, more: Returned) -> Returned:
     """What two calls of one command gave back of a profiling session."""
     if not (more.auto_stopped or more.traces or more.untraced or more.still_running):
-        return told
+        return reported
     return Returned(
-        auto_stopped=told.auto_stopped or more.auto_stopped,
-        traces=told.traces + more.traces,
-        untraced=told.untraced + more.untraced,
-        still_running=told.still_running or more.still_running,
+        auto_stopped=reported.auto_stopped or more.auto_stopped,
+        traces=reported.traces + more.traces,
+        untraced=reported.untraced + more.untraced,
+        still_running=reported.still_running or more.still_running,
     )
 
 
 def _failed(state: AgentState, activity: Activity, failure: Failed, now_ms: int, effects: Effects) -> AgentState:
     cause = activity.cause
-    state = replace(_concede(state, cause.command if cause is not None else activity.calls[0]), activity=None)
+    state = replace(_suppress(state, cause.command if cause is not None else activity.calls[0]), activity=None)
     if cause is not None and not activity.overdue:
         state = _answer(state, cause, failure, 10, effects)
     if cause is not None and isinstance(cause.command, WeightSync):
-        state = replace(state, inhibited=False)
+        state = replace(state, reconcile_blocked=False)
     return _proceed(state, now_ms, effects)
 
 
@@ -431,10 +451,10 @@ def _tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
         if activity.cause is not None:
             late = Failed(
                 ErrorKind.ENGINE_TIMEOUT,
-                f"{state.engine.name} has not answered {name(activity.calls[0])} by the deadline. The call is not "
+                f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
                 "taken back; until it ends, nothing else is sent to this engine.",
             )
-            state = _answer(_concede(state, activity.cause.command), activity.cause, late, 10, effects)
+            state = _answer(_suppress(state, activity.cause.command), activity.cause, late, 10, effects)
         state = replace(state, activity=replace(activity, overdue=True))
     return _proceed(state, event.at_ms, effects)
 
@@ -458,23 +478,23 @@ def _snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -> A
         epoch=event.epoch,
         seq=event.seq,
         desired=event.desired,
-        conceded=NOTHING,
+        suppressed=NOTHING_SUPPRESSED,
         joined=True,
-        astray=False,
+        diverged=False,
         queue=(),
-        held=tuple(one for one in state.held if one.seq > event.seq),
-        needs=0,
+        reorder_buffer=tuple(one for one in state.reorder_buffer if one.seq > event.seq),
+        resend_from=0,
         activity=activity,
-        inhibited=False,
+        reconcile_blocked=False,
     )
     return _proceed(_advance(state), event.at_ms, effects)
 
 
-def _orphan(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentState:
+def _lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentState:
     """The trainer is gone: go on with what is committed, and ask for the desired state before obeying again."""
     if not state.joined:
         return state
-    state = replace(state, desired=orphaned(state.desired), astray=True, inhibited=False)
+    state = replace(state, desired=orphaned(state.desired), diverged=True, reconcile_blocked=False)
     return _proceed(state, event.at_ms, effects)
 
 
@@ -492,7 +512,7 @@ def _start(state: AgentState, event: Started) -> AgentState:
         engine=replace(state.engine, tokenizer="unknown"),
         calls_made=state.calls_made,
         answers=state.answers,
-        owed=state.owed,
+        deferred_finish=state.deferred_finish,
         interrupted=state.activity or state.interrupted,
     )
 
@@ -501,16 +521,16 @@ def _observe(state: AgentState, event: EngineObserved, effects: Effects) -> Agen
     """Correct the belief; after a restart, first settle the call that was cut off."""
     cut = state.interrupted
     if cut is None or event.observation.tokenizer == "unknown":
-        engine = believe(state.engine, event.observation)
-        inhibited = state.inhibited and not anew(state.engine, engine)
-        return _proceed(replace(state, engine=engine, inhibited=inhibited), event.at_ms, effects)
+        engine = apply_observation(state.engine, event.observation)
+        reconcile_blocked = state.reconcile_blocked and not relaunched(state.engine, engine)
+        return _proceed(replace(state, engine=engine, reconcile_blocked=reconcile_blocked), event.at_ms, effects)
     call = cut.calls[0]
-    engine, done = interrupted(state.engine, call, event.observation)
+    engine, done = apply_interruption(state.engine, call, event.observation)
     state = replace(state, engine=engine, interrupted=None)
     if cut.cause is not None and not cut.overdue:
-        died = f"the agent was restarted during {name(call)}, and whether it was done can't be read back."
-        outcome: Outcome = Failed(ErrorKind.UNKNOWN, and_holds(died, engine))
+        died = f"the agent was restarted during {call_name(call)}, and whether it was done can't be read back."
+        outcome: Outcome = Failed(ErrorKind.UNKNOWN, with_engine_state(died, engine))
         if done and len(cut.calls) == 1:
-            outcome = _acted(state, cut.cause, (*cut.made, name(call)))
+            outcome = _acted(state, cut.cause, (*cut.made, call_name(call)))
         state = _answer(state, cut.cause, outcome, 10, effects)
     return _proceed(state, event.at_ms, effects)

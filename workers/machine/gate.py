@@ -7,7 +7,7 @@ from schemas.commands import EngineCommand, UnknownCommand, WeightSync
 from schemas.events import CommandReceived
 from schemas.identity import ROLLOUT
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.machine.commands import about_disk, lacking, needless
+from workers.machine.commands import is_disk_command, missing_operation, needs_no_engine
 from workers.machine.state import AgentState
 
 # Built once, since building one costs a tenth of deciding.
@@ -16,7 +16,7 @@ _NOT_AN_ENGINE = Skipped(Reason.NOT_AN_ENGINE)
 _NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     """One row of the decision table."""
 
     number: int
@@ -44,8 +44,8 @@ def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
 
 
 def _unsupported(state: AgentState, event: CommandReceived) -> bool:
-    lacks = lacking(event.command, state.engine) is not None
-    return lacks and not needless(event.command, state.engine, state.identity)
+    lacks = missing_operation(event.command, state.engine) is not None
+    return lacks and not needs_no_engine(event.command, state.engine, state.identity)
 
 
 def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
@@ -53,7 +53,7 @@ def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
         message = f"this agent knows no command {event.command.tag!r}: it is older than its bus."
         return Failed(ErrorKind.UNSUPPORTED, message)
     has = ", ".join(sorted(state.engine.operations)) or "none"
-    lacks = lacking(event.command, state.engine)
+    lacks = missing_operation(event.command, state.engine)
     return Failed(
         ErrorKind.UNSUPPORTED,
         f"{state.engine.name} has no operation {lacks}; it has: {has}. Of a server, `rolloutctl engine probe URL` says "
@@ -61,10 +61,10 @@ def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
     )
 
 
-GATE: tuple[Row, ...] = (  # row 4, its time is over, is asked when the command's turn comes
-    Row(5, _not_meant, lambda s, e: _NOT_TARGETED if not_targeted(s, e) else _NOT_AN_ENGINE),
-    Row(6, lambda s, e: s.identity.node_rank > 0 and not about_disk(e.command), lambda s, e: _NOT_PRIMARY),
+GATE: tuple[Rule, ...] = (  # row 4, its time is over, is asked when the command's turn comes
+    Rule(5, _not_meant, lambda s, e: _NOT_TARGETED if not_targeted(s, e) else _NOT_AN_ENGINE),
+    Rule(6, lambda s, e: s.identity.node_rank > 0 and not is_disk_command(e.command), lambda s, e: _NOT_PRIMARY),
     # row 7 (tokenizer unknown: hold) has no outcome of its own: see `_turn`
-    Row(8, lambda s, e: s.identity.node_rank == 0 and s.engine.tokenizer == "absent", _tokenizer_missing),
-    Row(9, _unsupported, _say_unsupported),
+    Rule(8, lambda s, e: s.identity.node_rank == 0 and s.engine.tokenizer == "absent", _tokenizer_missing),
+    Rule(9, _unsupported, _say_unsupported),
 )

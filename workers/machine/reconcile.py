@@ -1,6 +1,6 @@
 """From what an engine is to what it is to be: the one function behind commands, late joiners, restarts and the lease.
 
-`settle(desired, engine) -> calls` gives the engine calls, in order, that lead from one to the other; none when it
+`reconcile(desired, engine) -> calls` gives the engine calls, in order, that lead from one to the other; none when it
 holds already. Preconditions that would kill an engine are met here by construction: memory is released only after a
 pause, only tags that were released are woken, weights are loaded only while paused and awake, and the cache is
 flushed between new weights and the first request on them.
@@ -14,8 +14,8 @@ from typing import Literal, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import lasting
-from schemas.desired import Committed, Desired, Session, Syncing, trace_directory
+from schemas.commands import durable_source
+from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     Abort,
     Call,
@@ -37,10 +37,11 @@ from schemas.events import (
 )
 from schemas.identity import Count, Identity, Operation, RolloutMode, Tag
 from schemas.outcomes import ErrorKind, Failed
+from schemas.selection import trace_directory
 
-STEERED = frozenset({Operation.PAUSE, Operation.RESUME})
+STEERABLE = frozenset({Operation.PAUSE, Operation.RESUME})
 """What an engine must have to be brought anywhere: without it, weights and memory are left as they are."""
-_NEEDED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD}) | STEERED
+_NEEDED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD}) | STEERABLE
 
 
 class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,7 +61,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     operations: frozenset[Operation] = frozenset()
     generating: bool = True
     asleep: frozenset[Tag] = frozenset()
-    session: Session | None = None
+    session: ProfileSession | None = None
     version: Count = 0
     digest: str | None = None
     torn: bool = False
@@ -70,7 +71,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: bool = False
 
 
-def _directory(session: Session, identity: Identity) -> str:
+def _directory(session: ProfileSession, identity: Identity) -> str:
     return trace_directory(session.step, session.plan, identity)
 
 
@@ -83,16 +84,16 @@ def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing 
     return desired.committed if desired.quarantined == 0 else None
 
 
-def named(weights: Committed | Syncing | CheckSource | Load) -> Committed:
+def as_committed(weights: Committed | Syncing | CheckSource | Load) -> Committed:
     """What tells weights apart: number, source and manifest."""
     if isinstance(weights, Committed):
         return weights
     return Committed(weights.version, weights.source, weights.manifest)
 
 
-def named_again(weights: Committed) -> Committed | None:
+def reloadable(weights: Committed) -> Committed | None:
     """The same weights from where they can be had at any time; None when they were to be had only once."""
-    source = lasting(weights.source)
+    source = durable_source(weights.source)
     return Committed(weights.version, source, weights.manifest) if source is not None else None
 
 
@@ -100,8 +101,8 @@ def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
     """Does the engine hold these weights, as far as anybody knows?"""
     if engine.torn or engine.version != weights.version:
         return False
-    loaded, wanted = engine.loaded, named(weights)
-    return loaded is None or loaded.version != engine.version or loaded in (wanted, named_again(wanted))
+    loaded, wanted = engine.loaded, as_committed(weights)
+    return loaded is None or loaded.version != engine.version or loaded in (wanted, reloadable(wanted))
 
 
 def holds_committed(desired: Desired, engine: EngineState) -> bool:
@@ -124,14 +125,14 @@ def attainable(desired: Desired, engine: EngineState) -> Desired:
     """`desired` without what this engine has no operation for: it was answered `unsupported`, and is not asked for."""
     if engine.operations >= _NEEDED:
         return desired
-    if not engine.operations >= STEERED:
+    if not engine.operations >= STEERABLE:
         desired = Desired(profile=desired.profile)
     if not {Operation.SLEEP, Operation.WAKE} <= engine.operations:
         desired = replace(desired, asleep=frozenset())
     return desired if Operation.PROFILE in engine.operations else replace(desired, profile=None)
 
 
-def settle(desired: Desired, engine: EngineState, identity: Identity, live: bool = False) -> tuple[Call, ...]:
+def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: bool = False) -> tuple[Call, ...]:
     """The calls that bring the engine to `desired`, in the order in which they must be made.
 
     live: in answer to a load that was just commanded. Only then is somebody there who broadcasts; whoever comes later
@@ -161,18 +162,18 @@ def settle(desired: Desired, engine: EngineState, identity: Identity, live: bool
         weights = None
     if weights is not None and "weights" in desired.asleep:
         weights = None  # loaded when the trainer wakes them; the engine can't serve before that either
-    missed = weights is not None and not live and lasting(weights.source) is None
+    missed = weights is not None and not live and durable_source(weights.source) is None
     if weights is not None and not live:
-        weights = named_again(named(weights))
+        weights = reloadable(as_committed(weights))
     unchecked = sync if sync is not None and sync.phase == "prepare" else weights
-    if unchecked is not None and Operation.LOAD in engine.operations and engine.checked != named(unchecked):
+    if unchecked is not None and Operation.LOAD in engine.operations and engine.checked != as_committed(unchecked):
         calls.append(CheckSource(unchecked.source, unchecked.manifest, unchecked.version))
 
     releasing = desired.asleep - engine.asleep if desired.asleep else desired.asleep
     serving = may_serve(desired, engine)
     if missed or (weights is not None and Operation.LOAD not in engine.operations):
         weights, serving = None, False  # it can't follow, and must not serve what nobody wants
-    steered = engine.operations >= STEERED
+    steered = engine.operations >= STEERABLE
     pausing = steered and engine.generating and (not serving or weights is not None or bool(releasing))
     mode = sync.in_flight if sync is not None else desired.pause_mode
     if pausing:
@@ -199,7 +200,7 @@ def settle(desired: Desired, engine: EngineState, identity: Identity, live: bool
     return tuple(calls)
 
 
-def believe(engine: EngineState, seen: Observation) -> EngineState:
+def apply_observation(engine: EngineState, seen: Observation) -> EngineState:
     """Correct the belief by what was read. What the engine can't tell stays as believed.
 
     Another instance than the one that was believed in is an engine of which nothing is known but what was read.
@@ -220,12 +221,12 @@ def believe(engine: EngineState, seen: Observation) -> EngineState:
     )
 
 
-def anew(before: EngineState, after: EngineState) -> bool:
+def relaunched(before: EngineState, after: EngineState) -> bool:
     """Was the engine launched again in between? Then nothing that it had been told holds any more."""
     return before.instance is not None and before.instance != after.instance
 
 
-def learn(
+def apply_result(
     engine: EngineState, call: Call, result: Returned | Fault, seen: Observation | None
 ) -> tuple[EngineState, Failed | None]:
     """The belief after a call returned, and why the call failed if it did: refused, or contradicted by reading back."""
@@ -233,34 +234,34 @@ def learn(
     if isinstance(result, Fault):
         learned = _after_fault(engine, call, result)
         if seen is not None:
-            learned = believe(learned, seen)
+            learned = apply_observation(learned, seen)
             unharmed = seen.digest is not None and seen.digest == known and not engine.torn
             learned = replace(learned, torn=(learned.torn or _discards(call)) and not unharmed)
-        return learned, Failed(ErrorKind(result.kind), and_holds(result.message, learned))
+        return learned, Failed(ErrorKind(result.kind), with_engine_state(result.message, learned))
     learned = _after_success(engine, call, result)
     if seen is None:
         return learned, None
     failure = contradiction(call, result, seen)
     session = learned.session if isinstance(call, StartProfile) else None
-    learned = believe(learned, seen)
+    learned = apply_observation(learned, seen)
     if _discards(call):  # whichever engine it was that answered, if it was launched again meanwhile
         learned = replace(learned, torn=True)
     if failure is None:  # a window may have closed by now: the session still wants its stop
         return (learned if session is None else replace(learned, session=session)), None
     torn = learned.torn or isinstance(call, Load)
-    return replace(learned, torn=torn), Failed(failure.error, and_holds(failure.message, learned))
+    return replace(learned, torn=torn), Failed(failure.error, with_engine_state(failure.message, learned))
 
 
-def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[EngineState, bool]:
+def apply_interruption(engine: EngineState, call: Call, seen: Observation) -> tuple[EngineState, bool]:
     """The belief about an engine whose agent died during `call`, and whether reading it back shows that it was done.
 
     A profile start that may have happened is believed in, so that it is stopped. A load that can't be proven complete
     leaves the engine torn, and settling loads again: a checkpoint may be loaded twice.
     """
     if seen.instance is not None and engine.instance is not None and seen.instance != engine.instance:
-        return believe(engine, seen), False
+        return apply_observation(engine, seen), False
     before = engine.digest
-    engine = believe(engine, seen)
+    engine = apply_observation(engine, seen)
     match call:
         case Pause():
             return replace(engine, kept=call.mode == "keep"), seen.generating is False
@@ -280,14 +281,14 @@ def interrupted(engine: EngineState, call: Call, seen: Observation) -> tuple[Eng
             wanted = call.manifest.content if call.manifest is not None else None
             done = wanted is not None and seen.digest == wanted and seen.version == call.version
             unharmed = seen.digest is not None and seen.digest == before
-            loaded = named(call) if done else engine.loaded
+            loaded = as_committed(call) if done else engine.loaded
             torn = not done and (engine.torn or not unharmed)  # torn weights that nothing touched are still torn
             return replace(engine, torn=torn, stale_cache=True, loaded=loaded), done
         case _:
             return engine, False
 
 
-def and_holds(message: str, engine: EngineState) -> str:
+def with_engine_state(message: str, engine: EngineState) -> str:
     """An error's message, and one sentence more on what the engine holds now, if it is one that is given weights."""
     if Operation.LOAD not in engine.operations:
         return message
@@ -320,10 +321,10 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
         case Resume():
             return replace(engine, generating=True, kept=False)
         case CheckSource():
-            return replace(engine, checked=named(call))
+            return replace(engine, checked=as_committed(call))
         case Load():
             fresh = replace(engine, version=call.version, digest=result.digest, torn=False, stale_cache=True)
-            return replace(fresh, loaded=named(call), checked=None)
+            return replace(fresh, loaded=as_committed(call), checked=None)
         case StartProfile():
             return replace(engine, session=call.session)
         case StopProfile():
@@ -365,7 +366,7 @@ def contradiction(call: Call, result: Returned, seen: Observation) -> Failed | N
             pass
     if what is None:
         return None
-    return Failed(ErrorKind.NOT_HELD, f"{seen.engine} answered yes to {name(call)}, but {what}.")
+    return Failed(ErrorKind.NOT_HELD, f"{seen.engine} answered yes to {call_name(call)}, but {what}.")
 
 
 def _digest_contradiction(call: Load, result: Returned, seen: Observation) -> Failed | None:
@@ -380,6 +381,6 @@ def _digest_contradiction(call: Load, result: Returned, seen: Observation) -> Fa
     )
 
 
-def name(call: Call) -> str:
+def call_name(call: Call) -> str:
     """The word for a call in outcomes and logs: its tag."""
     return str(call.__struct_config__.tag)

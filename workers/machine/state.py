@@ -6,9 +6,9 @@ from schemas.desired import Desired
 from schemas.events import Answer, Call, CommandReceived, FinishProfile, Returned, Settings
 from schemas.identity import Count, Identity, Positive
 from workers.machine.reconcile import EngineState
-from workers.machine.suppressed import NOTHING, Conceded
+from workers.machine.suppressed import NOTHING_SUPPRESSED, Suppressed
 
-NOTHING_TOLD = Returned()
+NOTHING_REPORTED = Returned()
 
 
 class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,7 +24,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     call_id: Positive
     deadline_ms: int
     made: tuple[str, ...] = ()
-    told: Returned = NOTHING_TOLD
+    reported: Returned = NOTHING_REPORTED
     overdue: bool = False
 
 
@@ -32,11 +32,11 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything an agent knows. Nothing that can be derived is stored.
 
     epoch, seq: newest bus epoch seen; last command applied in order.
-    conceded: what failed, and is not tried again unasked.
+    suppressed: what failed, and is not tried again unasked.
     joined: a snapshot was applied in this incarnation.   astray: the lease ran out or histories diverged; only a
     snapshot helps.   queue: in order, not decided yet.   held: after a hole.   needs: first seq asked for, 0 if none.
-    inhibited: settling failed and waits for something new before it is tried again.
-    owed: what a finish asked for while the engine was still writing a trace.
+    reconcile_blocked: settling failed and waits for something new before it is tried again.
+    deferred_finish: what a finish asked for while the engine was still writing a trace.
     interrupted: what was under way when the last incarnation ended; settled once the engine has been read.
     """
 
@@ -46,16 +46,16 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: Count = 0
     seq: Count = 0
     desired: Desired = Desired()
-    conceded: Conceded = NOTHING
+    suppressed: Suppressed = NOTHING_SUPPRESSED
     engine: EngineState = EngineState()
     joined: bool = False
-    astray: bool = False
+    diverged: bool = False
     queue: tuple[CommandReceived, ...] = ()
-    held: tuple[CommandReceived, ...] = ()
-    needs: Count = 0
+    reorder_buffer: tuple[CommandReceived, ...] = ()
+    resend_from: Count = 0
     activity: Activity | None = None
     calls_made: Count = 0
     answers: tuple[Answer, ...] = ()
-    inhibited: bool = False
-    owed: FinishProfile | None = None
+    reconcile_blocked: bool = False
+    deferred_finish: FinishProfile | None = None
     interrupted: Activity | None = None

@@ -15,7 +15,7 @@ from schemas.identity import Count
 from workers.machine.reconcile import EngineState, holds_committed
 
 
-class Conceded(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """session: the desired session failed to open, or its time was over.   sync: version of a weight sync in which the
     replica takes no part any more.   quarantined: version that it could not follow; it stays paused until a commit, or
     the abort of that sync.
@@ -26,42 +26,42 @@ class Conceded(Struct, frozen=True, kw_only=True, omit_defaults=True):
     quarantined: Count = 0
 
 
-NOTHING = Conceded()
+NOTHING_SUPPRESSED = Suppressed()
 
 
-def remaining(desired: Desired, conceded: Conceded) -> Desired:
+def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
     """What is left to be brought about."""
-    if conceded is NOTHING:
+    if suppressed is NOTHING_SUPPRESSED:
         return desired
-    apart = desired.sync is not None and desired.sync.version == conceded.sync
+    apart = desired.sync is not None and desired.sync.version == suppressed.sync
     return replace(
         desired,
-        profile=None if conceded.session else desired.profile,
+        profile=None if suppressed.session else desired.profile,
         sync=None if apart else desired.sync,
-        quarantined=desired.quarantined or conceded.quarantined,
+        quarantined=desired.quarantined or suppressed.quarantined,
     )
 
 
-def renew(conceded: Conceded, command: Command | UnknownCommand, before: Desired) -> Conceded:
+def clear_suppressed(suppressed: Suppressed, command: Command | UnknownCommand, before: Desired) -> Suppressed:
     """What stays given up when `command`, which names this replica, asks anew. before: what was desired until now."""
     match command:
         case ProfileCommand(action="collect" | "check" | "finish"):
-            return conceded
+            return suppressed
         case ProfileCommand():
-            return replace(conceded, session=False)
+            return replace(suppressed, session=False)
         case EpochStart():
-            return replace(conceded, session=False, sync=0)
+            return replace(suppressed, session=False, sync=0)
         case WeightSync() if command.version > before.version and command.phase != "load":
-            ended = command.phase == "commit" or command.version == conceded.quarantined
+            ended = command.phase == "commit" or command.version == suppressed.quarantined
             lifted = ended and command.phase != "prepare"
-            return replace(conceded, sync=0, quarantined=0 if lifted else conceded.quarantined)
+            return replace(suppressed, sync=0, quarantined=0 if lifted else suppressed.quarantined)
         case _:
-            return conceded
+            return suppressed
 
 
-def concede(
-    conceded: Conceded, failed: Command | UnknownCommand | Call, left: Desired, engine: EngineState
-) -> Conceded:
+def suppress(
+    suppressed: Suppressed, failed: Command | UnknownCommand | Call, left: Desired, engine: EngineState
+) -> Suppressed:
     """Give up what failed and must not be tried again unasked, and leave a replica that can't follow out of service.
 
     left: what remained to be brought about. A replica that refused to prepare was not touched and goes on as before
@@ -69,17 +69,17 @@ def concede(
     """
     match failed:
         case ProfileCommand(action="collect" | "check" | "finish"):
-            return conceded
+            return suppressed
         case ProfileCommand() | StartProfile():
-            return replace(conceded, session=True)
+            return replace(suppressed, session=True)
         case WeightSync(phase="prepare"):
-            return replace(conceded, sync=failed.version)
+            return replace(suppressed, sync=failed.version)
         case WeightSync() | CheckSource() | Load():
-            since = conceded.quarantined  # the abort of this sync must not lift an older quarantine
+            since = suppressed.quarantined  # the abort of this sync must not lift an older quarantine
             if left.sync is not None:
-                return replace(conceded, sync=left.sync.version, quarantined=since or left.sync.version)
+                return replace(suppressed, sync=left.sync.version, quarantined=since or left.sync.version)
             if not holds_committed(left, engine):
-                return replace(conceded, quarantined=since or max(1, left.version))
-            return conceded
+                return replace(suppressed, quarantined=since or max(1, left.version))
+            return suppressed
         case _:
-            return conceded
+            return suppressed

@@ -15,11 +15,12 @@ import msgspec
 from anyio.from_thread import BlockingPortal
 
 from schemas.carriers.sockets import Context
-from schemas.config import AgentConfig, ProfilerConfig, checked
-from schemas.desired import refuse_profile
+from schemas.config import AgentConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Reason
+from schemas.profiler.config import ProfilerConfig, checked
+from schemas.selection import refuse_profile
 from workers.agent import Agent
 from workers.profilers.session import RankProfiler
 from workers.profilers.stages import Stage

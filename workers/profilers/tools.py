@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from typing import Final, NoReturn, Protocol
 
 from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, TorchMemory
-from schemas.desired import RANK_TOOLS
 from schemas.errors import UnsupportedError
 from schemas.events import Returned
+from schemas.selection import RANK_TOOLS
 from workers.profilers.places import Place
 
 OLDEST_TORCH: Final = (2, 6)

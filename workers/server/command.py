@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal, assert_never
 
 from schemas.commands import ProfilePlan
-from schemas.desired import refuse_profile
 from schemas.errors import ConfigError
 from schemas.identity import Identity
+from schemas.selection import refuse_profile
 
 Kind = Literal["sglang", "vllm"]
 

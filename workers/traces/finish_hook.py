@@ -15,7 +15,7 @@ from typing import Final
 import anyio
 from anyio import to_thread
 
-from schemas.carriers.wakeup import Doorbell
+from schemas.carriers.wakeup import Wakeup
 from schemas.errors import EngineError
 from schemas.identity import Identity
 
@@ -37,17 +37,17 @@ class FinishHook:
 
     async def run(self, tool: str, steps: tuple[int, ...]) -> bool:
         """Run it; return whether it still runs. Raises EngineError when it failed or can't be started."""
-        bell, log = Doorbell(), self._log
+        wakeup, log = Wakeup(), self._log
         try:
-            process = await to_thread.run_sync(self.begin, tool, steps, bell)
+            process = await to_thread.run_sync(self.begin, tool, steps, wakeup)
         except EngineError:
-            bell.close()
+            wakeup.close()
             raise
         try:
             with anyio.move_on_after(PATIENCE_S):
-                await bell.wait()
+                await wakeup.wait()
         finally:
-            bell.close()
+            wakeup.close()
         if process.returncode is None:
             logger.info("agent %s: the finish hook goes on; what it says is in %s", self._identity.agent, log)
             return True
@@ -61,23 +61,23 @@ class FinishHook:
             )
         return False
 
-    def begin(self, tool: str, steps: tuple[int, ...], bell: Doorbell | None = None) -> "subprocess.Popen[bytes]":
-        """Start it; its end rings the bell, and is logged. Raises EngineError when it can't be started."""
+    def begin(self, tool: str, steps: tuple[int, ...], wakeup: Wakeup | None = None) -> "subprocess.Popen[bytes]":
+        """Start it; its end rings the wakeup, and is logged. Raises EngineError when it can't be started."""
         try:
             process = self._start(self._log, {**os.environ, **self._told(tool, steps)})
         except OSError as error:
             raise EngineError(f"the finish hook was not started: {error.strerror}: {error.filename}.") from error
-        Thread(target=self._await_end, args=(process, bell, self._log), name="finish-hook", daemon=True).start()
+        Thread(target=self._await_end, args=(process, wakeup, self._log), name="finish-hook", daemon=True).start()
         return process
 
     @property
     def _log(self) -> Path:
         return self._root / f".finish_hook-{self._identity.agent}.log"
 
-    def _await_end(self, process: "subprocess.Popen[bytes]", bell: Doorbell | None, log: Path) -> None:
+    def _await_end(self, process: "subprocess.Popen[bytes]", wakeup: Wakeup | None, log: Path) -> None:
         code = process.wait()
-        if bell is not None:
-            bell.ring()
+        if wakeup is not None:
+            wakeup.notify()
         level = logging.INFO if code == 0 else logging.WARNING
         logger.log(level, "agent %s: the finish hook ended with exit code %d: %s", self._identity.agent, code, log)
 

@@ -23,7 +23,7 @@ from typing import Final
 import anyio
 from anyio import to_thread
 
-from schemas.carriers.wakeup import Doorbell
+from schemas.carriers.wakeup import Wakeup
 from schemas.commands import ProfilePlan
 from schemas.errors import EngineError
 from schemas.events import CollectTraces, DiskCall, FinishProfile, Returned
@@ -110,13 +110,13 @@ class NodeTraces:
 
 async def _done(work: "Future[tuple[Trace, ...]]", within_s: float) -> bool:
     """Wait, but not for long: an agent that waits here does nothing else, whatever the next step asks of it."""
-    bell = Doorbell()
+    wakeup = Wakeup()
     try:
-        work.add_done_callback(lambda _: bell.ring())
+        work.add_done_callback(lambda _: wakeup.notify())
         with anyio.move_on_after(within_s):
-            await bell.wait()
+            await wakeup.wait()
     finally:
-        bell.close()
+        wakeup.close()
     return work.done()
 
 

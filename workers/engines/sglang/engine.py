@@ -53,8 +53,8 @@ from schemas.events import (
 from schemas.identity import Identity, InFlight, Operation
 from schemas.safetensors.format import read_layout, safetensors_files
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
-from workers.engines.client import RETRY_S, Front, Methods, Refused, number, patience_s, text, version_of
-from workers.engines.http import HttpFront, Route
+from workers.engines.client import RETRY_S, CallRefused, EngineClient, Methods, number, patience_s, text, version_of
+from workers.engines.http import HttpClient, Route
 from workers.traces.node import collected, make_fresh, require_writable
 
 FLUSH_WAIT_S: Final = 5.0
@@ -94,7 +94,7 @@ RECORDED: Final[Mapping[str, frozenset[Activity]]] = {
 }
 """By device. A scheduler that is told to record CUDA's memory where there is none dies (0.5.6 to 0.5.23)."""
 NEVER: Final[Mapping[str, object]] = {"start_step": 1 << 60, "activities": []}
-"""A start at a forward that never comes, of nothing. Refused, with nothing changed, while a session is open."""
+"""A start at a forward that never comes, of nothing. CallRefused, with nothing changed, while a session is open."""
 STAGES: Final = 2
 
 ONE_FORWARD_SHORT: Final = (0, 5, 16)
@@ -119,7 +119,7 @@ class Launch(Struct, frozen=True):
     methods: Methods
 
 
-class SGLangServer(HttpFront):
+class SGLangServer(HttpClient):
     """The front of an SGLang server. key: its admin key, or its key when it has no other. Raises ConfigError."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -133,7 +133,7 @@ class SGLangEngine:
     of the paths that commands name; the server must see them under the same absolute path.
     """
 
-    def __init__(self, identity: Identity, front: Front | None, *, checkpoints: Path, traces: Path) -> None:
+    def __init__(self, identity: Identity, front: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
         self._identity, self._front = identity, front
         self._traces = traces.resolve()
         self._weights = Weights(checkpoints)
@@ -215,7 +215,7 @@ class SGLangEngine:
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
-    async def _found(self, front: Front) -> Launch | None:
+    async def _found(self, front: EngineClient) -> Launch | None:
         if self._launch is None:
             methods = await front.methods()
             info = await front.info() if methods is not None else None
@@ -234,12 +234,12 @@ class SGLangEngine:
             return not await self._read(launch, "is_paused")
         try:
             return True if await self._read(launch, "is_ready") is not None else None
-        except Refused:
+        except CallRefused:
             return None
 
     # --- memory and weights -------------------------------------------------------------------------------------------
 
-    async def _sleep(self, front: Front, launch: Launch, call: Sleep, within_s: float) -> None:
+    async def _sleep(self, front: EngineClient, launch: Launch, call: Sleep, within_s: float) -> None:
         if "weights" in call.tags and not call.discard and not launch.keeps_weights:
             raise EngineError(
                 "sglang would lose the weights that it releases: launch it with --enable-weights-cpu-backup, or sleep "
@@ -248,7 +248,7 @@ class SGLangEngine:
         await self._flush(front, launch, within_s)
         await front.call("release_memory_occupation", tags=sorted(call.tags))
 
-    async def _load(self, front: Front, launch: Launch, call: Load) -> Returned:
+    async def _load(self, front: EngineClient, launch: Launch, call: Load) -> Returned:
         source = call.source
         if isinstance(source, Broadcast):
             await self._receive(front, launch, source, call.manifest)
@@ -263,7 +263,7 @@ class SGLangEngine:
         await front.call("update_weight_version", new_version=str(call.version), abort_all_requests=False)
         return Returned()
 
-    async def _receive(self, front: Front, launch: Launch, source: Broadcast, manifest: Manifest | None) -> None:
+    async def _receive(self, front: EngineClient, launch: Launch, source: Broadcast, manifest: Manifest | None) -> None:
         layout = self._weights.announced(source, manifest, launch.model, self._identity)
         if self._group != source.group:
             offset, world = ranks(source, self._identity)
@@ -289,7 +289,7 @@ class SGLangEngine:
                     flush_cache=False,
                 )
 
-    async def _hand_over(self, front: Front, launch: Launch, directory: Path) -> None:
+    async def _hand_over(self, front: EngineClient, launch: Launch, directory: Path) -> None:
         """Through SGLang's own serializer, which names shared memory instead of copying; it must be installed here."""
         layout = await to_thread.run_sync(read_layout, directory)
         async with _session(front, launch):
@@ -298,8 +298,8 @@ class SGLangEngine:
                 each_rank = [packed] * launch.tensor_parallel
                 await front.call("update_weights_from_tensor", serialized_named_tensors=each_rank, flush_cache=False)
 
-    async def _flush(self, front: Front, launch: Launch, within_s: float) -> None:
-        """Refused while requests run: asked again until it succeeds, or the time is over."""
+    async def _flush(self, front: EngineClient, launch: Launch, within_s: float) -> None:
+        """CallRefused while requests run: asked again until it succeeds, or the time is over."""
         until = time.monotonic() + patience_s(within_s)
         waits = "timeout_s" in launch.methods["flush_cache"] or "timeout" in launch.methods["flush_cache"]
         while True:
@@ -307,14 +307,14 @@ class SGLangEngine:
             try:
                 await front.call("flush_cache", **({"timeout_s": max(0.0, min(FLUSH_WAIT_S, left))} if waits else {}))
                 return
-            except Refused as error:
+            except CallRefused as error:
                 if error.status not in (None, 400) or time.monotonic() + RETRY_S > until:
                     raise
             await anyio.sleep(RETRY_S)
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 
-    async def _start_profile(self, front: Front, launch: Launch, call: StartProfile) -> None:
+    async def _start_profile(self, front: EngineClient, launch: Launch, call: StartProfile) -> None:
         arguments = profile_arguments(call.session.plan, call.directory, self._traces, launch)
         await to_thread.run_sync(make_fresh, self._traces / call.directory)
         if not await self._disarmed(front):
@@ -324,7 +324,7 @@ class SGLangEngine:
             )
         await front.call("start_profile", **arguments)
 
-    async def _stop_profile(self, front: Front, call: StopProfile) -> Returned:
+    async def _stop_profile(self, front: EngineClient, call: StopProfile) -> Returned:
         """A refusal means that no session was open: it had ended by itself, or, by stage, had not begun."""
         plan, place = call.session.plan, self._traces / call.directory
         refused = not await self._stopped(front)
@@ -343,18 +343,18 @@ class SGLangEngine:
         found = await to_thread.run_sync(collected, self._traces, call.directory, plan, self._identity)
         return replace(found, auto_stopped=refused and bool(files))
 
-    async def _stopped(self, front: Front) -> bool:
+    async def _stopped(self, front: EngineClient) -> bool:
         """Was a session open that is closed now? Raises EngineError."""
         return await self._obeyed(front, "stop_profile")
 
-    async def _disarmed(self, front: Front) -> bool:
+    async def _disarmed(self, front: EngineClient) -> bool:
         """Is none open, and none armed any more? Raises EngineError."""
         return await self._obeyed(front, "start_profile", **NEVER)
 
-    async def _obeyed(self, front: Front, method: str, **arguments: object) -> bool:
+    async def _obeyed(self, front: EngineClient, method: str, **arguments: object) -> bool:
         try:
             await front.call(method, **arguments)
-        except Refused as error:
+        except CallRefused as error:
             if error.status not in (None, 500):
                 raise
             return False
@@ -460,7 +460,7 @@ def one_short(version: str) -> bool:
 
 
 @asynccontextmanager
-async def _session(front: Front, launch: Launch) -> AsyncIterator[None]:
+async def _session(front: EngineClient, launch: Launch) -> AsyncIterator[None]:
     """A weight update has a begin and an end from 0.5.21 on. One that is left open blocks every later one."""
     if "begin_weight_update" not in launch.methods:
         yield

@@ -2,7 +2,7 @@
 
 A trainer that embeds the engine runs the agent beside the tasks that generate, on the same asyncio event loop:
 
-    front = TokenizerManagerFront(sgl_engine.tokenizer_manager)
+    front = TokenizerManagerClient(sgl_engine.tokenizer_manager)
     engine = SGLangEngine(identity, front, checkpoints=checkpoints, traces=traces)
     left = NodeTraces(traces, identity)
     async with (
@@ -27,7 +27,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
-from workers.engines.client import Methods, Refused, Unanswered
+from workers.engines.client import CallRefused, Methods, Unanswered
 from workers.engines.in_process import Home, finished, mark, result_of, takes
 
 REQUESTS: Final = "sglang.srt.managers.io_struct"
@@ -57,7 +57,7 @@ LAUNCH: Final = (
 """What the adapter reads of the launch."""
 
 
-class TokenizerManagerFront:
+class TokenizerManagerClient:
     """A `TokenizerManager` of SGLang 0.5.6 or newer, or None on a node that has none.
 
     requests: the module of its request classes; SGLang's own by default.
@@ -101,7 +101,7 @@ class TokenizerManagerFront:
         }
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """One call, brought to its end. Raises Refused, and Unanswered when the engine is being shut down."""
+        """One call, brought to its end. Raises CallRefused, and Unanswered when the engine is being shut down."""
         self._require_home()
         self._require_up(method)
         return await finished(self._made(method, arguments))
@@ -133,14 +133,14 @@ class TokenizerManagerFront:
         self._manager.auto_create_handle_loop()  # up to 0.5.9 a flush as the first call would wait for ever
         try:
             result = await self._translated(method, arguments)
-        except Refused:
+        except CallRefused:
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            raise Refused(f"{self.where}.{method} failed: {said}", None, said) from error
+            raise CallRefused(f"{self.where}.{method} failed: {said}", None, said) from error
         succeeded, said = _verdict(result)
         if not succeeded:
-            raise Refused(f"{self.where}.{method} answered no: {said}", None, said)
+            raise CallRefused(f"{self.where}.{method} answered no: {said}", None, said)
         return result
 
     async def _translated(self, method: str, arguments: dict[str, object]) -> object:

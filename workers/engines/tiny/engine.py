@@ -36,15 +36,9 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation
-from schemas.safetensors.format import (
-    TensorSpec,
-    check,
-    check_layout,
-    content_differs,
-    read_layout,
-    require_same_model,
-    resolve,
-)
+from schemas.safetensors.format import TensorSpec, read_layout
+from schemas.safetensors.manifest import check, check_layout, content_differs, require_same_model
+from schemas.safetensors.paths import resolve
 from workers.traces.node import collected, require_writable
 
 if TYPE_CHECKING:

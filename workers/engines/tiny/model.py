@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from schemas.errors import CheckpointError, ConfigError
 from schemas.identity import Positive
-from schemas.safetensors.format import TensorSpec, safetensors_files, tensor_digest
+from schemas.safetensors.digest import tensor_digest
+from schemas.safetensors.format import TensorSpec, safetensors_files
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",

@@ -25,7 +25,7 @@ from anyio.from_thread import start_blocking_portal
 from msgspec import Meta, Struct
 
 from schemas.carriers.sockets import FRAME_BYTES_MAX, EdgeSocket, agent_dealer, bus_router
-from schemas.carriers.wakeup import Doorbell
+from schemas.carriers.wakeup import Wakeup
 from schemas.errors import EngineError, RolloutctlError
 from schemas.identity import Count, Name, Positive
 
@@ -133,22 +133,22 @@ class TinyServer:
         self._open.close()
 
     async def _serve(self, address: str, *, task_status: TaskStatus[str]) -> None:
-        bell = Doorbell()
+        wakeup = Wakeup()
         try:
             async with bus_router(zmq.Context.instance(), address) as router, anyio.create_task_group() as tasks:
-                tasks.start_soon(self._send, router, bell)
+                tasks.start_soon(self._send, router, wakeup)
                 task_status.started(router.address)
                 while True:
                     frames = await router.recv()
                     if len(frames) == 3:  # else no client of ours, and there is no number to answer to
-                        self._take(bell, *frames)
+                        self._take(wakeup, *frames)
         finally:
-            bell.close()
+            wakeup.close()
 
-    def _take(self, bell: Doorbell, client: bytes, number: bytes, body: bytes) -> None:
+    def _take(self, wakeup: Wakeup, client: bytes, number: bytes, body: bytes) -> None:
         def answer(answer: Answer) -> None:
             self._outbox.append((client, number, answer))
-            bell.ring()
+            wakeup.notify()
 
         def done(result: list[Completion] | RolloutctlError) -> None:
             answer(Refused(str(result)) if isinstance(result, RolloutctlError) else Completions(result))
@@ -167,9 +167,9 @@ class TinyServer:
         except _HOSTILE as error:
             answer(Refused(f"the request can't be read: {error}."))
 
-    async def _send(self, router: EdgeSocket, bell: Doorbell) -> None:
+    async def _send(self, router: EdgeSocket, wakeup: Wakeup) -> None:
         while True:
-            await bell.wait()
+            await wakeup.wait()
             while self._outbox:
                 client, number, answer = self._outbox.popleft()
                 body = msgspec.msgpack.encode(answer)

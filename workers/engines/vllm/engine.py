@@ -50,8 +50,8 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
-from workers.engines.client import RETRY_S, Front, Methods, number, part, patience_s, text, version_of
-from workers.engines.http import HttpFront, Route
+from workers.engines.client import RETRY_S, EngineClient, Methods, number, part, patience_s, text, version_of
+from workers.engines.http import HttpClient, Route
 from workers.traces.node import collected, make_fresh, moved, require_writable
 
 ROUTES: Final[Mapping[str, Route]] = {
@@ -103,7 +103,7 @@ class Launch(Struct, frozen=True):
     methods: Methods
 
 
-class VllmServer(HttpFront):
+class VllmServer(HttpClient):
     """The front of a vLLM server. Raises ConfigError."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -121,7 +121,7 @@ class VllmEngine:
     paths that commands name; the server must see them under the same absolute path.
     """
 
-    def __init__(self, identity: Identity, front: Front | None, *, checkpoints: Path, traces: Path) -> None:
+    def __init__(self, identity: Identity, front: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
         self._identity, self._front = identity, front
         self._traces = traces.resolve()
         self._weights = Weights(checkpoints)
@@ -201,7 +201,7 @@ class VllmEngine:
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
-    async def _found(self, front: Front) -> Launch | None:
+    async def _found(self, front: EngineClient) -> Launch | None:
         if self._launch is None:
             methods = await front.methods()
             if methods is None:
@@ -216,7 +216,7 @@ class VllmEngine:
 
     # --- memory and weights -------------------------------------------------------------------------------------------
 
-    async def _sleep(self, front: Front, launch: Launch, call: Sleep) -> None:
+    async def _sleep(self, front: EngineClient, launch: Launch, call: Sleep) -> None:
         if call.tags == {"kv_cache"}:
             if "release_kv_cache_memory" not in launch.methods:
                 raise EngineError(f"vllm {launch.version} can't release the KV cache alone: sleep both, or use 0.31.")
@@ -228,7 +228,7 @@ class VllmEngine:
         mode = {"mode": "keep"} if "mode" in launch.methods["sleep"] else {}
         await front.call("sleep", level=2 if call.discard else 1, **mode)
 
-    async def _wake(self, front: Front, launch: Launch, call: Wake) -> None:
+    async def _wake(self, front: EngineClient, launch: Launch, call: Wake) -> None:
         # Up to 0.23 a scheduler is resumed by the first region that wakes, and would run without its cache: there
         # the cache wakes with the weights, and is awake when it is asked for.
         whole = "release_kv_cache_memory" not in launch.methods
@@ -239,7 +239,7 @@ class VllmEngine:
             freezes = "mode" in launch.methods["pause_generation"]
             await front.call("pause_generation", **pause_arguments(Pause("keep" if freezes else "wait"), launch))
 
-    async def _load(self, front: Front, launch: Launch, call: Load) -> Returned:
+    async def _load(self, front: EngineClient, launch: Launch, call: Load) -> Returned:
         source = call.source
         if isinstance(source, Broadcast):
             await self._receive(front, launch, source, call)
@@ -253,7 +253,7 @@ class VllmEngine:
             return Returned()
         return Returned(digest=fingerprint(await front.call("compute_weight_checksums", action="checksum")))
 
-    async def _receive(self, front: Front, launch: Launch, source: Broadcast, call: Load) -> None:
+    async def _receive(self, front: EngineClient, launch: Launch, source: Broadcast, call: Load) -> None:
         """vLLM's weight transfer over NCCL (vllm/distributed/weight_transfer/nccl_engine.py). Needs GPUs."""
         layout = self._weights.announced(source, call.manifest, launch.model, self._identity)
         if self._group != source.group:
@@ -270,7 +270,7 @@ class VllmEngine:
         if "finish_weight_update" in launch.methods:
             await front.call("finish_weight_update")
 
-    async def _flush(self, front: Front, launch: Launch, within_s: float) -> None:
+    async def _flush(self, front: EngineClient, launch: Launch, within_s: float) -> None:
         """A prefix that a request still uses can't be dropped: asked again until it can, or the time is over."""
         until = time.monotonic() + patience_s(within_s)
         while await front.call("reset_prefix_cache") is False:
@@ -288,14 +288,14 @@ class VllmEngine:
         assert launch.profiles_to is not None
         await to_thread.run_sync(require_writable, launch.profiles_to, "vllm")
 
-    async def _start_profile(self, front: Front, launch: Launch, call: StartProfile) -> None:
+    async def _start_profile(self, front: EngineClient, launch: Launch, call: StartProfile) -> None:
         plan = call.session.plan
         arguments = profile_arguments(plan, call.directory, launch)
         await to_thread.run_sync(make_fresh, self._traces / call.directory)
         self._before = await to_thread.run_sync(_names, launch.profiles_to)
         await front.call("start_profile", **arguments)
 
-    async def _stop_profile(self, front: Front, launch: Launch, call: StopProfile) -> Returned:
+    async def _stop_profile(self, front: EngineClient, launch: Launch, call: StopProfile) -> Returned:
         ended = bool(await to_thread.run_sync(_names, launch.profiles_to) - self._before)
         await front.call("stop_profile")
         found = await to_thread.run_sync(self._gather, launch.profiles_to, call)

@@ -2,7 +2,7 @@
 
 A trainer that embeds the engine runs the agent beside the tasks that generate, on the same asyncio event loop:
 
-    engine = VllmEngine(identity, AsyncLLMFront(async_llm), checkpoints=checkpoints, traces=traces)
+    engine = VllmEngine(identity, AsyncLLMClient(async_llm), checkpoints=checkpoints, traces=traces)
     left = NodeTraces(traces, identity)
     async with (
         Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=left) as agent,
@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import anyio
 
-from workers.engines.client import Methods, Refused, Unanswered
+from workers.engines.client import CallRefused, Methods, Unanswered
 from workers.engines.http import READ_TIMEOUT_S
 from workers.engines.in_process import Home, finished, mark, result_of, takes
 from workers.engines.vllm.engine import ROUTES
@@ -46,7 +46,7 @@ LOOK_S: Final = 1.0
 """How often it is looked whether the engine that owes an answer still lives."""
 
 
-class AsyncLLMFront:
+class AsyncLLMClient:
     """An `AsyncLLM` of vLLM's V1 engine, 0.13 or newer.
 
     requests: the module of its request classes; vLLM's own by default.
@@ -89,7 +89,7 @@ class AsyncLLMFront:
         }
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """One call, brought to its end. Raises Refused, and Unanswered when the engine is dead."""
+        """One call, brought to its end. Raises CallRefused, and Unanswered when the engine is dead."""
         self._require_home()
         return await finished(self._made(method, arguments))
 
@@ -119,13 +119,13 @@ class AsyncLLMFront:
         if (died := await self._dead()) is None:
             try:
                 return await self._while_alive(self._translated(method, arguments))
-            except Refused:
+            except CallRefused:
                 raise
             except Exception as error:
                 died = await self._dead()
                 if died is None:
                     said = f"{type(error).__name__}: {error}"
-                    raise Refused(f"{self.where}.{method} failed: {said}", None, said) from error
+                    raise CallRefused(f"{self.where}.{method} failed: {said}", None, said) from error
         raise Unanswered(f"{self.where}.{method}: the engine is dead: {type(died).__name__} {died}".rstrip()) from died
 
     async def _while_alive(self, call: Coroutine[Any, Any, object]) -> object:
@@ -176,11 +176,11 @@ def _mapping(config: object) -> dict[str, object]:
 
 
 def _one_mapping(workers: list[dict[str, str]]) -> dict[str, str]:
-    """The checksums of all workers, as the server's route puts them together. Raises Refused when two disagree."""
+    """The checksums of all workers, as the server's route puts them together. Raises CallRefused when two disagree."""
     every: dict[str, str] = {}
     for one in workers:
         if twice := sorted(every.keys() & one.keys()):
             said = f"two workers tell of the same tensors: {', '.join(twice[:3])}"
-            raise Refused(f"AsyncLLM.compute_weight_checksums: {said}", None, said)
+            raise CallRefused(f"AsyncLLM.compute_weight_checksums: {said}", None, said)
         every |= one
     return every
