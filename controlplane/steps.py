@@ -1,4 +1,5 @@
-"""The steps of a trainer: a shell around `controlplane.machine.profiling` that publishes what it says and tells the outcome.
+"""The steps of a trainer: a shell around `controlplane.machine.profiling` that publishes what it says and tells the
+outcome.
 
 Nothing here raises for profiling that failed, and nothing waits past the deadline of a command: the step goes on.
 """

@@ -154,7 +154,8 @@ class Fault(Struct, frozen=True, tag="fault"):
 class Settings(Struct, frozen=True, kw_only=True):
     """Limits of one machine.
 
-    max_buffered: commands kept for their turn, and as many behind a hole.   settle_ms: for calls that no command asked for.
+    max_buffered: commands kept for their turn, and as many behind a hole.   settle_ms: for calls that no command asked
+    for.
     """
 
     max_buffered: Positive = 256

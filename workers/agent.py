@@ -1,4 +1,5 @@
-"""The agent: one process beside each node of each rollout replica. A shell around `workers.machine.decide`; decides nothing.
+"""The agent: one process beside each node of each rollout replica. A shell around `workers.machine.decide`; decides
+nothing.
 
 Theory of operation. Every event, whether it came from the bus, the engine or a clock, goes through `Agent._step`, the
 only place that calls `decide`. A decision goes into the journal, and only then are its effects performed, in order:

@@ -1,5 +1,5 @@
-"""The trainer's end of the bus: a shell around `controlplane.machine.coordinator`. Owns the sockets, the log, the clock and the
-callers' tickets; decides nothing.
+"""The trainer's end of the bus: a shell around `controlplane.machine.coordinator`. Owns the sockets, the log, the clock
+and the callers' tickets; decides nothing.
 
 Theory of operation. Whatever wakes the bus (a message, a command handed over by the trainer's thread, a moment that was
 waited for) begins a turn. A turn takes all there is, makes events of it, lets the coordinator decide them one after the

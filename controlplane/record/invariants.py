@@ -9,8 +9,8 @@
     I7  profiles close      no session is left open that nobody wants any more, its trainer gone or not
     I8  no way back alive   who was lost is told to say hello, and nothing it says counts before that
 
-I9, that a replay decides the same, is `controlplane.record.replay`. I10, that control never waits behind an engine's call, is
-not to be seen in a log that only holds what arrived: the agent's tests hold it.
+I9, that a replay decides the same, is `controlplane.record.replay`. I10, that control never waits behind an engine's
+call, is not to be seen in a log that only holds what arrived: the agent's tests hold it.
 
 The checks take nothing from the machines but the meaning of commands (`schemas.desired.intend`): they look at what was
 asked, what engines were seen to be, and what was told, and would catch a machine that fools itself. An agent may be

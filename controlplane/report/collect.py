@@ -1,8 +1,8 @@
 """One recorded run as a person wants to see it: what went wrong, then everything else. Pure: log entries in, facts out.
 
 One pass over the log. What is kept grows with the number of agents and of commands, never with that of answers: who
-answered alike is one line, latencies are counted in buckets (`controlplane.report.histogram`), and each list has an end,
-with the number of what is left out.
+answered alike is one line, latencies are counted in buckets (`controlplane.report.histogram`), and each list has an
+end, with the number of what is left out.
 
 Times are the wall clock of the bus, in ns; durations are of its monotonic clock, in µs. What engines were seen to hold
 is from their own agents' records, as far as the log has them.

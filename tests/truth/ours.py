@@ -1,7 +1,8 @@
 """What we answer in a case, as our own code says: nothing here knows the decision table.
 
-One configuration in verl's words is read by `schemas.profiler.verl`; `controlplane.machine.profiling` says what the trainer's
-side asks; and the machine of the agent is folded over the events of the case, with an engine that does what it is told.
+One configuration in verl's words is read by `schemas.profiler.verl`; `controlplane.machine.profiling` says what the
+trainer's side asks; and the machine of the agent is folded over the events of the case, with an engine that does what
+it is told.
 """
 
 import json

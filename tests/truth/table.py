@@ -121,8 +121,8 @@ What becomes of a command in each case: what we do, and what verl 0.9.1 does. Th
 explanations at its end are written by hand.
 
 - *Ours* is our own code: one configuration in verl's words is read by `schemas/profiler/verl.py`, the trainer's side
-  (`controlplane/machine/profiling.py`) says what is sent, and the agent's machine (`workers/machine/decide.py`) is folded over what
-  happens (`tests/truth/ours.py`). It is the same beside SGLang, vLLM and the tiny engine.
+  (`controlplane/machine/profiling.py`) says what is sent, and the agent's machine (`workers/machine/decide.py`) is
+  folded over what happens (`tests/truth/ours.py`). It is the same beside SGLang, vLLM and the tiny engine.
 - *verl* is `tests/truth/gates.py`, which states its gates. A test downloads verl 0.9.1 and runs verl's own code (its
   servers' methods, its trainer's lines, its `DistProfiler` with its tools) beside them in every case.
 - There are {cases} cases. A row stands for all that it fits; `*` is any value. Rows may overlap, and then say the same.

@@ -30,7 +30,7 @@ from controlplane.machine.events import (
 )
 from schemas.commands import Checkpoint, Command, Target
 from schemas.identity import ROLLOUT, RolloutMode, identity_of
-from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
+from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import AgentStatus, Report, SyncReport
 from schemas.wire import Downward, Hello, decode_command
 
@@ -194,4 +194,7 @@ class Coordinator:
 
 def lines(report: Report) -> dict[str, object]:
     """What each agent concluded; a missing one by its reason."""
-    return {one.agent: getattr(one.conclusion, "why", one.conclusion) for one in report.outcomes}
+    return {
+        one.agent: one.conclusion.reason if isinstance(one.conclusion, Missing) else one.conclusion
+        for one in report.outcomes
+    }

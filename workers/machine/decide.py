@@ -11,8 +11,9 @@ Rules
 Theory of operation. A command first passes *order* (`ORDER`, rows 1 to 3): is it of a living epoch, new, next in
 line? Those rows leave the position where it is, and row 3 holds the command until replay has filled the hole. From
 row 4 on the command is in order: it moves the position and changes what is desired, *also when it is skipped*. Then
-*eligibility* (rows 4 to 9, `workers/machine/gate.py`), then the command's own rule (row 10, `workers/machine/commands.py`),
-which compares what is desired with what the engine is (`workers/machine/reconcile.py`) and gives the calls to make.
+*eligibility* (rows 4 to 9, `workers/machine/gate.py`), then the command's own rule (row 10,
+`workers/machine/commands.py`), which compares what is desired with what the engine is (`workers/machine/reconcile.py`)
+and gives the calls to make.
 
 When nothing is left to do for a command and the engine is not as desired (a late joiner, a restart, a missed
 command, the lease), the machine makes the same calls on its own account.

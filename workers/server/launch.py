@@ -1,8 +1,8 @@
 """An engine server as a child of its agent: the process, and an engine that lives and dies with it.
 
-Three processes: agent, guard (`workers.server.guard`), server. The agent asks and reads reports, and never waits for either;
-what must happen also when the agent is gone, the guard does. So this module is small: a handle on the guard, and
-`LaunchedEngine`, which puts a server under any engine that attaches to one.
+Three processes: agent, guard (`workers.server.guard`), server. The agent asks and reads reports, and never waits for
+either; what must happen also when the agent is gone, the guard does. So this module is small: a handle on the guard,
+and `LaunchedEngine`, which puts a server under any engine that attaches to one.
 """
 
 import logging

@@ -213,7 +213,9 @@ def weights(model: TinyModel) -> dict[str, Tensor]:
 
 
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Name, dtype and shape of tensors, sorted by name, as `schemas.safetensors.format.read_layout` reads them from a file."""
+    """Name, dtype and shape of tensors, sorted by name, as `schemas.safetensors.format.read_layout` reads them from a
+    file.
+    """
     return {name: TensorSpec(_dtype(tensors[name]), tuple(tensors[name].shape)) for name in sorted(tensors)}
 
 

@@ -75,7 +75,9 @@ class Completions(Struct, frozen=True, tag="completions"):
 
 
 class Weights(Struct, frozen=True, kw_only=True, tag="weights"):
-    """The answer to `AskWeights`. digest: content digest of the live tensors, as `schemas.safetensors.format` defines it."""
+    """The answer to `AskWeights`. digest: content digest of the live tensors, as `schemas.safetensors.format` defines
+    it.
+    """
 
     version: Count
     digest: Name
