@@ -50,7 +50,7 @@ class NullEngine:
         """Always the same."""
         return self._observation
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: Call, timeout_s: float) -> Returned:
         """Done."""
         return Returned()
 

@@ -19,10 +19,10 @@ class Engine(Protocol):
         """Read what the engine is now. Changes nothing; cheap; never raises: what can't be read is None or unknown."""
         ...
 
-    async def perform(self, call: EngineCall, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call and return when what it is to bring about holds, as far as the engine can tell.
 
-        within_s: seconds left to the deadline of the command. What an engine refuses for the moment (a flush while
+        timeout_s: Seconds left until the command's deadline. What an engine refuses for the moment (a flush while
         requests run) is asked again until then. A call that has begun is not given up at the deadline: the machine
         reports it as late, and waits.
 

@@ -127,7 +127,7 @@ class Router:
         self.where = base_url(url, "router", KEY_VARIABLE)
         self.worker = base_url(worker_url)
         self._worker_key, self._look_s = worker_key, look_s
-        adding = Route("POST", _WORKERS, within_s=ANSWER_S)
+        adding = Route("POST", _WORKERS, timeout_s=ANSWER_S)
         self._front = HttpClient(self.where, {"add": adding}, info_path=_WORKERS, key=key)
         self._id: str | None = None  # as the router named it when it was last asked to add it
         self._asked_s: float | None = None  # when that was, until the router is seen to know of it

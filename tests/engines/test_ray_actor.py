@@ -93,8 +93,8 @@ class Bench:
         called: list[str] = self.within(take)
         return called
 
-    async def do(self, call: EngineCall, within_s: float = 60.0) -> Returned:
-        return await self.engine.perform(call, within_s)
+    async def do(self, call: EngineCall, timeout_s: float = 60.0) -> Returned:
+        return await self.engine.perform(call, timeout_s)
 
     async def refuses(self, call: EngineCall, *words: str) -> None:
         """The call is refused in these words, and no method of the server was called."""

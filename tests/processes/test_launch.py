@@ -148,8 +148,8 @@ class Attached:
         tokenizer: Literal["present", "unknown"] = "unknown" if instance is None else "present"
         return Observation(engine="attached 1", instance=instance, tokenizer=tokenizer, generating=True)
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
-        self.told.append(f"{type(call).__name__} {within_s:g}")
+    async def perform(self, call: Call, timeout_s: float) -> Returned:
+        self.told.append(f"{type(call).__name__} {timeout_s:g}")
         return Returned()
 
     async def close(self) -> None:

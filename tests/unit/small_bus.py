@@ -78,7 +78,7 @@ class Engine:
             version=0,
         )
 
-    async def perform(self, call: Call, within_s: float) -> Returned:
+    async def perform(self, call: Call, timeout_s: float) -> Returned:
         self.calls.append(call)
         self.begun()
         if self.gate is not None:

@@ -222,7 +222,7 @@ async def test_what_an_engine_raises_is_an_outcome(
 async def test_adapter_that_returns_nonsense_fails_and_does_not_poison_the_journal(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def perform(call: Call, within_s: float) -> Returned:
+    async def perform(call: Call, timeout_s: float) -> Returned:
         return Returned(digest="")
 
     monkeypatch.setattr(engine, "perform", perform)

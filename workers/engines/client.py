@@ -59,9 +59,9 @@ class EngineClient(Protocol):
         ...
 
 
-def patience_s(within_s: float) -> float:
+def patience_s(timeout_s: float) -> float:
     """How long to ask again for what is refused for the moment. The rest of the time is for saying that it was."""
-    return max(0.0, within_s - min(1.0, within_s / 4))
+    return max(0.0, timeout_s - min(1.0, timeout_s / 4))
 
 
 def version_of(label: object) -> int | None:

@@ -46,7 +46,7 @@ class Route(NamedTuple):
     query: its arguments go into the URL, else into a JSON body.   answer: key of the JSON answer that holds the result.
     renamed: what the server calls an argument, where that differs.   repeatable: doing it twice is doing it once.
     undeclared: parameters that it reads without saying so in its openapi.json.
-    within_s: seconds after which nobody waits for the answer any more; None to wait for ever.
+    timeout_s: seconds after which nobody waits for the answer any more; None to wait for ever.
     """
 
     verb: Literal["GET", "POST", "DELETE"]
@@ -56,7 +56,7 @@ class Route(NamedTuple):
     renamed: Mapping[str, str] = {}
     repeatable: bool = False
     undeclared: frozenset[str] = frozenset()
-    within_s: float | None = None
+    timeout_s: float | None = None
 
 
 class HttpClient:
@@ -113,7 +113,7 @@ class HttpClient:
         route = self._routes[method]
         named = {route.renamed.get(name, name): value for name, value in arguments.items()}
         attempts = ATTEMPTS if route.repeatable else 1
-        return _result(route, await self._send(route, named, attempts, route.within_s))
+        return _result(route, await self._send(route, named, attempts, route.timeout_s))
 
     async def read(self, method: str, /) -> object:
         """One call that only reads."""

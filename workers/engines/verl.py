@@ -176,19 +176,19 @@ class VerlEngine:
             operations=self._operations(look),
         )
 
-    async def perform(self, call: EngineCall, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises EngineError."""
         if self._identity.node_rank > 0:
             raise EngineError("the server of this node has no front end to call: its replica's node rank 0 has it.")
         with CancelScope(shield=True):
-            returned = await self._perform(call, await self._look(), within_s)
+            returned = await self._perform(call, await self._look(), timeout_s)
         return returned
 
     async def close(self) -> None:
         """Let go of the actor; it goes on."""
         self._handle = None
 
-    async def _perform(self, call: EngineCall, look: ServerSnapshot, within_s: float) -> Returned:
+    async def _perform(self, call: EngineCall, look: ServerSnapshot, timeout_s: float) -> Returned:
         match call:
             case Pause():
                 await self._pause(call)
@@ -199,7 +199,7 @@ class VerlEngine:
             case Wake():
                 await self._wake(call, look)
             case Flush():
-                await self._flush(look, within_s)
+                await self._flush(look, timeout_s)
             case CheckProfile():
                 require_recorded(call.plan, look.recorder)
                 await to_thread.run_sync(require_writable, self._traces, self._kind)
@@ -259,15 +259,15 @@ class VerlEngine:
             "not called."
         )
 
-    async def _flush(self, look: ServerSnapshot, within_s: float) -> None:
-        until = anyio.current_time() + within_s
+    async def _flush(self, look: ServerSnapshot, timeout_s: float) -> None:
+        until = anyio.current_time() + timeout_s
         while look.running and anyio.current_time() < until:
             await anyio.sleep(BUSY_S)
             look = await self._look()
         if look.running:
             raise EngineError(
                 f"{self._kind} was asked to drop its cache while {look.running} requests run, which it refuses without "
-                f"saying so; they ran for all of {within_s:.1f} s. The cache is as it was: pause first."
+                f"saying so; they ran for all of {timeout_s:.1f} s. The cache is as it was: pause first."
             )
         await self._call("clear_kv_cache")
 

@@ -99,7 +99,7 @@ class RankProfiler:
             profiling=self._session is not None,
         )
 
-    async def perform(self, call: EngineCall, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Check, arm or stop. Raises UnsupportedError and EngineError."""
         match call:
             case CheckProfile():

@@ -272,9 +272,9 @@ class LaunchedEngine:
         inner = f".{self._inner[1][:100]}" if self._inner is not None and self._inner[0] == launch else ""
         return replace(seen, instance=launch + inner)
 
-    async def perform(self, call: EngineCall, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises CheckpointError, EngineError."""
-        return await self._engine.perform(call, within_s)
+        return await self._engine.perform(call, timeout_s)
 
     async def close(self) -> None:
         """Let go of the engine, then end the server and all that it started."""

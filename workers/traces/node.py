@@ -108,12 +108,12 @@ class NodeTraces:
         return self._hook
 
 
-async def _done(work: "Future[tuple[Trace, ...]]", within_s: float) -> bool:
+async def _done(work: "Future[tuple[Trace, ...]]", timeout_s: float) -> bool:
     """Wait, but not for long: an agent that waits here does nothing else, whatever the next step asks of it."""
     wakeup = Wakeup()
     try:
         work.add_done_callback(lambda _: wakeup.notify())
-        with anyio.move_on_after(within_s):
+        with anyio.move_on_after(timeout_s):
             await wakeup.wait()
     finally:
         wakeup.close()

@@ -169,7 +169,7 @@ class SGLangEngine:
             version=version_of(label),
         )
 
-    async def perform(self, call: EngineCall, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
         front = self._front
         launch = await self._found(front) if front is not None else None
@@ -183,18 +183,18 @@ class SGLangEngine:
                 await to_thread.run_sync(self._weights.check, *where)
             case Pause():
                 if call.mode == "wait":
-                    await self._flush(front, launch, within_s)  # it succeeds in a moment without requests
+                    await self._flush(front, launch, timeout_s)  # it succeeds in a moment without requests
                 await front.call("pause_generation", mode=PAUSES[call.mode])
             case Resume():
                 await front.call("continue_generation")
             case Sleep():
-                await self._sleep(front, launch, call, within_s)
+                await self._sleep(front, launch, call, timeout_s)
             case Wake():
                 await front.call("resume_memory_occupation", tags=sorted(call.tags))
             case Load():
                 return await self._load(front, launch, call)
             case Flush():
-                await self._flush(front, launch, within_s)
+                await self._flush(front, launch, timeout_s)
             case Abort():
                 await front.call("abort_request", rid="", abort_all=True)
             case CheckProfile():
@@ -239,13 +239,13 @@ class SGLangEngine:
 
     # --- memory and weights -------------------------------------------------------------------------------------------
 
-    async def _sleep(self, front: EngineClient, launch: Launch, call: Sleep, within_s: float) -> None:
+    async def _sleep(self, front: EngineClient, launch: Launch, call: Sleep, timeout_s: float) -> None:
         if "weights" in call.tags and not call.discard and not launch.keeps_weights:
             raise EngineError(
                 "sglang would lose the weights that it releases: launch it with --enable-weights-cpu-backup, or sleep "
                 "with `discard` and load them again. Nothing was released."
             )
-        await self._flush(front, launch, within_s)
+        await self._flush(front, launch, timeout_s)
         await front.call("release_memory_occupation", tags=sorted(call.tags))
 
     async def _load(self, front: EngineClient, launch: Launch, call: Load) -> Returned:
@@ -298,9 +298,9 @@ class SGLangEngine:
                 each_rank = [packed] * launch.tensor_parallel
                 await front.call("update_weights_from_tensor", serialized_named_tensors=each_rank, flush_cache=False)
 
-    async def _flush(self, front: EngineClient, launch: Launch, within_s: float) -> None:
+    async def _flush(self, front: EngineClient, launch: Launch, timeout_s: float) -> None:
         """CallRefused while requests run: asked again until it succeeds, or the time is over."""
-        until = time.monotonic() + patience_s(within_s)
+        until = time.monotonic() + patience_s(timeout_s)
         waits = "timeout_s" in launch.methods["flush_cache"] or "timeout" in launch.methods["flush_cache"]
         while True:
             left = until - time.monotonic()

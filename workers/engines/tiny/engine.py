@@ -101,7 +101,7 @@ class TinyEngine:
             digest=holding.digest,
         )
 
-    async def perform(self, call: EngineCall, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
         with CancelScope(shield=True):
             returned = await to_thread.run_sync(self._perform, call)

@@ -158,7 +158,7 @@ class VllmEngine:
             version=version_of(label),
         )
 
-    async def perform(self, call: EngineCall, within_s: float) -> Returned:
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
         front = self._front
         launch = await self._found(front) if front is not None else None
@@ -181,7 +181,7 @@ class VllmEngine:
             case Load():
                 return await self._load(front, launch, call)
             case Flush():
-                await self._flush(front, launch, within_s)
+                await self._flush(front, launch, timeout_s)
             case Abort():
                 await front.call("abort")
             case CheckProfile():
@@ -270,9 +270,9 @@ class VllmEngine:
         if "finish_weight_update" in launch.methods:
             await front.call("finish_weight_update")
 
-    async def _flush(self, front: EngineClient, launch: Launch, within_s: float) -> None:
+    async def _flush(self, front: EngineClient, launch: Launch, timeout_s: float) -> None:
         """A prefix that a request still uses can't be dropped: asked again until it can, or the time is over."""
-        until = time.monotonic() + patience_s(within_s)
+        until = time.monotonic() + patience_s(timeout_s)
         while await front.call("reset_prefix_cache") is False:
             if time.monotonic() + RETRY_S > until:
                 raise EngineError("vllm did not drop its prefix cache by the deadline: requests still use it.")
