@@ -104,7 +104,10 @@ def bus(decisions: int) -> tuple[float, list[CoordinatorEvent]]:
         hello = Hello(
             identity=Identity(replica=replica, node_rank=0), incarnation="bench", journal="j", host="h", pid=1
         )
-        opening += [HelloReceived(at_us=0, peer=peer, hello=hello, recorded=0), JoinReceived(at_us=0, peer=peer)]
+        opening += [
+            HelloReceived(at_us=0, peer=peer, hello=hello, recorded_decisions=0),
+            JoinReceived(at_us=0, peer=peer),
+        ]
     for event in opening:
         state, _ = coordinator.decide(state, event)
     events: list[CoordinatorEvent] = []

@@ -141,7 +141,7 @@ class Profiling:
             match one.conclusion:
                 case Failed() | Missing():
                     logger.warning("%s on agent %s: %s; the step goes on", what, one.agent, one.conclusion)
-                case Acted(untraced=ranks) if ranks:
+                case Acted(ranks_without_trace=ranks) if ranks:
                     logger.warning("%s on agent %s: ranks %s left no trace", what, one.agent, list(ranks))
         return report
 

@@ -194,14 +194,14 @@ class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defa
     check: can the plan be honoured? Asked when a run begins, so that what can't be is known before the first step.
     collect: after a stop, each node rank above 0 answers with the traces that its own ranks wrote to its own disk. The
     outcome of the stop has those of node rank 0.
-    finish: after the last profiled step, what `Finish` says.   sessions: for finish, the steps that were profiled.
+    finish: after the last profiled step, what `Finish` says.   profiled_steps: for finish only.
     """
 
     action: Literal["start", "stop", "collect", "check", "finish"]
     step: Count
     plan: ProfilePlan = ProfilePlan()
     roles: dict[Role, ProfilePlan] = {}
-    sessions: tuple[Count, ...] = ()
+    profiled_steps: tuple[Count, ...] = ()
 
     def plan_of(self, role: str) -> ProfilePlan | None:
         """The plan that is meant for an agent of this role, if any."""

@@ -131,13 +131,13 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
     """What a call gave back. digest: after Load. auto_stopped: after StopProfile.
 
-    traces, untraced, still_running: after StopProfile, CollectTraces and FinishProfile, as in `Acted`.
+    traces, ranks_without_trace, still_running: after StopProfile, CollectTraces and FinishProfile, as in `Acted`.
     """
 
     digest: Name | None = None
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
-    untraced: tuple[Count, ...] = ()
+    ranks_without_trace: tuple[Count, ...] = ()
     still_running: bool = False
 
 

@@ -40,7 +40,7 @@ class ErrorKind(StrEnum):
     ENGINE_BUSY = "engine_busy"
     SOURCE_REFUSED = "source_refused"
     DIGEST_MISMATCH = "digest_mismatch"
-    NOT_HELD = "not_held"  # the engine said yes, and reading it back says no
+    NO_EFFECT = "no_effect"  # the engine said yes, and reading it back says no
     WEIGHTS_ASLEEP = "weights_asleep"
     SYNC_IN_PROGRESS = "sync_in_progress"
     NO_SUCH_SYNC = "no_such_sync"
@@ -66,7 +66,7 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
 
     calls: names of the engine calls made, in order.   version, digest: what the engine holds, after a load or commit.
     auto_stopped: the engine had ended the session by itself when its window closed.
-    traces: of the ranks asked for, after a profile stop, collect or finish.   untraced: ranks asked for that left none.
+    traces: of the ranks asked for, after a profile stop, collect or finish.   ranks_without_trace: left none.
     still_running: a finish takes long (traces are being moved, or the hook runs): it goes on, and the agent's own log
     tells how it ended.
     """
@@ -76,7 +76,7 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
     digest: Name | None = None
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
-    untraced: tuple[Count, ...] = ()
+    ranks_without_trace: tuple[Count, ...] = ()
     still_running: bool = False
 
 

@@ -116,17 +116,17 @@ Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendReque
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Answer to `Hello`. recorded: how many of the journal's decisions the log holds; the agent goes on after them.
+    """Answer to `Hello`. recorded_decisions: how many of the journal's decisions the log holds; it sends those after.
 
-    events_port: port of the publish socket on the host that the agent dialled; None on ipc and inproc, where it is
-    the dialled address with `-events` appended. No address that comes over the wire is ever dialled.
+    publish_port: port of the publish socket on the host that the agent dialled; None on ipc and inproc, where it is
+    the dialled address with `-publish` appended. No address that comes over the wire is ever dialled.
     """
 
     run: Name
-    events_port: Positive | None
+    publish_port: Positive | None
     heartbeat_ms: Positive
     lease_ms: Positive
-    recorded: Count
+    recorded_decisions: Count
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):
@@ -160,7 +160,7 @@ class Rejoin(Struct, frozen=True, kw_only=True, tag="rejoin"):
     """The bus does not know the sender: say hello again. final: there is no use in trying."""
 
     reason: Text
-    final: bool = False
+    give_up: bool = False
 
 
 class TimeReply(Struct, frozen=True, kw_only=True, tag="time_reply"):

@@ -284,7 +284,7 @@ class Bus:
         if self.address.startswith("tcp://"):
             beside = f"{self.address.rpartition(':')[0]}:0"
         else:
-            beside = f"{self.address}-events"
+            beside = f"{self.address}-publish"
         self._publisher = bus_publisher(self._context, beside, insecure=self._insecure)
         stack.callback(self._publisher.close)
 
@@ -298,7 +298,7 @@ class Bus:
             lease_ms=config.lease_ms,
             history=config.history,
             retransmit_ms=config.retransmit_ms,
-            events_port=int(port) if self.address.startswith("tcp://") else None,
+            publish_port=int(port) if self.address.startswith("tcp://") else None,
         )
         at_us, at_ns = self._now_us(), time.time_ns()
         opened = Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)

@@ -167,7 +167,7 @@ class Inbox:
         self._said.pop(peer, None)  # with a hello the coordinator forgets what the agent said of itself
         self.heard[peer] = at_us
         recorded = self._log.recorded(name, hello.journal)
-        self.events.append(HelloReceived(at_us=at_us, peer=peer, hello=hello, recorded=recorded))
+        self.events.append(HelloReceived(at_us=at_us, peer=peer, hello=hello, recorded_decisions=recorded))
 
     def _ask(self, peer: str, message: Operator) -> None:
         if not peer.startswith(OPERATOR):

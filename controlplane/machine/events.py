@@ -24,7 +24,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     lease_ms: Positive
     history: Positive
     retransmit_ms: Positive
-    events_port: Positive | None = None
+    publish_port: Positive | None = None
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -67,12 +67,12 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
 
 
 class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
-    """An agent introduced itself. recorded: decisions of its journal that the log holds."""
+    """An agent introduced itself. recorded_decisions: those of its journal that the log holds."""
 
     at_us: int
     peer: Peer
     hello: Hello
-    recorded: Count
+    recorded_decisions: Count
 
 
 class JoinReceived(Struct, frozen=True, kw_only=True, tag="join"):

@@ -116,10 +116,10 @@ def hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> Co
     member = Member(peer=event.peer, hello=greeting, state="joining", fresh=not same)
     welcome = Welcome(
         run=state.run,
-        events_port=settings.events_port,
+        publish_port=settings.publish_port,
         heartbeat_ms=settings.heartbeat_ms,
         lease_ms=settings.lease_ms,
-        recorded=event.recorded,
+        recorded_decisions=event.recorded_decisions,
     )
     send(state, event.peer, welcome, effects)
     claims = {place: claim for place, claim in state.claims.items() if place != name}
@@ -144,7 +144,7 @@ def _dispute(
         "with a place of its own"
     )
     effects.append(Ping(peer=holder.peer))
-    send(state, event.peer, Rejoin(reason=why, final=final), effects)
+    send(state, event.peer, Rejoin(reason=why, give_up=final), effects)
     return replace(state, claims={**state.claims, name: (event.hello.incarnation, since)})
 
 

@@ -99,7 +99,7 @@ def finishing(config: ProfilerConfig, opened: Iterable[int]) -> ProfileCommand |
     done = tuple(sorted(ours | {step for step in sessions(config) if step <= last}))  # also an earlier trainer's
     if not done or all(plan.finish == Finish() for plan in _plans(config) if plan.enabled):
         return None
-    return ProfileCommand(action="finish", step=done[-1], plan=config.plan, roles=config.roles, sessions=done)
+    return ProfileCommand(action="finish", step=done[-1], plan=config.plan, roles=config.roles, profiled_steps=done)
 
 
 def unowned(config: ProfilerConfig, fleet: Iterable[Identity]) -> frozenset[int]:

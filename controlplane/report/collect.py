@@ -335,7 +335,7 @@ class Gathering:
         traces = [trace for one in acted for trace in one.traces]
         facts.traces, facts.traces_count = tuple(traces[:TRACES]), len(traces)
         facts.traces_nbytes = sum(trace.nbytes for trace in traces)
-        facts.untraced = tuple(sorted({rank for one in acted for rank in one.untraced}))
+        facts.untraced = tuple(sorted({rank for one in acted for rank in one.ranks_without_trace}))
         self._untraced += bool(facts.untraced)
         running = [
             one.agent for one in report.outcomes if isinstance(one.conclusion, Acted) and one.conclusion.still_running

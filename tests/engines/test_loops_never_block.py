@@ -46,7 +46,7 @@ def never_blocking() -> Iterator[BlockBuster]:
 
 
 def profile(action: str, step: int = 1) -> ProfileCommand:
-    return ProfileCommand(action=action, step=step, plan=PLAN, sessions=(step,))  # type: ignore[arg-type]
+    return ProfileCommand(action=action, step=step, plan=PLAN, profiled_steps=(step,))  # type: ignore[arg-type]
 
 
 COMMANDS: tuple[Command, ...] = (

@@ -130,7 +130,7 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     collected = acted(bench.plane.collect_traces(2, plan, replicas=[0]), "0.1")
     told = (*stopped.traces, *collected.traces)
     assert [one.rank for one in told] == [*(ranks or (0, 1))]
-    assert (stopped.untraced, collected.untraced) == ((), ())
+    assert (stopped.ranks_without_trace, collected.ranks_without_trace) == ((), ())
     for one in told:
         found = look(bench.root, one)
         assert found.passes == (PASSES[slice(*FEW)] if window else PASSES)
@@ -173,7 +173,7 @@ def test_stages_that_never_came_are_recorded_in_no_later_step(bench: Bench) -> N
     plan = ProfilePlan(by_stage=True, window=Window(0, 2))
     bench.start(plan)
     stopped, _ = bench.stop(plan)
-    assert (stopped.traces, stopped.untraced, stopped.auto_stopped) == ((), (0,), False)
+    assert (stopped.traces, stopped.ranks_without_trace, stopped.auto_stopped) == ((), (0,), False)
     bench.work()
     place = bench.root / f"global_step_{bench.step}" / "replica_0"
     said, _ = bench.session(ProfilePlan())
@@ -208,7 +208,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
     assert [one.path.rpartition("/")[0] for one in left] == places
     assert len({one.path for one in left}) == 4
     content = {(one.rank, one.path.rpartition("/")[2]): (bench.root / one.path).read_bytes() for one in left}
-    report = bench.plane.publish(ProfileCommand(action="finish", step=bench.step, plan=plan, sessions=steps), [0])
+    report = bench.plane.publish(ProfileCommand(action="finish", step=bench.step, plan=plan, profiled_steps=steps), [0])
     for one in (trace for node in NODES for trace in acted(report, node).traces):
         name = one.path.removeprefix(f"rollout-replica0-globalrank{one.rank}_")
         assert (bench.root / one.path).read_bytes() == content.pop((one.rank, name))

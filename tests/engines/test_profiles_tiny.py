@@ -105,7 +105,7 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(fleet: Fleet, row
     stopped, (found,) = session(fleet, row.plan)
     assert found.contents == row.wanted
     assert found.passes == (row.passes if "shapes" in row.wanted else ["?"] * len(row.passes))
-    assert stopped.auto_stopped == (row.window is not None) and stopped.untraced == ()
+    assert stopped.auto_stopped == (row.window is not None) and stopped.ranks_without_trace == ()
 
 
 @pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
@@ -154,7 +154,7 @@ def test_window_that_is_not_filled_leaves_no_session(
 ) -> None:
     stopped, found = session(fleet, torch_plan("cpu", "shapes", window=window))
     assert [one.passes for one in found] == ([passes] if passes else [])
-    assert not stopped.auto_stopped and stopped.untraced == (() if passes else (0,))
+    assert not stopped.auto_stopped and stopped.ranks_without_trace == (() if passes else (0,))
     _, (after,) = session(fleet, torch_plan("cpu", "shapes"))
     assert after.passes == PASSES
 
@@ -181,7 +181,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(fleet: 
         places = [f"rollout_step_{step}/agent_loop_replica_0" for step in steps]
     assert [one.path.rpartition("/")[0] for one in left] == places
     bytes_of = [(fleet.root / one.path).read_bytes() for one in left]
-    finish = ProfileCommand(action="finish", step=fleet.step, plan=plan, sessions=steps)
+    finish = ProfileCommand(action="finish", step=fleet.step, plan=plan, profiled_steps=steps)
     ended = acted(fleet.plane.publish(finish, replicas=[0])).traces
     assert [one.path for one in ended] == [f"rollout-replica0_{one.path.rpartition('/')[2]}" for one in left]
     assert [(fleet.root / one.path).read_bytes() for one in ended] == bytes_of

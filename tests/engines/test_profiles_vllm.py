@@ -147,7 +147,7 @@ def test_window_that_is_not_filled_leaves_no_session(
 ) -> None:
     stopped, found = bench.session(torch_plan("cpu", window=window))
     assert [one.passes for one in found] == ([passes] if passes else [])
-    assert not stopped.auto_stopped and stopped.untraced == (() if passes else (0,))
+    assert not stopped.auto_stopped and stopped.ranks_without_trace == (() if passes else (0,))
     _, (after,) = bench.session(ProfilePlan())
     assert after.passes == VLLM_PASSES
 
@@ -162,7 +162,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
     steps = (bench.step - 1, bench.step)
     assert len({one.path for one in left}) == len(left)
     content = {one.path.rpartition("/")[2]: (bench.root / one.path).read_bytes() for one in left}
-    finish = ProfileCommand(action="finish", step=bench.step, plan=plan, sessions=steps)
+    finish = ProfileCommand(action="finish", step=bench.step, plan=plan, profiled_steps=steps)
     ended = acted(bench.plane.publish(finish, replicas=[0])).traces
     for one in ended:
         name = one.path.removeprefix("rollout-replica0-globalrank0_")

@@ -206,7 +206,7 @@ def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_and_reloc
     assert rank.heard() == "inside 3"
     late = by_agent(fleet.plane.publish(profile("stop", actor), timeout=0.5))["actor.0"]
     assert isinstance(late, Failed) and late.error is ErrorKind.ENGINE_TIMEOUT
-    finish = ProfileCommand(action="finish", step=3, roles={"actor": actor}, sessions=(3,))
+    finish = ProfileCommand(action="finish", step=3, roles={"actor": actor}, profiled_steps=(3,))
     assert by_agent(fleet.plane.publish(finish))["actor.0"] == Acted(calls=(), still_running=True)
     rank.tell("go on")
     assert rank.heard() == "done 3"

@@ -395,7 +395,7 @@ class Process:
                 for record in message.records:
                     self.command(epoch, record.origin, record.seq, record.envelope)
             case Rejoin():
-                if message.final:
+                if message.give_up:
                     self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
                 if self.welcomed:
                     self.hello()

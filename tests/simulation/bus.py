@@ -223,7 +223,7 @@ class Bus:
                     self.said[peer] = (seq, message)
                     self.feed(StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))
             case Hello():
-                self.feed(HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded=0))
+                self.feed(HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
             case Join():
                 self.feed(JoinReceived(at_us=self.now_us, peer=peer))
             case ResendRequest():

@@ -70,7 +70,7 @@ class Written:
         """An agent starts and says hello; then it tells what it knows of its clocks. Returns its routing id."""
         peer = f"{place.agent}/i"
         hello = Hello(identity=place, incarnation="i", journal=f"j{place.agent}", host="node", pid=1)
-        self.bus(at_ms, HelloReceived(at_us=0, peer=peer, hello=hello, recorded=0))
+        self.bus(at_ms, HelloReceived(at_us=0, peer=peer, hello=hello, recorded_decisions=0))
         self.decides(place.agent, Started(at_ms=self.zero_ms + int(at_ms), identity=place, incarnation="i"))
         for clock in clocks:
             self.bus(at_ms, StatusReceived(at_us=0, peer=peer, seq=0, status=AgentStatus(ready=True, clock=clock)))

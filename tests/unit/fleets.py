@@ -35,7 +35,7 @@ from schemas.reports import AgentStatus, Report, SyncReport
 from schemas.wire import Downward, Hello, decode_command
 
 SETTINGS = CoordinatorSettings(
-    heartbeat_ms=1000, agent_timeout_ms=10_000, lease_ms=60_000, history=8, retransmit_ms=1000, events_port=7000
+    heartbeat_ms=1000, agent_timeout_ms=10_000, lease_ms=60_000, history=8, retransmit_ms=1000, publish_port=7000
 )
 SECOND_US = 1_000_000
 DONE = Acted(calls=())
@@ -86,7 +86,9 @@ class Coordinator:
         if identity.role == ROLLOUT:
             identity = replace(identity, nnodes=2, mode=mode)
         greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42)
-        self.feed(HelloReceived(at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded=recorded))
+        self.feed(
+            HelloReceived(at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded_decisions=recorded)
+        )
 
     def join(self, agent: str, incarnation: str = "a") -> None:
         self.feed(JoinReceived(at_us=0, peer=f"{agent}/{incarnation}"))

@@ -97,7 +97,7 @@ class Bus:
 
     def __init__(self, context: Context, address: str = "tcp://127.0.0.1:0", run: str = "run-1") -> None:
         self.router = bus_router(context, address)
-        self.publisher = bus_publisher(context, address if address.startswith("tcp:") else f"{address}-events")
+        self.publisher = bus_publisher(context, address if address.startswith("tcp:") else f"{address}-publish")
         self.run, self.epoch, self.seq = run, 1, 0
         self.heartbeat_ms, self.lease_ms = 40, 60_000
         self.peers: list[bytes] = []
@@ -156,10 +156,10 @@ class Bus:
         port = self.publisher.address.rpartition(":")[2]
         return Welcome(
             run=self.run,
-            events_port=int(port) if port.isdecimal() else None,
+            publish_port=int(port) if port.isdecimal() else None,
             heartbeat_ms=self.heartbeat_ms,
             lease_ms=self.lease_ms,
-            recorded=recorded,
+            recorded_decisions=recorded,
         )
 
     async def admit(self, desired: Desired | None = None, recorded: int = 0) -> Hello:

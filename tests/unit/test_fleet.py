@@ -40,7 +40,7 @@ def replayed(bus: Coordinator) -> list[int]:
 def test_a_hello_is_welcomed_with_all_that_an_agent_needs_to_know() -> None:
     bus = Coordinator()
     bus.hello("0.1", recorded=17)
-    welcome = Welcome(run="run", events_port=7000, heartbeat_ms=1000, lease_ms=60_000, recorded=17)
+    welcome = Welcome(run="run", publish_port=7000, heartbeat_ms=1000, lease_ms=60_000, recorded_decisions=17)
     assert bus.sent == [("0.1/a", welcome)] and lives(bus) == {"0.1": "joining"}
 
 
@@ -207,7 +207,7 @@ def test_a_second_agent_in_one_place_waits_while_the_holder_is_probed() -> None:
     bus.hello("0.0", "b", at_us=5)
     assert bus.probed == ["0.0/a"]
     ((peer, message),) = bus.sent
-    assert peer == "0.0/b" and isinstance(message, Rejoin) and not message.final
+    assert peer == "0.0/b" and isinstance(message, Rejoin) and not message.give_up
     assert message.reason.startswith("agent 0.0 is held by incarnation a on node-1, pid 42.")
     assert bus.state.members["0.0"].hello.incarnation == "a"
 
@@ -220,7 +220,7 @@ def test_a_holder_that_had_time_to_fall_silent_and_did_not_keeps_its_place() -> 
         bus.hello("0.0", "b", at_us=at_us)
         ((_, message),) = bus.sent
         assert isinstance(message, Rejoin)
-        finals.append(message.final)
+        finals.append(message.give_up)
     assert finals == [False, False, True]
 
 
@@ -229,7 +229,7 @@ def test_the_late_hello_of_one_that_died_does_not_count_against_the_next() -> No
     bus.hello("0.0", "dead", at_us=5)
     bus.hello("0.0", "b", at_us=60_000_000)
     ((_, message),) = bus.sent
-    assert isinstance(message, Rejoin) and not message.final
+    assert isinstance(message, Rejoin) and not message.give_up
 
 
 def test_a_holder_that_is_dead_makes_way() -> None:

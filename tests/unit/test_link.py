@@ -143,7 +143,7 @@ async def test_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engin
 
     async def turn_away() -> None:
         await bus.next(Hello)
-        bus.say(Rejoin(reason="agent 0.0 is held by another", final=True))
+        bus.say(Rejoin(reason="agent 0.0 is held by another", give_up=True))
 
     async with agent, anyio.create_task_group() as tasks:
         tasks.start_soon(turn_away)

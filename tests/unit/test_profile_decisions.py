@@ -196,7 +196,7 @@ def test_a_check_concerns_whom_the_start_will_concern() -> None:
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
-FINISH = ProfileCommand(action="finish", step=3, plan=FINISHED, sessions=(1, 3))
+FINISH = ProfileCommand(action="finish", step=3, plan=FINISHED, profiled_steps=(1, 3))
 
 
 @pytest.mark.parametrize("place", [Identity(replica=0, node_rank=0, nnodes=2), SECOND])

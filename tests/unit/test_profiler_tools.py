@@ -167,7 +167,7 @@ def test_one_snapshot_covers_as_many_steps_as_asked_for(rank: Commanded, cuda: l
     for step in (3, 4):
         rank.start(plan("torch_memory", TorchMemory(snapshot_steps=2)), step=step)
         told.append(rank.stop())
-    assert told[0] == Returned(untraced=(3,))
+    assert told[0] == Returned(ranks_without_trace=(3,))
     assert [".step3-4." in one.path for one in told[1].traces] == [True]
     assert [one.partition("(")[0] for one in cuda] == [
         *("_record_memory_history", "_dump_snapshot", "_record_memory_history")

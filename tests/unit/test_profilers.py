@@ -109,7 +109,7 @@ def test_only_stages_of_the_role_are_recorded(rank: Commanded) -> None:
 def test_a_session_without_a_stage_left_no_trace_and_says_so(rank: Commanded) -> None:
     rank.start()
     work()
-    assert rank.stop() == Returned(untraced=(3,))
+    assert rank.stop() == Returned(ranks_without_trace=(3,))
 
 
 def test_stacks_shapes_and_memory_are_recorded_when_asked_for(rank: Commanded) -> None:

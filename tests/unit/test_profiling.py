@@ -109,7 +109,7 @@ def test_the_question_whether_it_can_be_done_is_asked_once_something_is_to_be_do
 def test_the_finish_names_all_sessions_until_then_also_of_an_earlier_life_of_the_trainer() -> None:
     config = ProfilerConfig(steps=(1, 2, 5, 9), plan=ProfilePlan(finish=Finish(relocate=True)))
     finish = finishing(config, {5})
-    assert finish is not None and (finish.action, finish.step, finish.sessions) == ("finish", 5, (1, 2, 5))
+    assert finish is not None and (finish.action, finish.step, finish.profiled_steps) == ("finish", 5, (1, 2, 5))
     assert finishing(config, set()) is None
 
 

@@ -150,8 +150,8 @@ def test_who_is_still_out_or_gone_at_the_end_comes_first() -> None:
 
 def test_an_untraced_rank_and_a_hook_that_goes_on_are_told() -> None:
     bus = Recorded("actor.3")
-    bus.issue(ProfileCommand(action="finish", step=4, sessions=(4,)))
-    bus.answer(actor_3=Acted(calls=("finish_profile",), untraced=(3,), still_running=True))
+    bus.issue(ProfileCommand(action="finish", step=4, profiled_steps=(4,)))
+    bus.answer(actor_3=Acted(calls=("finish_profile",), ranks_without_trace=(3,), still_running=True))
     report = bus.report()
     assert (report.tone, report.verdict) == ("warn", "1 without a trace")
     page = bus.page()

@@ -330,7 +330,7 @@ DENIED: dict[str, tuple[Call, Observation, str]] = {
 def test_a_yes_that_reading_back_denies_is_not_held(call: str) -> None:
     asked, seen, says = DENIED[call]
     failure = contradiction(asked, Returned(), seen)
-    assert failure is not None and failure.error is ErrorKind.NOT_HELD
+    assert failure is not None and failure.error is ErrorKind.NO_EFFECT
     assert failure.message == f"tiny 1 answered yes to {call}, but {says}."
 
 

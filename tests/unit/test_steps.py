@@ -138,7 +138,7 @@ def test_roles_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCapt
 
 
 def test_ranks_that_left_no_trace_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    empty = Acted(calls=("stop_profile",), untraced=(1,))
+    empty = Acted(calls=("stop_profile",), ranks_without_trace=(1,))
     bus = Bus(says=lambda action: empty if action == "collect" else DONE)
     with caplog.at_level(logging.WARNING):
         trained(ProfilerConfig(steps=(0,), plan=ProfilePlan(window=Window(0, 9))), bus, [0])

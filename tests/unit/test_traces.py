@@ -68,7 +68,7 @@ def test_only_the_ranks_asked_for_are_told_each_by_its_node(
     directory = written(tmp_path, plan)
     told = [collected(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
     assert [ranks_of(one) for one in told] == [first, second]
-    assert [one.untraced for one in told] == [(), ()]
+    assert [one.ranks_without_trace for one in told] == [(), ()]
     assert len(list((tmp_path / directory).iterdir())) == 4, "the rest stays where it is"
 
 
@@ -76,8 +76,8 @@ def test_ranks_asked_for_that_left_nothing_are_named(tmp_path: Path) -> None:
     plan = ProfilePlan(ranks=frozenset({16, 17, 18}))
     directory = written(tmp_path, plan, ranks=range(1))
     found = collected(tmp_path, directory, plan, FIRST)
-    assert (ranks_of(found), found.untraced) == ([16], (17,))
-    assert collected(tmp_path, "global_step_9/replica_4", plan, SECOND) == Returned(untraced=(18,))
+    assert (ranks_of(found), found.ranks_without_trace) == ([16], (17,))
+    assert collected(tmp_path, "global_step_9/replica_4", plan, SECOND) == Returned(ranks_without_trace=(18,))
 
 
 def test_a_trace_that_is_cut_off_is_told_unless_nobody_asked_for_it(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_files_without_a_rank_in_them_are_of_the_rank_in_their_name_and_a_front_
         "p_host_17.async_llm.18.pt.trace.json": None,
     }
     other = collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), SECOND)
-    assert (other.traces, other.untraced) == ((), (18,)), "a front end runs beside the first rank alone"
+    assert (other.traces, other.ranks_without_trace) == ((), (18,)), "a front end runs beside the first rank alone"
     assert collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), FIRST).traces == ()
     moved = [relocated(tmp_path, (directory,), ProfilePlan(), place) for place in (SECOND, FIRST)]
     assert [len(one) for one in moved] == [0, 4]

@@ -78,10 +78,10 @@ def read_replay(head: Header, replay: Replay, run: str, now_ms: int) -> Iterator
 def events_address(dialled: str, welcome: Welcome) -> str:
     """Where the publish socket is: beside the router, on the host that was dialled. Raises WireError without a port."""
     if not dialled.startswith("tcp://"):
-        return f"{dialled}-events"
-    if welcome.events_port is None or welcome.events_port > 65535:
+        return f"{dialled}-publish"
+    if welcome.publish_port is None or welcome.publish_port > 65535:
         raise WireError(f"the bus at {dialled} does not tell the port of its publish socket")
-    return f"{dialled.rpartition(':')[0]}:{welcome.events_port}"
+    return f"{dialled.rpartition(':')[0]}:{welcome.publish_port}"
 
 
 def nbytes(frames: Sequence[bytes]) -> int:

@@ -219,13 +219,13 @@ class Link:
             self._journal.join_run(welcome.run)
         elif self._journal.run != welcome.run:
             raise AnotherRun(welcome.run)
-        if welcome.recorded > self._journal.committed:
+        if welcome.recorded_decisions > self._journal.committed:
             raise AgentError(
                 f"the journal of agent {self._identity.agent} ends with decision {self._journal.committed}, and the "
-                f"log of run {welcome.run} holds {welcome.recorded} of it: the disk lost what was written. Move the "
-                "journal away and start the agent again: it starts anew and reads its engine"
+                f"log of run {welcome.run} holds {welcome.recorded_decisions} of it: the disk lost what was "
+                "written. Move the journal away and start the agent again: it starts anew and reads its engine"
             )
-        self._kept = self._sent = welcome.recorded
+        self._kept = self._sent = welcome.recorded_decisions
         self._ready = False
         self._clocks = Clocks()  # it may be another bus, on another machine
         self._noted.set()
@@ -261,7 +261,7 @@ class Link:
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
 
     def _rejoin(self, message: Rejoin) -> None:
-        if message.final:
+        if message.give_up:
             raise IdentityTaken(message.reason)
         self._missing = f"the bus at {self._bus} answers: {message.reason}"
         if self._welcome is not None:

@@ -117,8 +117,8 @@ def _profile(command: ProfileCommand, after: Desired, engine: EngineState, ident
 def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
     """What the end of profiling asks of this agent, if anything."""
     plan = command.plan_of(identity.role) or _NO_PLAN
-    directories = tuple(trace_directory(one, plan, identity) for one in command.sessions)
-    return FinishProfile(plan, directories, command.sessions)
+    directories = tuple(trace_directory(one, plan, identity) for one in command.profiled_steps)
+    return FinishProfile(plan, directories, command.profiled_steps)
 
 
 def _weights(command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity) -> Verdict:

@@ -417,7 +417,10 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
         acted = _acted(state, cause, made)
         if reported is not NOTHING_REPORTED:
             acted = replace(
-                acted, auto_stopped=reported.auto_stopped, traces=reported.traces, untraced=reported.untraced
+                acted,
+                auto_stopped=reported.auto_stopped,
+                traces=reported.traces,
+                ranks_without_trace=reported.ranks_without_trace,
             )
             acted = replace(acted, still_running=True) if reported.still_running else acted
         state = _answer(state, cause, acted, 10, effects)
@@ -426,12 +429,12 @@ def _returned(state: AgentState, event: EngineReturned, effects: Effects) -> Age
 
 def _together(reported: Returned, more: Returned) -> Returned:
     """What two calls of one command gave back of a profiling session."""
-    if not (more.auto_stopped or more.traces or more.untraced or more.still_running):
+    if not (more.auto_stopped or more.traces or more.ranks_without_trace or more.still_running):
         return reported
     return Returned(
         auto_stopped=reported.auto_stopped or more.auto_stopped,
         traces=reported.traces + more.traces,
-        untraced=reported.untraced + more.untraced,
+        ranks_without_trace=reported.ranks_without_trace + more.ranks_without_trace,
         still_running=reported.still_running or more.still_running,
     )
 

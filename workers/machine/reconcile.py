@@ -366,7 +366,7 @@ def contradiction(call: Call, result: Returned, seen: Observation) -> Failed | N
             pass
     if what is None:
         return None
-    return Failed(ErrorKind.NOT_HELD, f"{seen.engine} answered yes to {call_name(call)}, but {what}.")
+    return Failed(ErrorKind.NO_EFFECT, f"{seen.engine} answered yes to {call_name(call)}, but {what}.")
 
 
 def _digest_contradiction(call: Load, result: Returned, seen: Observation) -> Failed | None:

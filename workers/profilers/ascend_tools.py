@@ -159,4 +159,4 @@ def _left(place: Place, folder: Path, patterns: tuple[str, ...], some: bool) -> 
         raise EngineError(f"{error.filename} can't be read: {error.strerror}.") from error
     if some and not traces:
         raise EngineError(f"the tool left nothing in {folder}: its own log says why.")
-    return Returned(traces=traces, untraced=() if traces else (place.rank,))
+    return Returned(traces=traces, ranks_without_trace=() if traces else (place.rank,))

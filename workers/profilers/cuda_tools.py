@@ -59,7 +59,7 @@ class MemoryRecorder:
         place = self._place
         with _history.lock:
             if len(_history.steps) < self._options.snapshot_steps:
-                return Returned(untraced=(place.rank,))  # a later step's snapshot covers this one
+                return Returned(ranks_without_trace=(place.rank,))  # a later step's snapshot covers this one
             steps, _history.steps = _history.steps, []
             name = f"memory.rank{place.rank}.step{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))}"
             # The format is torch's and its viewer's (pytorch.org/memory_viz); nothing here ever opens one.

@@ -67,9 +67,10 @@ class RankProfiler:
 
     A start *arms* the session: it is answered as soon as the tool is there and nothing stands against it, and records
     from the next stage on, since the thread that trains may be waiting for just this answer. What was in fact recorded
-    is told by the stop: its traces, `untraced` when no stage came, or why a stage could not be recorded. A stop between
-    two stages is done at once. In the middle of one it takes effect where that thread next enters or leaves a stage, or
-    ends a mini-batch; a stop that waits for that past its deadline is told as `engine_timeout`, and done then.
+    is told by the stop: its traces, `ranks_without_trace` when no stage came, or why a stage could not be recorded. A
+    stop between two stages is done at once. In the middle of one it takes effect where that thread next enters
+    or leaves a stage, or ends a mini-batch; a stop that waits for that past its deadline is told as `engine_timeout`,
+    and done then.
     """
 
     def __init__(self, identity: Identity, *, traces: Path, world_size: int = 1, model: object | None = None) -> None:

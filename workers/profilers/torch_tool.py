@@ -156,7 +156,7 @@ class TorchRecorder:
             raise EngineError(" ".join([*failures[:5], whole]).strip())
         if len(traces) > LISTED:
             logger.warning("rank %d left %d traces; the outcome names %d", self._place.rank, len(traces), LISTED)
-        return Returned(traces=traces[:LISTED], untraced=() if traces else (self._place.rank,))
+        return Returned(traces=traces[:LISTED], ranks_without_trace=() if traces else (self._place.rank,))
 
     def window(self, recording: _KinetoProfile, first: int, last: int) -> None:
         """A window of the schedule was recorded."""

@@ -182,7 +182,7 @@ def collected(root: Path, directory: str, plan: ProfilePlan, identity: Identity)
     except OSError as error:
         raise _unreadable(place, error) from error
     left = {one.rank for one in told if not one.path.endswith(".txt")}
-    return Returned(traces=told, untraced=tuple(sorted(asked - left)))
+    return Returned(traces=told, ranks_without_trace=tuple(sorted(asked - left)))
 
 
 def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, identity: Identity) -> tuple[Trace, ...]:
