@@ -21,7 +21,7 @@ from tests.unit.rank_sessions import until
 from workers.agent import _fitting
 from workers.traces import node as traces
 from workers.traces.finish_hook import PATIENCE_S
-from workers.traces.node import LISTED, NodeTraces, collected, moved, relocated
+from workers.traces.node import LISTED, NodeTraces, collect_traces, move_trace, relocate_traces
 
 # Replica 4 of two nodes with two GPUs each: global ranks 16 to 19.
 FIRST = Identity(replica=4, node_rank=0, nnodes=2, gpus_per_node=2)
@@ -66,7 +66,7 @@ def test_only_the_ranks_asked_for_are_told_each_by_its_node(
         replicas=frozenset(replicas) if replicas is not None else None,
     )
     directory = written(tmp_path, plan)
-    told = [collected(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
+    told = [collect_traces(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
     assert [ranks_of(one) for one in told] == [first, second]
     assert [one.ranks_without_trace for one in told] == [(), ()]
     assert len(list((tmp_path / directory).iterdir())) == 4, "the rest stays where it is"
@@ -75,9 +75,9 @@ def test_only_the_ranks_asked_for_are_told_each_by_its_node(
 def test_ranks_asked_for_that_left_nothing_are_named(tmp_path: Path) -> None:
     plan = ProfilePlan(ranks=frozenset({16, 17, 18}))
     directory = written(tmp_path, plan, ranks=range(1))
-    found = collected(tmp_path, directory, plan, FIRST)
+    found = collect_traces(tmp_path, directory, plan, FIRST)
     assert (ranks_of(found), found.ranks_without_trace) == ([16], (17,))
-    assert collected(tmp_path, "global_step_9/replica_4", plan, SECOND) == Returned(ranks_without_trace=(18,))
+    assert collect_traces(tmp_path, "global_step_9/replica_4", plan, SECOND) == Returned(ranks_without_trace=(18,))
 
 
 def test_a_trace_that_is_cut_off_is_told_unless_nobody_asked_for_it(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_a_trace_that_is_cut_off_is_told_unless_nobody_asked_for_it(tmp_path: Pa
     directory = written(tmp_path, plan)
     cut = tmp_path / directory / "1-TP-1.trace.json.gz"
     cut.write_bytes(cut.read_bytes()[:-6])
-    assert ranks_of(collected(tmp_path, directory, plan, FIRST)) == [16]
+    assert ranks_of(collect_traces(tmp_path, directory, plan, FIRST)) == [16]
     with pytest.raises(EngineError, match="cut off"):
-        collected(tmp_path, directory, ProfilePlan(), FIRST)
+        collect_traces(tmp_path, directory, ProfilePlan(), FIRST)
 
 
 def test_a_trace_with_nothing_in_it_is_cut_off_though_its_archive_is_whole(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_trace_with_nothing_in_it_is_cut_off_though_its_archive_is_whole(tmp_p
     directory = written(tmp_path, plan, ranks=range(1))
     (tmp_path / directory / "2-TP-0.trace.json.gz").write_bytes(gzip.compress(b""))
     with pytest.raises(EngineError, match="cut off.*disk full"):
-        collected(tmp_path, directory, plan, FIRST)
+        collect_traces(tmp_path, directory, plan, FIRST)
 
 
 def test_files_without_a_rank_in_them_are_of_the_rank_in_their_name_and_a_front_ends_of_none(tmp_path: Path) -> None:
@@ -106,24 +106,24 @@ def test_files_without_a_rank_in_them_are_of_the_rank_in_their_name_and_a_front_
         "p_host_17.async_llm.18.pt.trace.json",
     ):
         (tmp_path / directory / name).write_text("{}")
-    one = collected(tmp_path, directory, ProfilePlan(ranks=frozenset({17, 18})), FIRST)
+    one = collect_traces(tmp_path, directory, ProfilePlan(ranks=frozenset({17, 18})), FIRST)
     assert {trace.path.rpartition("/")[2]: trace.rank for trace in one.traces} == {
         "p-17.5-TP-1-memory.pickle": 17,
         "p_dp0_pp0_tp1_dcp0_ep1_rank1.profiler_out.txt": 17,
         "p_host_17.async_llm.18.pt.trace.json": None,
     }
-    other = collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), SECOND)
+    other = collect_traces(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), SECOND)
     assert (other.traces, other.ranks_without_trace) == ((), (18,)), "a front end runs beside the first rank alone"
-    assert collected(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), FIRST).traces == ()
-    moved = [relocated(tmp_path, (directory,), ProfilePlan(), place) for place in (SECOND, FIRST)]
-    assert [len(one) for one in moved] == [0, 4]
+    assert collect_traces(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), FIRST).traces == ()
+    relocated = [relocate_traces(tmp_path, (directory,), ProfilePlan(), place) for place in (SECOND, FIRST)]
+    assert [len(one) for one in relocated] == [0, 4]
 
 
 def test_verls_layout_has_the_traces_of_all_steps_in_one_directory(tmp_path: Path) -> None:
     plan = ProfilePlan(layout="verl")
     for step in (1, 2):
         directory = written(tmp_path, plan, step)
-        found = [collected(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
+        found = [collect_traces(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
         assert [one.path for told in found for one in told.traces] == [
             f"agent_loop_rollout_replica_4/{step}-TP-{rank}.trace.json.gz" for rank in range(4)
         ]
@@ -132,10 +132,10 @@ def test_verls_layout_has_the_traces_of_all_steps_in_one_directory(tmp_path: Pat
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     plan = ProfilePlan(layout="verl")
-    collected(tmp_path, written(tmp_path, plan), plan, FIRST)
+    collect_traces(tmp_path, written(tmp_path, plan), plan, FIRST)
     again = written(tmp_path, plan)
     with pytest.raises(EngineError, match="is there already"):
-        collected(tmp_path, again, plan, FIRST)
+        collect_traces(tmp_path, again, plan, FIRST)
     assert (tmp_path / again / "1-TP-0.trace.json.gz").exists()
 
 
@@ -191,7 +191,7 @@ def test_a_training_rank_relocates_what_is_in_its_directory_and_nothing_of_anybo
         place.mkdir(parents=True, exist_ok=True)
         (place / "x.trace.json").write_text("{}")
     before = set(tmp_path.rglob("*.trace.*"))
-    told = relocated(root, (directory,), plan, actor)
+    told = relocate_traces(root, (directory,), plan, actor)
     assert [one.path for one in told] == moves
     assert len(set(tmp_path.rglob("*.trace.*")) - before) == len(moves)
 
@@ -202,7 +202,7 @@ def test_a_training_rank_relocates_each_of_its_sessions_though_their_traces_have
     for directory in directories:
         (tmp_path / directory).mkdir(parents=True)
         (tmp_path / directory / "e2e.rank3.pt.trace.json.gz").write_bytes(directory.encode())
-    told = relocated(tmp_path, directories, plan, actor)
+    told = relocate_traces(tmp_path, directories, plan, actor)
     there = [f"actor-rank3_step_{step}_e2e.rank3.pt.trace.json.gz" for step in (2, 10)]
     assert [one.path for one in told] == there
     assert [(tmp_path / one).read_text() for one in there] == list(directories)
@@ -226,11 +226,11 @@ def test_a_disk_that_fills_while_a_trace_is_brought_to_it_has_no_part_of_it(tmp_
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
         try:
             with pytest.raises(EngineError, match="was not moved to .*: File too large"):
-                moved(file, tmp_path)
+                move_trace(file, tmp_path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert list(tmp_path.iterdir()) == [] and file.stat().st_size == 10_002
-        assert moved(file, tmp_path).stat().st_size == 10_002 and not file.exists()
+        assert move_trace(file, tmp_path).stat().st_size == 10_002 and not file.exists()
 
 
 def test_another_node_relocates_its_own_from_the_disk_that_they_share_meanwhile(
@@ -241,11 +241,11 @@ def test_another_node_relocates_its_own_from_the_disk_that_they_share_meanwhile(
 
     def looked_too_late(file: Path) -> bytes:
         monkeypatch.setattr(traces, "_head", look)
-        others.extend(relocated(tmp_path, directories, plan, SECOND))
+        others.extend(relocate_traces(tmp_path, directories, plan, SECOND))
         return look(file)
 
     monkeypatch.setattr(traces, "_head", looked_too_late)
-    mine = relocated(tmp_path, directories, plan, FIRST)
+    mine = relocate_traces(tmp_path, directories, plan, FIRST)
     assert ([one.rank for one in mine], [one.rank for one in others]) == ([16, 17, 16, 17], [18, 19, 18, 19])
     assert len(names(tmp_path, "*")) == 8, "and the directories that are empty now are gone"
 
@@ -296,16 +296,16 @@ async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_afte
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     """The agent would do nothing else until then, and the next step wants its engine paused."""
-    root, gate, described = tmp_path / "traces", threading.Event(), traces.described
+    root, gate, describe = tmp_path / "traces", threading.Event(), traces.describe_trace
 
     def slow(file: Path, root: Path, rank: int | None = None) -> Trace:
         gate.wait(60)
         if fails:
             raise OSError(5, "Input/output error", str(file))
-        return described(file, root, rank)
+        return describe(file, root, rank)
 
     monkeypatch.setattr("workers.traces.finish_hook.PATIENCE_S", 0.05)
-    monkeypatch.setattr(traces, "described", slow)
+    monkeypatch.setattr(traces, "describe_trace", slow)
     plan = ProfilePlan(finish=Finish(relocate=True, hook=True))
     written(root, plan)
     hook = f"ls {root} > {tmp_path}/listed; mv {tmp_path}/listed {tmp_path}/moved"

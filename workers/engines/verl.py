@@ -49,7 +49,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation, Tag
 from schemas.safetensors.paths import resolve
-from workers.traces.node import collected, make_fresh, require_writable
+from workers.traces.node import collect_traces, make_fresh, require_writable
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -285,7 +285,7 @@ class VerlEngine:
         await self._call("stop_profile")
         if look.recorder is not None:
             await to_thread.run_sync(_bring, look.recorder, resolve(self._traces, call.directory))
-        return await to_thread.run_sync(collected, self._traces, call.directory, call.session.plan, self._identity)
+        return await to_thread.run_sync(collect_traces, self._traces, call.directory, call.session.plan, self._identity)
 
     # --- the actor ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from schemas.identity import Identity
 from schemas.outcomes import Trace
-from workers.traces.node import described
+from workers.traces.node import describe_trace
 
 WHOLE: Final = "e2e"
 """In the place of a stage: a trace from start to stop."""
@@ -69,7 +69,7 @@ class Place(Struct, frozen=True, kw_only=True):
 
     def describe(self, files: list[Path]) -> tuple[Trace, ...]:
         """As outcomes tell them, by name. Raises OSError."""
-        return tuple(described(one, self.root, self.rank) for one in sorted(files))
+        return tuple(describe_trace(one, self.root, self.rank) for one in sorted(files))
 
     def _ours(self, scope: str, mini_batches: tuple[int, int] | None, again: int) -> str:
         window = f".mb{mini_batches[0]}-{mini_batches[1]}" if mini_batches is not None else ""

@@ -59,7 +59,7 @@ class NodeTraces:
         """Raises EngineError for files that can't be read or moved, and for a hook that failed or is not there."""
         if isinstance(call, CollectTraces):
             session = call.session
-            return await to_thread.run_sync(collected, self._root, call.directory, session.plan, self._identity)
+            return await to_thread.run_sync(collect_traces, self._root, call.directory, session.plan, self._identity)
         return await self._finish(call)
 
     async def _finish(self, call: FinishProfile) -> Returned:
@@ -83,7 +83,7 @@ class NodeTraces:
 
         def run() -> None:
             try:
-                moving.set_result(relocated(self._root, call.directories, call.plan, self._identity))
+                moving.set_result(relocate_traces(self._root, call.directories, call.plan, self._identity))
             except BaseException as error:
                 moving.set_exception(error)
 
@@ -125,7 +125,7 @@ def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:
     finish = plan.finish
     if not finish.hook or finish.hook_all_ranks:
         return finish.hook
-    chosen = finish.hook_ranks or asked_of(plan, identity)
+    chosen = finish.hook_ranks or selected_ranks(plan, identity)
     return not chosen.isdisjoint(identity.node_ranks)
 
 
@@ -156,36 +156,38 @@ def make_fresh(directory: Path) -> None:
     )
 
 
-def described(file: Path, root: Path, rank: int | None = None) -> Trace:
+def describe_trace(file: Path, root: Path, rank: int | None = None) -> Trace:
     """Path below `root`, size and digest of one file. rank: global. Raises OSError."""
     with open(file, "rb") as written:
         sha256 = hashlib.file_digest(written, "sha256").hexdigest()
     return Trace(str(file.relative_to(root)), file.stat().st_size, sha256, rank)
 
 
-def collected(root: Path, directory: str, plan: ProfilePlan, identity: Identity) -> Returned:
+def collect_traces(root: Path, directory: str, plan: ProfilePlan, identity: Identity) -> Returned:
     """What a session that was stopped left on this node's disk: the whole traces of the ranks asked for.
 
     On a disk that the nodes share, each takes what its own ranks wrote. What other ranks of the replica wrote stays
     where it is, untold. Raises EngineError for a file that can't be read or is cut off.
     """
-    place, asked = root / directory, asked_of(plan, identity)
+    place, asked = root / directory, selected_ranks(plan, identity)
     try:
         mine = [(one, rank) for one, rank in _by_rank(place, identity) if _whose(rank, identity) in identity.node_ranks]
         for one, rank in mine:
             if _is_asked(rank, asked):
                 _require_whole(one)
         if plan.layout == "verl":
-            mine = [(moved(one, place.parent), rank) for one, rank in mine]
+            mine = [(move_trace(one, place.parent), rank) for one, rank in mine]
             _remove_if_empty(place, root)
-        told = tuple(described(one, root, rank) for one, rank in mine if _is_asked(rank, asked))
+        told = tuple(describe_trace(one, root, rank) for one, rank in mine if _is_asked(rank, asked))
     except OSError as error:
         raise _unreadable(place, error) from error
     left = {one.rank for one in told if not one.path.endswith(".txt")}
     return Returned(traces=told, ranks_without_trace=tuple(sorted(asked - left)))
 
 
-def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, identity: Identity) -> tuple[Trace, ...]:
+def relocate_traces(
+    root: Path, directories: tuple[str, ...], plan: ProfilePlan, identity: Identity
+) -> tuple[Trace, ...]:
     """Move this node's traces of the ranks asked for up to the root, where their names tell whose they are.
 
     As verl 0.9.1 names them (utils/profiler/config.py): rollout-replica<R>_<name>, with -globalrank<G> after the
@@ -193,7 +195,7 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
     each of a training rank's sessions. What is in the root already stays as it is. Raises EngineError for a file that
     can't be read or moved; those before it have been.
     """
-    asked, told = asked_of(plan, identity), []
+    asked, told = selected_ranks(plan, identity), []
     places = [root / one for one in directories]
     if plan.layout == "verl" and identity.role == ROLLOUT:
         places = [one.parent for one in places]
@@ -204,8 +206,8 @@ def relocated(root: Path, directories: tuple[str, ...], plan: ProfilePlan, ident
         try:
             for file, rank in _by_rank(place, identity):
                 if _whose(rank, identity) in identity.node_ranks and _is_asked(rank, asked):
-                    there = moved(file, root, f"{_owner(rank, identity)}_{step}{file.name}")
-                    told.append(described(there, root, rank))
+                    there = move_trace(file, root, f"{_owner(rank, identity)}_{step}{file.name}")
+                    told.append(describe_trace(there, root, rank))
         except OSError as error:
             raise _unreadable(place, error) from error
         _remove_if_empty(place, root)
@@ -223,7 +225,7 @@ def _unreadable(place: Path, error: OSError) -> EngineError:
     return EngineError(f"the traces in {place} can't be read: {error.strerror}: {error.filename}.")
 
 
-def asked_of(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
+def selected_ranks(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
     """The global ranks on this node whose traces are wanted."""
     chosen = plan.replicas is not None and identity.replica in plan.replicas
     if chosen or (plan.ranks is None and plan.replicas is None):
@@ -265,7 +267,7 @@ def _is_asked(rank: int | None, asked: frozenset[int]) -> bool:
     return bool(asked) if rank is None else rank in asked
 
 
-def moved(file: Path, directory: Path, name: str = "") -> Path:
+def move_trace(file: Path, directory: Path, name: str = "") -> Path:
     """Bring a file to a directory, which is made; return its new path. name: a new one. Raises EngineError.
 
     Copied when the two lie on different disks. What is there already is never written over.

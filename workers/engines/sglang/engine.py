@@ -55,7 +55,7 @@ from schemas.safetensors.format import read_layout, safetensors_files
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
 from workers.engines.client import RETRY_S, CallRefused, EngineClient, Methods, number, patience_s, text, version_of
 from workers.engines.http import HttpClient, Route
-from workers.traces.node import collected, make_fresh, require_writable
+from workers.traces.node import collect_traces, make_fresh, require_writable
 
 FLUSH_WAIT_S: Final = 5.0
 """How long the server itself waits for a moment without requests, where it can."""
@@ -340,7 +340,7 @@ class SGLangEngine:
             )
         if plan.merge and files and not any(one.startswith("merged-") for one in files):
             raise EngineError(f"sglang merged no traces; each rank's is in {place}. Its log says why.")
-        found = await to_thread.run_sync(collected, self._traces, call.directory, plan, self._identity)
+        found = await to_thread.run_sync(collect_traces, self._traces, call.directory, plan, self._identity)
         return replace(found, auto_stopped=refused and bool(files))
 
     async def _stopped(self, front: EngineClient) -> bool:

@@ -39,7 +39,7 @@ from schemas.identity import Identity, Operation
 from schemas.safetensors.format import TensorSpec, read_layout
 from schemas.safetensors.manifest import check, check_layout, content_differs, require_same_model
 from schemas.safetensors.paths import resolve
-from workers.traces.node import collected, require_writable
+from workers.traces.node import collect_traces, require_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,7 +177,7 @@ class TinyEngine:
                 ended = self._on_thread(scheduler.stop_profile)
                 plan = call.session.plan
                 return replace(
-                    collected(self._traces.resolve(), call.directory, plan, self._identity), auto_stopped=ended
+                    collect_traces(self._traces.resolve(), call.directory, plan, self._identity), auto_stopped=ended
                 )
             case _:
                 assert_never(call)

@@ -52,7 +52,7 @@ from schemas.identity import Identity, Operation
 from workers.engines.checkpoint import Weights, buckets, in_torchs_words, ranks
 from workers.engines.client import RETRY_S, EngineClient, Methods, number, part, patience_s, text, version_of
 from workers.engines.http import HttpClient, Route
-from workers.traces.node import collected, make_fresh, moved, require_writable
+from workers.traces.node import collect_traces, make_fresh, move_trace, require_writable
 
 ROUTES: Final[Mapping[str, Route]] = {
     "start_profile": Route("POST", "/start_profile"),
@@ -305,8 +305,8 @@ class VllmEngine:
         """What the session left where the engine writes, brought to where it belongs."""
         if profiles_to is not None:
             for name in sorted(_names(profiles_to) - self._before):
-                moved(profiles_to / name, self._traces / call.directory)
-        return collected(self._traces, call.directory, call.session.plan, self._identity)
+                move_trace(profiles_to / name, self._traces / call.directory)
+        return collect_traces(self._traces, call.directory, call.session.plan, self._identity)
 
 
 # --- decided from what it tells: pure ---------------------------------------------------------------------------------
