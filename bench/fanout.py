@@ -86,15 +86,15 @@ def ours(nodes: int) -> Callable[[int], AbstractContextManager[Worker]]:
 
         with tempfile.TemporaryDirectory() as folder:
             log = str(Path(folder) / "run.db")
-            with ControlPlane.blocking("tcp://127.0.0.1:0", log=log) as plane:
+            with ControlPlane("tcp://127.0.0.1:0", log=log) as plane:
                 command = EngineCommand(operation="flush")
 
                 def exchange() -> None:
-                    report = plane.publish(command)
+                    report = plane.publish(command).wait()
                     assert len(report.acted) + len(report.skipped) == agents, report
 
                 with spawn("rolloutctl", agents, plane.address, str(nodes)):
-                    plane.wait_for_agents(agents, timeout=120)
+                    plane.wait_for_agents(agents, timeout=120).wait()
                     yield exchange
 
     return exchange_with

@@ -1,8 +1,8 @@
-"""The trainer's handle on its fleet: one object that holds the bus, on a thread and loop of its own.
+"""The trainer's handle on its fleet: one object that runs the bus on a thread and an event loop of its own.
 
-Trainers block for minutes in the middle of a step, and hold whatever event loop they have. So the bus never runs in
-the trainer's: it keeps its heartbeats whatever the trainer does. Every method hands something over in microseconds and
-returns a ticket; what came of it is `await ticket` in an async trainer. `ControlPlane.blocking` waits for the caller.
+A trainer may block its thread or its event loop for minutes within a step. The bus therefore never runs in the
+trainer's loop, and its heartbeats go on whatever the trainer does. Every method hands its command to the bus within
+microseconds and returns a `Ticket`: a trainer without an event loop calls `.wait()`, an async one awaits it.
 """
 
 import logging
@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from anyio import CancelScope, fail_after, to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -25,7 +25,16 @@ from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
 from schemas.carriers.sockets import Context
-from schemas.commands import EngineCommand, Manifest, ProfileCommand, ProfilePlan, Source, Target, durable_source
+from schemas.commands import (
+    Checkpoint,
+    EngineCommand,
+    Manifest,
+    ProfileCommand,
+    ProfilePlan,
+    Source,
+    Target,
+    durable_source,
+)
 from schemas.config import BusConfig
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
 from schemas.identity import Identity, InFlight, Tag
@@ -34,32 +43,39 @@ from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.safetensors.manifest import build_manifest
 from schemas.safetensors.paths import resolve
 
-if TYPE_CHECKING:
-    from controlplane.blocking import BlockingControlPlane
-
 logger = logging.getLogger("rolloutctl.plane")
 
 StrPath = str | os.PathLike[str]
-Send = Callable[[tuple[int, ...]], object]
-"""Sends weights to the replicas that are named."""
+SendWeights = Callable[[tuple[int, ...]], object]
+"""Broadcasts weights to the replicas whose indices it is given."""
 Replicas = Iterable[int] | None
+
+TIMEOUT_MAX_S = 7 * 86_400
 
 
 class ControlPlane:
-    """The control plane of one training run. `async with ControlPlane(...) as plane:`, or `ControlPlane.blocking(...)`.
+    """The control plane of one training run.
 
-    address: where agents find it, e.g. tcp://127.0.0.1:5555; port 0 lets the system choose, see `.address`. Other
-    machines reach it only with an address of this machine and `insecure=True`, until there are keys.
-    log: file of the run's log; it is made, or gone on with. On a local disk.   run: id of a new run; None makes one up.
-    profiler: which steps `step` profiles.   checkpoints: the folder that paths of checkpoints begin at, here; each
-    agent has its own setting for the same folder.   context: for `inproc://` addresses.
+    Enter it with `with` or `async with`. Every method except `status` publishes at once and returns a ticket; all may
+    be called from any thread. A method raises CommandError for a command that can't be published, BusOverloaded,
+    BusFaulted (the log can't be written) or BusClosed. What happens in the fleet is in the reports.
 
-    Every method but `status` publishes at once and returns a ticket; all may be called from any thread. They raise
-    CommandError for what can't be published, BusOverloaded, BusFaulted (the log can't be written) and BusClosed; what
-    happens in the fleet is in the reports. timeout: seconds until whoever has not answered is reported as missing.
-    replicas: which ones; None for all.
+    In all methods, `replicas` are the indices of the replicas that the command is for (None for all), and `timeout`
+    is the number of seconds after which agents that have not answered are reported as missing.
 
-    Opening raises AddressInUse, BusAddressError, ConfigError, LogLocked, LogCorrupt, LogFull and LogError.
+    Args:
+        address: Where agents connect, e.g. tcp://127.0.0.1:5555. Port 0 lets the system choose; see `.address`.
+        log: File of the run's log. It is created, or continued if it exists. Must be on a local disk.
+        run: Id of a new run; None to generate one.
+        config: Intervals and limits of the bus.
+        profiler: Which steps `step` profiles, and how.
+        checkpoints: Directory that checkpoint paths are relative to on this machine. Each agent is configured with
+            its own path to the same directory.
+        insecure: Allow an address that other machines can reach. There is no authentication yet.
+        context: ZeroMQ context, for `inproc://` addresses.
+
+    Raises:
+        AddressInUse, BusAddressError, ConfigError, LogLocked, LogCorrupt, LogFull, LogError: On entering.
     """
 
     def __init__(
@@ -76,45 +92,18 @@ class ControlPlane:
     ) -> None:
         self._address, self._log, self._run = address, log, run
         self._config = config or BusConfig()
-        self._profiling = Profiling(profiler or ProfilerConfig(), self._publish_profile, self._fleet)
+        self._profiling = Profiling(profiler or ProfilerConfig(), self._publish_profile, self._live_identities)
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         self._opened: ExitStack | None = None
         self._bus: Bus
         self._portal: BlockingPortal
 
-    @classmethod
-    def blocking(
-        cls,
-        address: str,
-        *,
-        log: StrPath,
-        run: str | None = None,
-        config: BusConfig | None = None,
-        profiler: ProfilerConfig | None = None,
-        checkpoints: StrPath = ".",
-        insecure: bool = False,
-    ) -> "BlockingControlPlane":
-        """The same for a trainer without an event loop: each method waits, and returns what the ticket would hold."""
-        from controlplane.blocking import BlockingControlPlane
-
-        return BlockingControlPlane(
-            cls(
-                address,
-                log=log,
-                run=run,
-                config=config,
-                profiler=profiler,
-                checkpoints=checkpoints,
-                insecure=insecure,
-            )
-        )
-
-    # --- its life -----------------------------------------------------------------------------------------------------
+    # --- lifetime -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Open the log and start the bus. Blocks for some milliseconds."""
         if self._opened is not None:
-            raise ConfigError("this control plane is open already: make one object for each life of a bus")
+            raise ConfigError("this control plane is already open: create one object for each life of a bus")
         with ExitStack() as stack:
             log = RunLog.open(self._log, self._run, self._config.durability)
             stack.callback(log.close)
@@ -127,12 +116,21 @@ class ControlPlane:
             self._opened = stack.pop_all()
 
     def close(self) -> None:
-        """End an open profiling session, tell the fleet, close the log. Whoever still waits gets BusClosed."""
+        """End an open profiling session, inform the fleet, and close the log. Open tickets fail with BusClosed."""
         if self._opened is None:
             return
         self._profiling.close()
         opened, self._opened = self._opened, None
         opened.close()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     async def __aenter__(self) -> Self:
         await to_thread.run_sync(self.open)
@@ -146,26 +144,27 @@ class ControlPlane:
 
     @property
     def bus(self) -> Bus:
-        """The bus, open. Raises BusClosed when it is not."""
+        """The open bus. Raises BusClosed if it is not open."""
         if self._opened is None:
             raise BusClosed(f"the control plane at {self._address} is not open: use `with` or `async with`")
         return self._bus
 
     @property
     def address(self) -> str:
-        """Where agents and operators find it, with the port that the system chose."""
+        """Where agents and operators connect, with the port that the system chose."""
         return self.bus.address
 
     # --- the fleet ----------------------------------------------------------------------------------------------------
 
     def status(self) -> FleetStatus:
-        """Who is there, in which state, and who waits for whom."""
+        """Return the fleet at this moment: its agents, their states, and which commands wait for whom."""
         return self._portal.call(self.bus.status)
 
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
-        """Wait until `count` agents are live, and those with an engine to drive are ready to serve.
+        """Wait until `count` agents are live, and every live one is ready to serve.
 
-        Raises AgentsMissing, naming who is there and what they wait for.
+        Raises:
+            AgentsMissing: From the ticket. Names the agents that are there, and what they wait for.
         """
         ticket: Ticket[FleetStatus] = Ticket(0)
         bus = self.bus
@@ -174,11 +173,11 @@ class ControlPlane:
 
     @property
     def profile_reports(self) -> deque[Report]:
-        """Reports of what `step` opened and closed, newest last; some hundred. The log has all."""
+        """Reports of the profile commands that `step` published, newest last. Bounded; the log has all of them."""
         return self._profiling.reports
 
-    def _fleet(self) -> list[Identity]:
-        members = self.bus.state.members.values()  # a state is never changed, only replaced: any thread may read it
+    def _live_identities(self) -> list[Identity]:
+        members = self.bus.state.members.values()  # a state is replaced, never changed: any thread may read it
         return [member.hello.identity for member in members if member.state == "live"]
 
     def _publish_profile(self, command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
@@ -189,39 +188,46 @@ class ControlPlane:
     def publish(
         self, command: ProfileCommand | EngineCommand, replicas: Replicas = None, timeout: float = 30.0
     ) -> Ticket[Report]:
-        """Publish one command. Median on this side: microseconds, whatever the size of the fleet."""
+        """Publish one command. Takes microseconds here, whatever the size of the fleet."""
         return self.bus.publish(command, _target(replicas), _milliseconds(timeout))
 
     def pause(
         self, in_flight: InFlight = "abort", *, replicas: Replicas = None, timeout: float = 30.0
     ) -> Ticket[Report]:
-        """Stop generating. in_flight: `abort` ends running requests, `wait` lets them end, `keep` freezes them."""
+        """Stop generation.
+
+        Args:
+            in_flight: `abort` ends running requests, `wait` lets them finish, `keep` freezes them.
+        """
         return self.publish(EngineCommand(operation="pause", mode=in_flight), replicas, timeout)
 
     def resume(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Generate again."""
+        """Resume generation."""
         return self.publish(EngineCommand(operation="resume"), replicas, timeout)
 
     def sleep(
         self, tags: Iterable[Tag] = (), *, discard: bool = False, replicas: Replicas = None, timeout: float = 60.0
     ) -> Ticket[Report]:
-        """Free memory: `weights`, `kv_cache`, or both when no tag is given.
+        """Release engine memory.
 
-        discard: drop the weights instead of keeping them in host memory; after the wake what is committed is loaded.
+        Args:
+            tags: `weights`, `kv_cache`; both if none is given.
+            discard: Drop the weights instead of keeping them in host memory. The committed ones are loaded after the
+                wake.
         """
         command = EngineCommand(operation="sleep", tags=frozenset(tags), discard=discard)
         return self.publish(command, replicas, timeout)
 
     def wake(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Ticket[Report]:
-        """Take memory again: the tags given, or all."""
+        """Allocate released memory again: the given tags, or all."""
         return self.publish(EngineCommand(operation="wake", tags=frozenset(tags)), replicas, timeout)
 
     def flush(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Forget cached prefixes."""
+        """Flush the prefix cache."""
         return self.publish(EngineCommand(operation="flush"), replicas, timeout)
 
     def abort_requests(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """End all running requests where they are."""
+        """Abort all running requests."""
         return self.publish(EngineCommand(operation="abort"), replicas, timeout)
 
     def start_profile(
@@ -233,34 +239,37 @@ class ControlPlane:
         replicas: Replicas = None,
         timeout: float = 30.0,
     ) -> Ticket[Report]:
-        """Open a profiling session for a global training step, by hand; `step` does it by configuration.
+        """Open a profiling session by hand. `step` opens and closes them by configuration.
 
-        plan: for rollouts.   roles: for training ranks, by role. None for those of the configuration.
+        Args:
+            step: Global training step; names the directory of the traces.
+            plan: For rollouts; None for the configured one.
+            roles: For training ranks, by role; None for the configured ones.
         """
         config = self._profiling.config
-        asked = dict(roles) if roles is not None else config.roles
-        command = ProfileCommand(action="start", step=step, plan=plan or config.plan, roles=asked)
+        role_plans = dict(roles) if roles is not None else config.roles
+        command = ProfileCommand(action="start", step=step, plan=plan or config.plan, roles=role_plans)
         return self.publish(command, replicas, timeout)
 
     def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Close the session of that step; the report names the traces."""
+        """Close the session of that step. The report lists the traces."""
         return self.publish(ProfileCommand(action="stop", step=step), replicas, timeout)
 
     def collect_traces(
         self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
     ) -> Ticket[Report]:
-        """After a stop: have node ranks above 0 name the traces that their ranks wrote to their own disks."""
+        """After a stop, ask node ranks above 0 to list the traces that their ranks wrote to their own disks."""
         command = ProfileCommand(action="collect", step=step, plan=plan or self._profiling.config.plan)
         return self.publish(command, replicas, timeout)
 
     def sync_weights(
         self,
         version: int,
-        source: Source,
+        source: Source | str | Path,
         *,
         manifest: Manifest | None = None,
         content: bool = False,
-        send: Send | None = None,
+        send: SendWeights | None = None,
         in_flight: InFlight = "abort",
         quorum: int | None = None,
         replicas: Replicas = None,
@@ -268,23 +277,32 @@ class ControlPlane:
     ) -> Ticket[SyncReport]:
         """Bring the fleet to new weights, all replicas together or none: prepare, load, then commit or abort.
 
-        version: larger than any committed before.   source: e.g. `Checkpoint("step_10")`, a directory of safetensors
-        files below `checkpoints`.   manifest: what the source must hold; None reads it from the files' headers here.
-        content: hash the tensors' bytes too, here and in each engine that can tell: it reads the whole checkpoint in
-        the caller's thread.   quorum: replicas that must load; None for more than half.   timeout: of each phase.
-        send: for a `Broadcast`. Called in a thread of its own with the replicas that prepared, at the moment when they
-        are told to receive; it makes the group if there is none yet, and broadcasts. What it raises is logged; the
-        replicas then fail by the deadline, so give the group a shorter one.
-        Raises CheckpointError when the source is missing, cut off or unsafe; SyncInProgress.
+        Args:
+            version: Larger than any committed before.
+            source: Where the weights are. A path is a directory of safetensors files below `checkpoints`, the same as
+                `Checkpoint(path)`.
+            manifest: What the source must hold; None to read it from the headers of the files here.
+            content: Hash the bytes of the tensors too, here and in every engine that can. Reads the whole checkpoint
+                in the caller's thread.
+            send: For a `Broadcast`. Called in a thread of its own with the replicas that prepared, at the moment they
+                are told to receive; creates the group if there is none yet, and broadcasts. An exception is logged,
+                and the replicas then fail by the deadline, so give the group a shorter one.
+            in_flight: What happens to running requests, see `pause`.
+            quorum: Replicas that must load; None for more than half.
+            timeout: Seconds for each phase.
+
+        Raises:
+            CheckpointError: The source is missing, cut off or unsafe. Nothing was sent.
+            SyncInProgress: From the ticket. Another sync has not ended yet.
         """
         bus = self.bus
+        if isinstance(source, str | Path):
+            source = Checkpoint(os.fspath(source))
         if manifest is None:
-            kept = durable_source(source)
-            if kept is None:
-                raise ConfigError(
-                    "a broadcast needs a manifest, or a path: `manifest_of` makes one of names and shapes"
-                )
-            manifest = build_manifest(resolve(self._checkpoints, kept.path), content)
+            checkpoint = durable_source(source)
+            if checkpoint is None:
+                raise ConfigError("a broadcast needs a manifest or a path: `manifest_of` makes one of names and shapes")
+            manifest = build_manifest(resolve(self._checkpoints, checkpoint.path), content)
         ticket = bus.sync(
             version,
             source,
@@ -300,23 +318,24 @@ class ControlPlane:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def step(self, global_step: int) -> "Step":
-        """`async with plane.step(n):` around the work of a training step. Opens and closes profiling as configured.
+    def step(self, global_step: int) -> Step:
+        """Return the context of one training step: `with` or `async with plane.step(n):` around its work.
 
-        Never raises for profiling that failed: a warning is logged, and the report is in `profile_reports`.
+        Opens and closes profiling sessions as configured. Never raises for profiling that failed: a warning is logged,
+        and the report is in `profile_reports`.
         """
         return Step(self._profiling, global_step)
 
 
-async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int, send: Send) -> None:
-    """Nobody sends before everybody who is to receive has prepared: a broadcast waits for all of its group."""
+async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int, send: SendWeights) -> None:
+    """Call `send` once all receivers have prepared: a broadcast waits for everyone in its group."""
 
-    def begun(state: CoordinatorState) -> bool:
+    def loading_or_over(state: CoordinatorState) -> bool:
         sync = state.sync
         return ticket.done or (sync is not None and sync.version == version and sync.phase != "prepare")
 
     try:
-        sync = (await bus.wait_until(begun)).sync
+        sync = (await bus.wait_until(loading_or_over)).sync
         if sync is not None and sync.version == version and sync.phase == "load":
             members = tuple(sorted(sync.members - sync.lost))
             await to_thread.run_sync(send, members, abandon_on_cancel=True)
@@ -324,36 +343,32 @@ async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int,
         logger.warning("version %d was not sent: %s: %s", version, type(error).__name__, error)
 
 
-async def _await_agents(bus: Bus, count: int, patience_s: float, ticket: Ticket[FleetStatus]) -> None:
+async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[FleetStatus]) -> None:
+    def complete(state: CoordinatorState) -> bool:
+        live = [member for member in state.members.values() if member.state == "live"]
+        return len(live) >= count and all(member.status is not None and member.status.ready for member in live)
+
     try:
-        with fail_after(patience_s):
-            await bus.wait_until(_complete(count))
+        with fail_after(timeout_s):
+            await bus.wait_until(complete)
         ticket.resolve(bus.status())
     except TimeoutError:
-        ticket.fail(AgentsMissing(_who_is_missing(bus.status(), count, patience_s)))
+        ticket.fail(AgentsMissing(_who_is_missing(bus.status(), count, timeout_s)))
     except BaseException as error:
         ticket.fail(error if isinstance(error, RolloutctlError) else BusClosed("the bus was closed meanwhile"))
         raise
 
 
-def _complete(count: int) -> Callable[[CoordinatorState], bool]:
-    def holds(state: CoordinatorState) -> bool:
-        live = [one for one in state.members.values() if one.state == "live"]
-        return len(live) >= count and all(one.status is not None and one.status.ready for one in live)
-
-    return holds
-
-
-def _who_is_missing(status: FleetStatus, count: int, patience_s: float) -> str:
-    there = [
-        f"  {one.agent} on {one.host}: {one.state}, {'ready' if one.status and one.status.ready else 'not ready'}"
-        + (f", engine {one.status.engine}" if one.status else "")
-        for one in status.agents
+def _who_is_missing(fleet: FleetStatus, count: int, timeout_s: float) -> str:
+    present = [
+        f"  {line.agent} on {line.host}: {line.state}, {'ready' if line.status and line.status.ready else 'not ready'}"
+        + (f", engine {line.status.engine}" if line.status else "")
+        for line in fleet.agents
     ]
-    seen = "\n".join(there) or "  none"
     return (
-        f"{count} agents were expected within {patience_s:g} s, and these said hello:\n{seen}\nLook at the logs of the "
-        "others: each says which address it dials and what it waits for"
+        f"expected {count} agents within {timeout_s:g} s; these registered:\n"
+        + ("\n".join(present) or "  none")
+        + "\nRead the logs of the others: each says which address it connects to and what it waits for"
     )
 
 
@@ -362,6 +377,6 @@ def _target(replicas: Replicas) -> Target:
 
 
 def _milliseconds(timeout: float) -> int:
-    if not 0.001 <= timeout <= 7 * 86_400:
-        raise ConfigError(f"timeout {timeout!r}: from 0.001 to {7 * 86_400} seconds")
+    if not 0.001 <= timeout <= TIMEOUT_MAX_S:
+        raise ConfigError(f"timeout {timeout!r}: must be between 0.001 and {TIMEOUT_MAX_S} seconds")
     return int(timeout * 1000)

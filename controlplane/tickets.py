@@ -1,4 +1,4 @@
-"""What a caller holds while a command is under way: resolved by the bus, waited for in any thread or event loop."""
+"""What a caller holds while a command is in flight: resolved by the bus, waited for in any thread or event loop."""
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
@@ -11,12 +11,13 @@ R = TypeVar("R")
 
 
 class Ticket(Generic[R]):
-    """One thing that was asked of the bus. `await ticket`, or `ticket.wait()` in a thread without an event loop.
+    """The result to come of one request to the bus: `await ticket`, or `ticket.wait()` without an event loop.
 
-    It always ends: at the latest when the time of what was asked is up, or when the bus is closed. Nothing is undone
-    when nobody waits. number: names a command in the run's log.
+    A ticket always ends: at the latest at the deadline of the request, or when the bus is closed. The command goes its
+    way whether anybody waits or not. Waiting raises CommandError and its subclasses, BusFaulted and BusClosed.
 
-    Both ways raise CommandError and its kinds, BusFaulted, BusClosed.
+    Attributes:
+        number: Identifies the request in the run's log.
     """
 
     __slots__ = ("_future", "number")
@@ -26,21 +27,28 @@ class Ticket(Generic[R]):
         self._future: Future[R] = Future()
 
     def __repr__(self) -> str:
-        return f"<Ticket {self.number}, {'concluded' if self.done else 'open'}>"
+        return f"<Ticket {self.number}, {'done' if self.done else 'open'}>"
 
     @property
     def done(self) -> bool:
-        """Whether there is something to return or raise."""
+        """Whether waiting would return or raise at once."""
         return self._future.done()
 
-    def wait(self) -> R:
-        """What came of it. Blocks the thread."""
-        return self._future.result()
+    def wait(self, timeout: float | None = None) -> R:
+        """Block the thread until the result is there, and return it.
+
+        Args:
+            timeout: Seconds to wait; None for as long as it takes. The ticket ends by itself in any case.
+
+        Raises:
+            TimeoutError: `timeout` is over. The command is still in flight, and may be waited for again.
+        """
+        return self._future.result(timeout)
 
     def __await__(self) -> Generator[object, None, R]:
-        return self._awaited().__await__()
+        return self._wait_async().__await__()
 
-    async def _awaited(self) -> R:
+    async def _wait_async(self) -> R:
         if not self._future.done():
             wakeup = Wakeup()
             try:
@@ -50,16 +58,16 @@ class Ticket(Generic[R]):
                 wakeup.close()
         return self._future.result()
 
-    def when_done(self, tell: Callable[["Ticket[R]"], object]) -> None:
-        """Have `tell` called with this ticket when it ends, in the bus's thread: it must neither block nor raise."""
-        self._future.add_done_callback(lambda _: tell(self))
+    def when_done(self, callback: Callable[["Ticket[R]"], object]) -> None:
+        """Call `callback` with this ticket when it ends, in the bus's thread. It must neither block nor raise."""
+        self._future.add_done_callback(lambda _: callback(self))
 
     def resolve(self, result: R) -> None:
-        """By the bus, once."""
+        """Set the result. For the bus; without effect on a ticket that has ended."""
         with suppress(InvalidStateError):
             self._future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """By the bus. Without effect on a ticket that has ended."""
+        """Set an error. For the bus; without effect on a ticket that has ended."""
         with suppress(InvalidStateError):
             self._future.set_exception(error)

@@ -22,7 +22,7 @@ BUS = "tcp://127.0.0.1:5555"
 
 def test_the_readme_shows_both_faces_and_an_agent() -> None:
     blocking, async_face, agent = PYTHON
-    assert "ControlPlane.blocking(" in blocking and "async with ControlPlane(" in async_face and "Agent(" in agent
+    assert "\nwith ControlPlane(" in blocking and "async with ControlPlane(" in async_face and "Agent(" in agent
     assert len([line for line in blocking.splitlines() if line and "import" not in line]) <= 10
 
 

@@ -25,7 +25,6 @@ import click
 from msgspec.structs import replace
 from rich.console import Console
 
-from controlplane.blocking import BlockingControlPlane
 from controlplane.cli import demo_view as view
 from controlplane.cli.reducers import replay_log
 from controlplane.cli.tables import command_table
@@ -77,7 +76,7 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     profiled = _profiled(profiler, steps, out / "traces")
-    plane = ControlPlane.blocking(
+    plane = ControlPlane(
         "tcp://127.0.0.1:0",
         log=out / "run.db",
         config=BusConfig(heartbeat_ms=500, agent_timeout_ms=3_000),
@@ -114,7 +113,7 @@ def _rank(bus: str, profiler: ProfilerConfig, state: Path) -> "TrainingRank":
 
 def _train(
     console: Console,
-    plane: BlockingControlPlane,
+    plane: ControlPlane,
     nodes: "Nodes",
     rank: "TrainingRank",
     out: Path,
@@ -130,7 +129,7 @@ def _train(
     rewards: list[float] = []
     with ExitStack() as stack:
         with console.status(f"starting {REPLICAS * NODES} agents"):
-            plane.wait_for_agents(AGENTS, timeout=PATIENCE_S)
+            plane.wait_for_agents(AGENTS, timeout=PATIENCE_S).wait()
             engines = [stack.enter_context(nodes.client(replica)) for replica in range(REPLICAS)]
         bar = stack.enter_context(view.progress(console))
         task = bar.add_task("steps", total=steps, reward=0.0, version=0, note="")
@@ -151,7 +150,7 @@ def _train(
             report = _sync(plane, trainer, version + 1, out)
             if step == kill_at:
                 bar.console.print(f"agent 1.0 was killed: {view.sync_words(report)}", highlight=False)
-                plane.wait_for_agents(AGENTS, timeout=PATIENCE_S)
+                plane.wait_for_agents(AGENTS, timeout=PATIENCE_S).wait()
                 bar.console.print("agent 1.0 is back, ready again with the newest weights", highlight=False)
             else:
                 report.raise_for_failures()
@@ -161,11 +160,11 @@ def _train(
     return rewards
 
 
-def _sync(plane: BlockingControlPlane, trainer: "PolicyTrainer", version: int, out: Path) -> SyncReport:
+def _sync(plane: ControlPlane, trainer: "PolicyTrainer", version: int, out: Path) -> SyncReport:
     name = f"version_{version}"
     trainer.save(out / "checkpoints" / name)
     # With one replica of two lost, the fleet is to go on with the other.
-    return plane.sync_weights(version, Checkpoint(name), content=True, quorum=1, timeout=60)
+    return plane.sync_weights(version, Checkpoint(name), content=True, quorum=1, timeout=60).wait()
 
 
 def _rollouts(engines: "list[TinyClient]", prompts: list[list[int]], version: int) -> list[list[int]]:

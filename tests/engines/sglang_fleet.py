@@ -11,7 +11,6 @@ from typing import Final
 import httpx
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from schemas.commands import ProfilePlan
 from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig
@@ -30,10 +29,8 @@ class SGLangFleet:
         self.model = str(save_model(folder / "a", 1))
         save_weights(folder / "b", weights(2))
         save_weights(folder / "c", weights(3))
-        self.plane: BlockingControlPlane = open_.enter_context(
-            ControlPlane.blocking(
-                "tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder, profiler=STEPS
-            )
+        self.plane: ControlPlane = open_.enter_context(
+            ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder, profiler=STEPS)
         )
         meet = f"127.0.0.1:{free_port()}"
         self.urls = []
@@ -47,7 +44,7 @@ class SGLangFleet:
             open_.enter_context(AgentProcess(self.plane.address, folder, f"0.{node_rank}", 2, *options))
         judge = ("--engine", "tiny", "--mode", "colocated")
         open_.enter_context(AgentProcess(self.plane.address, folder, "1.0", 1, *judge))
-        self.plane.wait_for_agents(3, timeout=300)
+        self.plane.wait_for_agents(3, timeout=300).wait()
 
     def tokens(self, tokens: int = 8) -> list[int]:
         """Greedy tokens of the replica."""
@@ -71,13 +68,13 @@ class SGLangFleet:
 
     def profiled(self, step: int, plan: ProfilePlan, tokens: int) -> tuple[Acted, Acted]:
         """A session while one request runs; what node rank 0 says of its end, and node rank 1 of what it left."""
-        acted(self.plane.start_profile(step, plan, replicas=[0]))
+        acted(self.plane.start_profile(step, plan, replicas=[0]).wait())
         self.tokens(tokens)
-        stopped = acted(self.plane.stop_profile(step, replicas=[0], timeout=60))
-        return stopped, acted(self.plane.collect_traces(step, plan, replicas=[0]), "0.1")
+        stopped = acted(self.plane.stop_profile(step, replicas=[0], timeout=60).wait())
+        return stopped, acted(self.plane.collect_traces(step, plan, replicas=[0]).wait(), "0.1")
 
     def rest(self) -> None:
         """A test that fails half way must not leave the next one an engine that is paused, asleep or slow."""
         self.slow_down(0)
-        self.plane.wake()
-        self.plane.resume()
+        self.plane.wake().wait()
+        self.plane.resume().wait()

@@ -41,7 +41,7 @@ class Bench:
         self.root = fleet.folder / "traces"
 
     def work(self) -> None:
-        self.plane.flush(replicas=[0])
+        self.plane.flush(replicas=[0]).wait()
         work(self.generate)
 
     def generate(self, prompt: list[int], tokens: int) -> None:
@@ -49,12 +49,12 @@ class Bench:
 
     def start(self, plan: ProfilePlan) -> None:
         Bench.step += 1
-        acted(self.plane.start_profile(self.step, plan, replicas=[0]))
+        acted(self.plane.start_profile(self.step, plan, replicas=[0]).wait())
 
     def stop(self, plan: ProfilePlan) -> tuple[Acted, Acted]:
         """What node rank 0 says of the end, and node rank 1 of what it left."""
-        stopped = acted(self.plane.stop_profile(self.step, replicas=[0], timeout=60))
-        return stopped, acted(self.plane.collect_traces(self.step, plan, replicas=[0]), "0.1")
+        stopped = acted(self.plane.stop_profile(self.step, replicas=[0], timeout=60).wait())
+        return stopped, acted(self.plane.collect_traces(self.step, plan, replicas=[0]).wait(), "0.1")
 
     def session(self, plan: ProfilePlan) -> tuple[Acted, Acted]:
         self.start(plan)
@@ -65,8 +65,8 @@ class Bench:
         """What is said when it is asked whether the plan can be honoured, and when it is to be."""
         Bench.step += 1
         check = ProfileCommand(action="check", step=self.step, plan=plan)
-        asked = self.plane.publish(check, replicas=[0])
-        return [failed(asked), failed(self.plane.start_profile(self.step, plan, replicas=[0]))]
+        asked = self.plane.publish(check, replicas=[0]).wait()
+        return [failed(asked), failed(self.plane.start_profile(self.step, plan, replicas=[0]).wait())]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row
         for refused in bench.refusals(row.plan):
             assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
         return
-    acted(bench.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[0]))
+    acted(bench.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[0]).wait())
     said = bench.session(row.plan)
     for rank, one in enumerate(said):
         (trace,) = of_rank(one, rank)
@@ -101,7 +101,7 @@ def test_stages_are_recorded_apart_or_the_plan_is_refused(bench: Bench, row: Row
             assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
         return
     bench.start(row.plan)
-    bench.plane.flush(replicas=[0])
+    bench.plane.flush(replicas=[0]).wait()
     bench.generate([7] * 5, 8)
     assert row.window is not None
     passes = {"EXTEND": ["P5"], "DECODE": ["D"] * row.window[1]}
@@ -122,12 +122,12 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     window = FEW if contents == "detailed" else None
     plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks, window=window)
     plan = replace(plan, steps=frozenset({2}))
-    early = bench.plane.start_profile(1, plan, replicas=[0])
+    early = bench.plane.start_profile(1, plan, replicas=[0]).wait()
     assert conclusions(early)["0.0"] == Skipped(Reason.STEP_NOT_SELECTED)
-    acted(bench.plane.start_profile(2, plan, replicas=[0]))
+    acted(bench.plane.start_profile(2, plan, replicas=[0]).wait())
     bench.work()
-    stopped = acted(bench.plane.stop_profile(2, replicas=[0], timeout=60))
-    collected = acted(bench.plane.collect_traces(2, plan, replicas=[0]), "0.1")
+    stopped = acted(bench.plane.stop_profile(2, replicas=[0], timeout=60).wait())
+    collected = acted(bench.plane.collect_traces(2, plan, replicas=[0]).wait(), "0.1")
     told = (*stopped.traces, *collected.traces)
     assert [one.rank for one in told] == [*(ranks or (0, 1))]
     assert (stopped.ranks_without_trace, collected.ranks_without_trace) == ((), ())
@@ -208,7 +208,9 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
     assert [one.path.rpartition("/")[0] for one in left] == places
     assert len({one.path for one in left}) == 4
     content = {(one.rank, one.path.rpartition("/")[2]): (bench.root / one.path).read_bytes() for one in left}
-    report = bench.plane.publish(ProfileCommand(action="finish", step=bench.step, plan=plan, profiled_steps=steps), [0])
+    report = bench.plane.publish(
+        ProfileCommand(action="finish", step=bench.step, plan=plan, profiled_steps=steps), [0]
+    ).wait()
     for one in (trace for node in NODES for trace in acted(report, node).traces):
         name = one.path.removeprefix(f"rollout-replica0-globalrank{one.rank}_")
         assert (bench.root / one.path).read_bytes() == content.pop((one.rank, name))
@@ -223,10 +225,12 @@ def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Benc
     asked = {"output_dir": str(theirs), "activities": ["CPU"], "with_stack": False}
     httpx.post(f"{bench.url}/start_profile", json=asked).raise_for_status()
     Bench.step += 1
-    refused = failed(bench.plane.start_profile(bench.step, replicas=[0]))
+    refused = failed(bench.plane.start_profile(bench.step, replicas=[0]).wait())
     assert refused.error is ErrorKind.ENGINE_ERROR and "did not start" in refused.message
     bench.work()
-    assert conclusions(bench.plane.stop_profile(bench.step, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+    assert conclusions(bench.plane.stop_profile(bench.step, replicas=[0]).wait())["0.0"] == Skipped(
+        Reason.NOT_PROFILING
+    )
     httpx.post(f"{bench.url}/stop_profile", timeout=60).raise_for_status()
     assert [look_into(one).passes for one in theirs.iterdir()] == [PASSES] * 2
     said, _ = bench.session(ProfilePlan())

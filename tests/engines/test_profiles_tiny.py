@@ -50,7 +50,7 @@ class Fleet:
     def __init__(self, folder: Path, open_: ExitStack) -> None:
         self.root, self.step = folder / "traces", 100
         self.plane = open_.enter_context(
-            ControlPlane.blocking("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
+            ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
         )
         self.agents, self._clients = [], []
         for replica in (0, 1):
@@ -60,11 +60,11 @@ class Fleet:
                 open_.enter_context(AgentProcess(self.plane.address, folder, f"{replica}.0", 1, *options))
             )
             self._clients.append(open_.enter_context(TinyClient(front, timeout_s=30)))
-        self.plane.wait_for_agents(2, timeout=60)
+        self.plane.wait_for_agents(2, timeout=60).wait()
 
     def work(self) -> None:
         """`WORK` on both replicas, with no prefix kept of what they did before."""
-        self.plane.flush()
+        self.plane.flush().wait()
         for client in self._clients:
             work(partial(_generate, client))
 
@@ -82,17 +82,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def session(fleet: Fleet, plan: ProfilePlan, replica: int = 0) -> tuple[Acted, list[Found]]:
     """One session on one replica, and what is in the traces of its rank."""
     fleet.step += 1
-    acted(fleet.plane.start_profile(fleet.step, plan, replicas=[replica]), f"{replica}.0")
+    acted(fleet.plane.start_profile(fleet.step, plan, replicas=[replica]).wait(), f"{replica}.0")
     fleet.work()
-    stopped = acted(fleet.plane.stop_profile(fleet.step, replicas=[replica]), f"{replica}.0")
+    stopped = acted(fleet.plane.stop_profile(fleet.step, replicas=[replica]).wait(), f"{replica}.0")
     return stopped, [look(fleet.root, one) for one in of_rank(stopped, replica)]
 
 
 def refusals(fleet: Fleet, plan: ProfilePlan) -> list[Failed]:
     """What is said when it is asked whether the plan can be honoured, and when it is to be."""
     fleet.step += 1
-    checked = fleet.plane.publish(ProfileCommand(action="check", step=fleet.step, plan=plan), replicas=[0])
-    return [failed(checked), failed(fleet.plane.start_profile(fleet.step, plan, replicas=[0]))]
+    checked = fleet.plane.publish(ProfileCommand(action="check", step=fleet.step, plan=plan), replicas=[0]).wait()
+    return [failed(checked), failed(fleet.plane.start_profile(fleet.step, plan, replicas=[0]).wait())]
 
 
 @pytest.mark.parametrize("row", ORTHOGONAL.values(), ids=ORTHOGONAL)
@@ -101,7 +101,7 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(fleet: Fleet, row
         for refused in refusals(fleet, row.plan):
             assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
         return
-    acted(fleet.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[0]))
+    acted(fleet.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[0]).wait())
     stopped, (found,) = session(fleet, row.plan)
     assert found.contents == row.wanted
     assert found.passes == (row.passes if "shapes" in row.wanted else ["?"] * len(row.passes))
@@ -112,11 +112,11 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(fleet: Fleet, row
 def test_step_2_of_the_ranks_asked_for(fleet: Fleet, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
     plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks)
     plan = replace(plan, steps=frozenset({2}))
-    early = conclusions(fleet.plane.start_profile(1, plan))
+    early = conclusions(fleet.plane.start_profile(1, plan).wait())
     assert set(early.values()) <= {Skipped(Reason.STEP_NOT_SELECTED), Skipped(Reason.RANK_NOT_SELECTED)}
-    started = conclusions(fleet.plane.start_profile(2, plan))
+    started = conclusions(fleet.plane.start_profile(2, plan).wait())
     fleet.work()
-    stopped = fleet.plane.stop_profile(2)
+    stopped = fleet.plane.stop_profile(2).wait()
     for replica in (0, 1):
         if ranks and replica not in ranks:
             assert started["0.0"] == Skipped(Reason.RANK_NOT_SELECTED)
@@ -173,16 +173,16 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(fleet: 
     fleet.step += 2
     steps, left = (fleet.step - 1, fleet.step), []
     for step in steps:
-        acted(fleet.plane.start_profile(step, plan, replicas=[0]))
+        acted(fleet.plane.start_profile(step, plan, replicas=[0]).wait())
         fleet.work()
-        left += of_rank(acted(fleet.plane.stop_profile(step, replicas=[0])), 0)
+        left += of_rank(acted(fleet.plane.stop_profile(step, replicas=[0]).wait()), 0)
     places = ["agent_loop_rollout_replica_0"] * 2
     if layout == "verl_step":
         places = [f"rollout_step_{step}/agent_loop_replica_0" for step in steps]
     assert [one.path.rpartition("/")[0] for one in left] == places
     bytes_of = [(fleet.root / one.path).read_bytes() for one in left]
     finish = ProfileCommand(action="finish", step=fleet.step, plan=plan, profiled_steps=steps)
-    ended = acted(fleet.plane.publish(finish, replicas=[0])).traces
+    ended = acted(fleet.plane.publish(finish, replicas=[0]).wait()).traces
     assert [one.path for one in ended] == [f"rollout-replica0_{one.path.rpartition('/')[2]}" for one in left]
     assert [(fleet.root / one.path).read_bytes() for one in ended] == bytes_of
     assert not any((fleet.root / place).exists() for place in places)
@@ -217,18 +217,20 @@ async def test_profiler_of_somebody_else_in_the_process_is_told_and_loses_nothin
 
 def test_disk_that_is_full_fails_the_stop_and_nothing_else(fleet: Fleet) -> None:
     fleet.step += 1
-    acted(fleet.plane.start_profile(fleet.step, torch_plan("cpu", "stack", "shapes"), replicas=[0]))
+    acted(fleet.plane.start_profile(fleet.step, torch_plan("cpu", "stack", "shapes"), replicas=[0]).wait())
     fleet.work()
     engine = psutil.Process(fleet.agents[0].process.pid)
     no_limit = engine.rlimit(resource.RLIMIT_FSIZE)
     largest = max(one.stat().st_size for one in (fleet.root.parent / "state").iterdir())
     engine.rlimit(resource.RLIMIT_FSIZE, (largest + 50_000, no_limit[1]))
     try:
-        full = failed(fleet.plane.stop_profile(fleet.step, replicas=[0]))
+        full = failed(fleet.plane.stop_profile(fleet.step, replicas=[0]).wait())
     finally:
         engine.rlimit(resource.RLIMIT_FSIZE, no_limit)
     assert full.error is ErrorKind.ENGINE_ERROR and "is the disk full?" in full.message
-    assert conclusions(fleet.plane.stop_profile(fleet.step, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+    assert conclusions(fleet.plane.stop_profile(fleet.step, replicas=[0]).wait())["0.0"] == Skipped(
+        Reason.NOT_PROFILING
+    )
     _, (found,) = session(fleet, ProfilePlan())
     assert len(found.passes) == len(PASSES)
 

@@ -56,20 +56,20 @@ class Bench:
     def session(self, plan: ProfilePlan, replica: int = 0) -> tuple[Acted, list[Found]]:
         """One session on one replica, and what is in the traces of its first rank."""
         Bench.step += 1
-        acted(self.plane.start_profile(self.step, plan, replicas=[replica]), f"{replica}.0")
+        acted(self.plane.start_profile(self.step, plan, replicas=[replica]).wait(), f"{replica}.0")
         self.work(replica)
         stopped = self.stop(replica)
         return stopped, [look(self.root, one) for one in of_rank(stopped, replica * WORLD[replica])]
 
     def stop(self, replica: int = 0) -> Acted:
-        return acted(self.plane.stop_profile(self.step, replicas=[replica], timeout=120), f"{replica}.0")
+        return acted(self.plane.stop_profile(self.step, replicas=[replica], timeout=120).wait(), f"{replica}.0")
 
     def refusals(self, plan: ProfilePlan, replica: int = 0) -> list[Failed]:
         """What is said when it is asked whether the plan can be honoured, and when it is to be."""
         Bench.step += 1
         check = ProfileCommand(action="check", step=self.step, plan=plan)
-        asked = self.plane.publish(check, replicas=[replica])
-        started = self.plane.start_profile(self.step, plan, replicas=[replica])
+        asked = self.plane.publish(check, replicas=[replica]).wait()
+        started = self.plane.start_profile(self.step, plan, replicas=[replica]).wait()
         return [failed(one, f"{replica}.0") for one in (asked, started)]
 
 
@@ -91,7 +91,7 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row
             assert refused.error is ErrorKind.UNSUPPORTED
             assert f"launch it with {key['stack' if 'stack' in row.wanted else 'shapes']}" in refused.message
         check = ProfileCommand(action="check", step=0, plan=row.plan)
-        acted(bench.plane.publish(check, replicas=[1]), "1.0")
+        acted(bench.plane.publish(check, replicas=[1]).wait(), "1.0")
         _, (found,) = bench.session(torch_plan(*row.contents, window=WITHIN), 1)
         assert (found.passes, found.contents) == (["D"], EVERYTHING)
     stopped, (found,) = bench.session(torch_plan("cpu", window=row.window))
@@ -107,11 +107,11 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks, window=window)
     plan = replace(plan, steps=frozenset({2}))
     agent = f"{replica}.0"
-    early = bench.plane.start_profile(1, plan, replicas=[replica])
+    early = bench.plane.start_profile(1, plan, replicas=[replica]).wait()
     assert conclusions(early)[agent] == Skipped(Reason.STEP_NOT_SELECTED)
-    acted(bench.plane.start_profile(2, plan, replicas=[replica]), agent)
+    acted(bench.plane.start_profile(2, plan, replicas=[replica]).wait(), agent)
     bench.work(replica)
-    said = acted(bench.plane.stop_profile(2, replicas=[replica], timeout=120), agent)
+    said = acted(bench.plane.stop_profile(2, replicas=[replica], timeout=120).wait(), agent)
     (found,) = (look(bench.root, one) for one in of_rank(said, replica))
     assert found.passes == within(VLLM_PASSES, window)
     assert found.contents == (EVERYTHING if replica else frozenset())
@@ -163,7 +163,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
     assert len({one.path for one in left}) == len(left)
     content = {one.path.rpartition("/")[2]: (bench.root / one.path).read_bytes() for one in left}
     finish = ProfileCommand(action="finish", step=bench.step, plan=plan, profiled_steps=steps)
-    ended = acted(bench.plane.publish(finish, replicas=[0])).traces
+    ended = acted(bench.plane.publish(finish, replicas=[0]).wait()).traces
     for one in ended:
         name = one.path.removeprefix("rollout-replica0-globalrank0_")
         assert (bench.root / one.path).read_bytes() == content.pop(name)
@@ -177,10 +177,12 @@ def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Benc
     url = bench.fleet.first.url
     assert httpx.post(f"{url}/start_profile", json={"profile_prefix": "theirs"}).status_code == 200
     Bench.step += 1
-    refused = failed(bench.plane.start_profile(bench.step, replicas=[0]))
+    refused = failed(bench.plane.start_profile(bench.step, replicas=[0]).wait())
     assert refused.error is ErrorKind.ENGINE_ERROR and "already active" in refused.message
     bench.work(0)
-    assert conclusions(bench.plane.stop_profile(bench.step, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+    assert conclusions(bench.plane.stop_profile(bench.step, replicas=[0]).wait())["0.0"] == Skipped(
+        Reason.NOT_PROFILING
+    )
     assert httpx.post(f"{url}/stop_profile", timeout=120).status_code == 200
     raw = bench.fleet.folder / "raw-0"
     (theirs,) = raw.glob("theirs_rank0*.json.gz")
@@ -193,13 +195,13 @@ def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Benc
 
 def test_disk_that_is_full_fails_the_stop_and_nothing_else(bench: Bench) -> None:
     Bench.step += 1
-    acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]))
+    acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]).wait())
     bench.work(0)
     worker = next(one for one in bench.fleet.first.family() if "Worker" in one.name())
     no_limit = worker.rlimit(psutil.RLIMIT_FSIZE)
     worker.rlimit(psutil.RLIMIT_FSIZE, (4096, no_limit[1]))
     try:
-        full = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=120))
+        full = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=120).wait())
     finally:
         worker.rlimit(psutil.RLIMIT_FSIZE, no_limit)
     assert full.error is ErrorKind.ENGINE_ERROR and "Is its disk full" in full.message
@@ -209,12 +211,12 @@ def test_disk_that_is_full_fails_the_stop_and_nothing_else(bench: Bench) -> None
 
 def test_trace_that_takes_long_is_late_by_the_deadline_and_holds_up_nobody(bench: Bench) -> None:
     Bench.step += 1
-    acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]))
+    acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]).wait())
     bench.work(0)
     bench.fleet.door.on["/stop_profile"] = bench.fleet.first.freeze
-    late = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=2))
+    late = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=2).wait())
     assert late.error is ErrorKind.ENGINE_TIMEOUT
-    flushed = bench.plane.flush(timeout=5)
+    flushed = bench.plane.flush(timeout=5).wait()
     assert failed(flushed).error is ErrorKind.ENGINE_BUSY and isinstance(conclusions(flushed)["1.0"], Acted)
     bench.fleet.first.thaw()
     wait_for("the call has ended", lambda: bench.fleet.status("0.0").activity is None)
@@ -228,7 +230,7 @@ def test_root_that_can_not_be_written_is_told_before_the_first_step(bench: Bench
     raw.write_text("a file")
     try:
         check = ProfileCommand(action="check", step=0)
-        refused = failed(bench.plane.publish(check, replicas=[0]))
+        refused = failed(bench.plane.publish(check, replicas=[0]).wait())
         assert refused.error is ErrorKind.ENGINE_ERROR and str(raw) in refused.message
     finally:
         raw.unlink()

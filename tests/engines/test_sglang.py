@@ -69,23 +69,23 @@ def test_probe_tells_what_each_node_is(fleet: SGLangFleet) -> None:
 
 
 def test_profile_broadcast_to_both_nodes_is_one_call_and_two_traces(fleet: SGLangFleet) -> None:
-    started = fleet.plane.start_profile(1, replicas=[0])
+    started = fleet.plane.start_profile(1, replicas=[0]).wait()
     assert acted(started).calls == ("start_profile",)
     assert conclusions(started)["0.1"] == Skipped(Reason.NOT_PRIMARY)
-    again = fleet.plane.start_profile(1, replicas=[0])  # a second start would lose what was recorded
+    again = fleet.plane.start_profile(1, replicas=[0]).wait()  # a second start would lose what was recorded
     assert conclusions(again)["0.0"] == Skipped(Reason.ALREADY_PROFILING)
     fleet.tokens(6)
-    stopped = fleet.plane.stop_profile(1, replicas=[0], timeout=60)
+    stopped = fleet.plane.stop_profile(1, replicas=[0], timeout=60).wait()
     assert conclusions(stopped)["0.1"] == Skipped(Reason.NOT_PRIMARY)
     (first,) = acted(stopped).traces
-    collected = fleet.plane.collect_traces(1, replicas=[0])
+    collected = fleet.plane.collect_traces(1, replicas=[0]).wait()
     assert conclusions(collected)["0.0"] == Skipped(Reason.ALREADY)
     (second,) = acted(collected, "0.1").traces
     assert first.path == "global_step_1/replica_0/global_step_1.replica_0-TP-0.trace.json.gz"
     assert second.path == "global_step_1/replica_0/global_step_1.replica_0-TP-1.trace.json.gz"
     for trace in (first, second):
         assert steps(fleet.folder, trace) == Counter(EXTEND=1, DECODE=5)
-    stopped_twice = fleet.plane.stop_profile(1, replicas=[0])
+    stopped_twice = fleet.plane.stop_profile(1, replicas=[0]).wait()
     assert conclusions(stopped_twice)["0.0"] == Skipped(Reason.NOT_PROFILING)
 
 
@@ -146,14 +146,14 @@ def test_shapes_and_stacks_are_recorded_when_asked_for_and_only_then(fleet: SGLa
     ],
 )
 def test_what_it_can_not_record_is_refused_before_it_is_asked(fleet: SGLangFleet, plan: ProfilePlan, why: str) -> None:
-    refused = failed(fleet.plane.start_profile(9, plan, replicas=[0]))
+    refused = failed(fleet.plane.start_profile(9, plan, replicas=[0]).wait())
     assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
 
 
 def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: SGLangFleet) -> None:
     bogus = ProfilePlan(activities=frozenset({"BOGUS"}))  # type: ignore[arg-type]
     with pytest.raises(CommandError, match="BOGUS"):
-        fleet.plane.start_profile(10, bogus)
+        fleet.plane.start_profile(10, bogus).wait()
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -161,24 +161,24 @@ def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: SGLangF
 
 def test_weights_from_disk_change_what_both_ranks_make(fleet: SGLangFleet) -> None:
     launched = fleet.tokens()
-    report = fleet.plane.sync_weights(1, Checkpoint("b"), timeout=60)
+    report = fleet.plane.sync_weights(1, Checkpoint("b"), timeout=60).wait()
     assert report.loaded == (0,)
     assert conclusions(report.phases[1])["0.1"] == Skipped(Reason.NOT_PRIMARY)
     assert conclusions(report.phases[1])["1.0"] == Skipped(Reason.MODE_NEVER_SYNCS)
     assert fleet.tokens() != launched and fleet.label() == "1"
-    assert fleet.plane.sync_weights(2, Checkpoint("a"), timeout=60).loaded == (0,)
+    assert fleet.plane.sync_weights(2, Checkpoint("a"), timeout=60).wait().loaded == (0,)
     assert fleet.tokens() == launched and fleet.label() == "2"
 
 
 def test_weights_come_through_a_group_of_the_trainer_and_both_ranks(fleet: SGLangFleet) -> None:
-    assert fleet.plane.sync_weights(3, Checkpoint("c"), timeout=60).loaded == (0,)
+    assert fleet.plane.sync_weights(3, Checkpoint("c"), timeout=60).wait().loaded == (0,)
     from_disk = fleet.tokens()
-    assert fleet.plane.sync_weights(4, Checkpoint("b"), timeout=60).loaded == (0,)
+    assert fleet.plane.sync_weights(4, Checkpoint("b"), timeout=60).wait().loaded == (0,)
     assert fleet.tokens() != from_disk
     source = Broadcast(host="127.0.0.1", port=free_port(), group="weights-1", replicas=(0,), backend="gloo")
     manifest = build_manifest(fleet.folder / "c", content=False)
     send = sender(source, 2, weights(3))
-    report = fleet.plane.sync_weights(5, source, manifest=manifest, send=send, timeout=60)
+    report = fleet.plane.sync_weights(5, source, manifest=manifest, send=send, timeout=60).wait()
     assert report.loaded == (0,), report
     assert fleet.tokens() == from_disk and fleet.label() == "5"
 
@@ -186,14 +186,14 @@ def test_weights_come_through_a_group_of_the_trainer_and_both_ranks(fleet: SGLan
 def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: SGLangFleet) -> None:
     others = Broadcast(host="127.0.0.1", port=1, group="others", replicas=(3,), backend="gloo")
     manifest = build_manifest(fleet.folder / "c", content=False)
-    report = fleet.plane.sync_weights(6, others, manifest=manifest, timeout=30)
+    report = fleet.plane.sync_weights(6, others, manifest=manifest, timeout=30).wait()
     assert "is not in group" in failed(report.phases[0]).message
     small = weights(1)
     del small["lm_head.weight"]
     save_weights(fleet.folder / "small", small)
     another = Broadcast(host="127.0.0.1", port=1, group="another", replicas=(0,), backend="gloo")
     manifest = build_manifest(fleet.folder / "small", content=False)
-    report = fleet.plane.sync_weights(7, another, manifest=manifest, timeout=30)
+    report = fleet.plane.sync_weights(7, another, manifest=manifest, timeout=30).wait()
     assert failed(report.phases[0]).error is ErrorKind.SOURCE_REFUSED
 
 
@@ -206,13 +206,13 @@ def test_pause_does_with_requests_in_flight_what_its_mode_says(
 ) -> None:
     fleet.slow_down(0.02)
     request = fleet.request(200).running()
-    acted(fleet.plane.pause(mode, replicas=[0], timeout=60))
+    acted(fleet.plane.pause(mode, replicas=[0], timeout=60).wait())
     if mode == "keep":
         assert not request.ended
     late = fleet.request(4)
-    assert conclusions(fleet.plane.pause(mode, replicas=[0]))["0.0"] == Skipped(Reason.ALREADY)
+    assert conclusions(fleet.plane.pause(mode, replicas=[0]).wait())["0.0"] == Skipped(Reason.ALREADY)
     assert not late.ended  # a paused engine begins nothing
-    acted(fleet.plane.resume(replicas=[0]))
+    acted(fleet.plane.resume(replicas=[0]).wait())
     assert (request.tokens() == 200) == survives
     assert late.tokens() == 4
 
@@ -220,30 +220,30 @@ def test_pause_does_with_requests_in_flight_what_its_mode_says(
 def test_flush_is_asked_for_again_until_requests_have_ended(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.05)
     request = fleet.request(200).running()
-    refused = failed(fleet.plane.flush(replicas=[0], timeout=2))
+    refused = failed(fleet.plane.flush(replicas=[0], timeout=2).wait())
     assert refused.error is ErrorKind.ENGINE_ERROR and "400" in refused.message
     assert not request.ended
     fleet.slow_down(0)
-    acted(fleet.plane.flush(replicas=[0], timeout=60))
+    acted(fleet.plane.flush(replicas=[0], timeout=60).wait())
     assert request.tokens() == 200
 
 
 def test_abort_ends_what_runs_and_pauses_nothing(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.02)
     request = fleet.request(200).running()
-    acted(fleet.plane.abort_requests(replicas=[0]))
+    acted(fleet.plane.abort_requests(replicas=[0]).wait())
     assert request.tokens() < 200
     assert len(fleet.tokens(4)) == 4
 
 
 def test_memory_is_released_and_taken_back_by_tags(fleet: SGLangFleet) -> None:
     before = fleet.tokens()
-    assert acted(fleet.plane.sleep(["kv_cache"], replicas=[0])).calls == ("pause", "sleep")
-    assert acted(fleet.plane.sleep(["weights"], replicas=[0])).calls == ("sleep",)
+    assert acted(fleet.plane.sleep(["kv_cache"], replicas=[0]).wait()).calls == ("pause", "sleep")
+    assert acted(fleet.plane.sleep(["weights"], replicas=[0]).wait()).calls == ("sleep",)
     late = fleet.request(4)
-    assert acted(fleet.plane.wake(["weights"], replicas=[0])).calls == ("wake",)
+    assert acted(fleet.plane.wake(["weights"], replicas=[0]).wait()).calls == ("wake",)
     assert not late.ended
-    assert acted(fleet.plane.wake(replicas=[0])).calls == ("wake", "resume")
+    assert acted(fleet.plane.wake(replicas=[0]).wait()).calls == ("wake", "resume")
     assert late.tokens() == 4
     assert fleet.tokens() == before
 
@@ -255,12 +255,12 @@ def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_n
     fleet: SGLangFleet, blocks_it: None
 ) -> None:
     """Stacks of an idle scheduler, which spins: some seconds of it take SGLang a minute to write."""
-    acted(fleet.plane.start_profile(90, ProfilePlan(with_stack=True), replicas=[0]))
+    acted(fleet.plane.start_profile(90, ProfilePlan(with_stack=True), replicas=[0]).wait())
     for _ in range(3):
         fleet.tokens(60)
-    late = failed(fleet.plane.stop_profile(90, replicas=[0], timeout=3))
+    late = failed(fleet.plane.stop_profile(90, replicas=[0], timeout=3).wait())
     assert late.error is ErrorKind.ENGINE_TIMEOUT
-    flushed = fleet.plane.flush(timeout=5)
+    flushed = fleet.plane.flush(timeout=5).wait()
     assert failed(flushed).error is ErrorKind.ENGINE_BUSY
     assert isinstance(conclusions(flushed)["1.0"], Acted)
     assert not any(isinstance(one, Missing) for one in conclusions(flushed).values())

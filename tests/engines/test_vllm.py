@@ -118,7 +118,7 @@ def test_bad_checkpoint_never_reaches_the_engine(fleet: VllmFleet, how: str) -> 
     if how.startswith("wrong") or how == "missing tensor":
         manifest = build_manifest(fleet.folder / name, content=False)  # the trainer wrote just this
     fleet.version += 1
-    report = fleet.plane.sync_weights(fleet.version, Checkpoint(name), manifest=manifest, timeout=30)
+    report = fleet.plane.sync_weights(fleet.version, Checkpoint(name), manifest=manifest, timeout=30).wait()
     assert report.status == "aborted"
     for agent in ("0.0", "1.0"):
         assert failed(report.phases[0], agent).error is ErrorKind.SOURCE_REFUSED
@@ -132,43 +132,43 @@ def test_bad_checkpoint_never_reaches_the_engine(fleet: VllmFleet, how: str) -> 
 
 
 def test_paused_engine_starts_no_request(fleet: VllmFleet) -> None:
-    assert set(fleet.plane.pause().acted) == {"0.0", "1.0"}
+    assert set(fleet.plane.pause().wait().acted) == {"0.0", "1.0"}
     assert httpx.get(f"{fleet.first.url}/is_paused").json() == {"is_paused": True}
     request = fleet.request(4)
-    assert set(fleet.plane.pause().skipped) == {"0.0", "0.1", "1.0"}  # time enough for it, had it begun
-    assert set(fleet.plane.flush().acted) == {"0.0", "1.0"}
+    assert set(fleet.plane.pause().wait().skipped) == {"0.0", "0.1", "1.0"}  # time enough for it, had it begun
+    assert set(fleet.plane.flush().wait().acted) == {"0.0", "1.0"}
     assert not request.ended
-    assert set(fleet.plane.resume().acted) == {"0.0", "1.0"}
+    assert set(fleet.plane.resume().wait().acted) == {"0.0", "1.0"}
     assert request.tokens() == 4
 
 
 def test_pause_aborts_requests_in_flight(fleet: VllmFleet) -> None:
     request = fleet.request(ENDLESS).running()
-    acted(fleet.plane.pause("abort", replicas=[0]))
+    acted(fleet.plane.pause("abort", replicas=[0]).wait())
     assert request.tokens() < ENDLESS
-    acted(fleet.plane.resume(replicas=[0]))
+    acted(fleet.plane.resume(replicas=[0]).wait())
 
 
 def test_pause_keeps_requests_in_flight(fleet: VllmFleet) -> None:
     request = fleet.request(ENDLESS).running()
-    acted(fleet.plane.pause("keep", replicas=[0]))
+    acted(fleet.plane.pause("keep", replicas=[0]).wait())
     assert not request.ended, request
-    acted(fleet.plane.resume(replicas=[0]))
+    acted(fleet.plane.resume(replicas=[0]).wait())
     request.grows(BACKLOG)
-    acted(fleet.plane.abort_requests(replicas=[0]))
+    acted(fleet.plane.abort_requests(replicas=[0]).wait())
     assert request.tokens() < ENDLESS
 
 
 def test_pause_waits_for_requests_in_flight(fleet: VllmFleet) -> None:
     request = fleet.request(LONG).running()
-    acted(fleet.plane.pause("wait", replicas=[0], timeout=60))
+    acted(fleet.plane.pause("wait", replicas=[0], timeout=60).wait())
     assert request.tokens() == LONG
-    acted(fleet.plane.resume(replicas=[0]))
+    acted(fleet.plane.resume(replicas=[0]).wait())
 
 
 def test_abort_ends_what_runs_and_pauses_nothing(fleet: VllmFleet) -> None:
     request = fleet.request(ENDLESS).running()
-    acted(fleet.plane.abort_requests(replicas=[0]))
+    acted(fleet.plane.abort_requests(replicas=[0]).wait())
     assert request.tokens() < ENDLESS
     assert len(fleet.first.complete(tokens=4)) == 4
 
@@ -178,13 +178,13 @@ def test_abort_ends_what_runs_and_pauses_nothing(fleet: VllmFleet) -> None:
 
 def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: VllmFleet) -> None:
     before = fleet.tokens()
-    assert acted(fleet.plane.sleep()).calls == ("pause", "sleep")
+    assert acted(fleet.plane.sleep().wait()).calls == ("pause", "sleep")
     assert httpx.get(f"{fleet.first.url}/is_sleeping").json() == {"is_sleeping": True}
     request = fleet.request(4)
-    assert acted(fleet.plane.wake(["weights"])).calls == ("wake",)
-    assert conclusions(fleet.plane.resume())["0.0"] == Skipped(Reason.ALREADY)
+    assert acted(fleet.plane.wake(["weights"]).wait()).calls == ("wake",)
+    assert conclusions(fleet.plane.resume().wait())["0.0"] == Skipped(Reason.ALREADY)
     assert not request.ended
-    assert acted(fleet.plane.wake()).calls == ("wake", "resume")
+    assert acted(fleet.plane.wake().wait()).calls == ("wake", "resume")
     assert request.tokens() == 4
     assert fleet.tokens() == before
 
@@ -192,8 +192,8 @@ def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: VllmFleet
 def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VllmFleet) -> None:
     fleet.sync("c")
     before = fleet.tokens()
-    acted(fleet.plane.sleep(discard=True))
-    assert acted(fleet.plane.wake()).calls == ("check_source", "wake", "load", "wake", "flush", "resume")
+    acted(fleet.plane.sleep(discard=True).wait())
+    assert acted(fleet.plane.wake().wait()).calls == ("check_source", "wake", "load", "wake", "flush", "resume")
     assert fleet.tokens() == before
 
 
@@ -201,17 +201,17 @@ def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: Vllm
 
 
 def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VllmFleet) -> None:
-    report = fleet.plane.start_profile(1, replicas=[0])
+    report = fleet.plane.start_profile(1, replicas=[0]).wait()
     assert acted(report).calls == ("start_profile",)
     assert conclusions(report)["0.1"] == Skipped(Reason.NOT_PRIMARY)
-    again = fleet.plane.start_profile(1, replicas=[0])
+    again = fleet.plane.start_profile(1, replicas=[0]).wait()
     assert conclusions(again)["0.0"] == Skipped(Reason.ALREADY_PROFILING)
     fleet.first.complete(tokens=6)
-    stopped = acted(fleet.plane.stop_profile(1, replicas=[0], timeout=120))
+    stopped = acted(fleet.plane.stop_profile(1, replicas=[0], timeout=120).wait())
     assert all(one.path.startswith("global_step_1/replica_0/") for one in stopped.traces)
     assert passes(fleet.folder, stopped.traces) >= Counter(prompt=1, token=5)
     assert list((fleet.folder / "raw-0").iterdir()) == []  # nothing is left where the engine writes
-    assert conclusions(fleet.plane.stop_profile(1, replicas=[0]))["0.0"] == Skipped(Reason.NOT_PROFILING)
+    assert conclusions(fleet.plane.stop_profile(1, replicas=[0]).wait())["0.0"] == Skipped(Reason.NOT_PROFILING)
 
 
 @pytest.mark.parametrize(
@@ -221,24 +221,24 @@ def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: Vl
 def test_window_holds_the_forward_passes_that_were_asked_for(
     fleet: VllmFleet, step: int, window: Window, found: Counter[str]
 ) -> None:
-    acted(fleet.plane.start_profile(step, ProfilePlan(window=window), replicas=[0]))
+    acted(fleet.plane.start_profile(step, ProfilePlan(window=window), replicas=[0]).wait())
     fleet.first.complete(tokens=10)
-    stopped = acted(fleet.plane.stop_profile(step, replicas=[0], timeout=120))
+    stopped = acted(fleet.plane.stop_profile(step, replicas=[0], timeout=120).wait())
     assert passes(fleet.folder, stopped.traces) == found
     assert stopped.auto_stopped
 
 
 def test_session_of_somebody_else_is_reported_and_left_alone(fleet: VllmFleet) -> None:
     assert httpx.post(f"{fleet.first.url}/start_profile").status_code == 200
-    refused = failed(fleet.plane.start_profile(4, replicas=[0]))
+    refused = failed(fleet.plane.start_profile(4, replicas=[0]).wait())
     assert refused.error is ErrorKind.ENGINE_ERROR and "409" in refused.message
     assert httpx.post(f"{fleet.first.url}/stop_profile", timeout=120).status_code == 200
 
 
 def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: VllmFleet) -> None:
-    shapes = failed(fleet.plane.start_profile(5, ProfilePlan(record_shapes=True), replicas=[0]))
+    shapes = failed(fleet.plane.start_profile(5, ProfilePlan(record_shapes=True), replicas=[0]).wait())
     assert "torch_profiler_record_shapes" in shapes.message
-    stages = failed(fleet.plane.start_profile(6, ProfilePlan(by_stage=True), replicas=[0]))
+    stages = failed(fleet.plane.start_profile(6, ProfilePlan(by_stage=True), replicas=[0]).wait())
     assert "by stage" in stages.message
 
 
@@ -250,7 +250,7 @@ def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: Vl
     report = fleet.sync("b", quorum=1, timeout=6)
     assert report.status == "committed" and report.quarantined == (0,)
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
-    assert failed(fleet.plane.flush(replicas=[0], timeout=5)).error is ErrorKind.ENGINE_BUSY
+    assert failed(fleet.plane.flush(replicas=[0], timeout=5).wait()).error is ErrorKind.ENGINE_BUSY
     served = httpx.get(f"{fleet.second_url}/weight_info").json()
     assert served == {"weight_version": str(fleet.version)}
     fleet.first.thaw()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from schemas.commands import Checkpoint
 from schemas.reports import AgentStatus, SyncReport
 from tests.engines.models import save_model, save_weights, weights
@@ -47,8 +46,8 @@ class VllmFleet:
             EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0", PLAIN))
         )
         self.door = open_.enter_context(Door(self.first.port))
-        self.plane: BlockingControlPlane = open_.enter_context(
-            ControlPlane.blocking("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
+        self.plane: ControlPlane = open_.enter_context(
+            ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
         )
         bus, port = self.plane.address, free_port()
         self.second_url = f"http://127.0.0.1:{port}"
@@ -62,12 +61,14 @@ class VllmFleet:
                 AgentProcess(bus, folder, "1.0", 1, *kind, "--url", self.second_url, "--launch", "--", *launch)
             ),
         ]
-        self.plane.wait_for_agents(3, timeout=300)
+        self.plane.wait_for_agents(3, timeout=300).wait()
 
     def sync(self, path: str, *, content: bool = False, quorum: int | None = None, timeout: float = 30) -> SyncReport:
         """Bring the fleet to the weights in a folder."""
         self.version += 1
-        return self.plane.sync_weights(self.version, Checkpoint(path), content=content, quorum=quorum, timeout=timeout)
+        return self.plane.sync_weights(
+            self.version, Checkpoint(path), content=content, quorum=quorum, timeout=timeout
+        ).wait()
 
     def tokens(self) -> tuple[list[int], list[int]]:
         """Greedy tokens of both replicas."""
@@ -85,13 +86,13 @@ class VllmFleet:
 
     def wait_ready(self) -> None:
         """Until all agents can be commanded."""
-        self.plane.wait_for_agents(3, timeout=120)
+        self.plane.wait_for_agents(3, timeout=120).wait()
 
     def rest(self) -> None:
         """A test that fails half way must not leave the next one an engine that is paused, asleep or frozen."""
         self.first.thaw()
-        self.plane.wake()
-        self.plane.resume()
+        self.plane.wake().wait()
+        self.plane.resume().wait()
 
 
 def _profiler(folder: Path, records: dict[str, bool]) -> list[str]:

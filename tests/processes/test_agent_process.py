@@ -13,7 +13,6 @@ from typing import Self
 import pytest
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
@@ -54,50 +53,46 @@ class Node:
 
 
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
+def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     log = tmp_path / "run.db"
-    with ControlPlane.blocking("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=tmp_path) as opened:
+    with ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=tmp_path) as opened:
         yield opened
 
 
-def lives(plane: BlockingControlPlane) -> dict[str, str]:
+def lives(plane: ControlPlane) -> dict[str, str]:
     return {one.agent: one.state for one in plane.status().agents}
 
 
 @pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_it_joins_answers_and_leaves(
-    plane: BlockingControlPlane, tmp_path: Path, ended_by: signal.Signals, code: int
-) -> None:
+def test_it_joins_answers_and_leaves(plane: ControlPlane, tmp_path: Path, ended_by: signal.Signals, code: int) -> None:
     with Node(plane.address, tmp_path, 0, 1) as node:
-        plane.wait_for_agents(1, timeout=60)
-        assert plane.flush().skipped == ("0.1",)
+        plane.wait_for_agents(1, timeout=60).wait()
+        assert plane.flush().wait().skipped == ("0.1",)
         assert node.end(ended_by) == code
-        assert plane.flush(timeout=10).outcomes == ()  # it said that it leaves, so nobody waits for it
+        assert plane.flush(timeout=10).wait().outcomes == ()  # it said that it leaves, so nobody waits for it
         assert lives(plane) == {"0.1": "left"}
         assert "Traceback" not in node.said and "ending in good order" in node.said
 
 
-def test_a_node_without_a_tokenizer_never_loads_torch(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:
     with Node(plane.address, tmp_path, 0, 1) as node:
-        plane.wait_for_agents(1, timeout=60)
+        plane.wait_for_agents(1, timeout=60).wait()
         assert "libtorch" not in Path(f"/proc/{node.process.pid}/maps").read_text()
 
 
-def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(
-    plane: BlockingControlPlane, tmp_path: Path
-) -> None:
+def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane: ControlPlane, tmp_path: Path) -> None:
     model = TinyModel(TinyConfig(), seed=1)
     save(model, tmp_path / "v1")
     front = f"ipc://{tmp_path}/engine"
     with ExitStack() as stack:
         node = stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front, "--seed", "99"))
         client = stack.enter_context(TinyClient(front))
-        plane.wait_for_agents(1, timeout=60)
-        plane.sync_weights(1, Checkpoint("v1"), content=True).raise_for_failures()
+        plane.wait_for_agents(1, timeout=60).wait()
+        plane.sync_weights(1, Checkpoint("v1"), content=True).wait().raise_for_failures()
         before = client.generate([[3]], 8, temperature=0)[0].tokens
         node.process.kill()
         node.process.wait()
-        report = plane.flush(timeout=30)
+        report = plane.flush(timeout=30).wait()
         assert report.missing == ("0.0",)
         node.start()
         # Asked before it knows what is desired; answered by the weights that are.
@@ -106,7 +101,7 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(
         assert client.weights().digest == digest(weights(model))
 
 
-def test_an_engine_is_driven_by_hand(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> None:
     front = f"ipc://{tmp_path}/engine"
 
     def by_hand(*words: str) -> dict[str, str]:
@@ -119,7 +114,7 @@ def test_an_engine_is_driven_by_hand(plane: BlockingControlPlane, tmp_path: Path
     with ExitStack() as stack:
         stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front))
         client = stack.enter_context(TinyClient(front))
-        plane.wait_for_agents(1, timeout=60)
+        plane.wait_for_agents(1, timeout=60).wait()
         tokens = client.generate([[3]], 8, temperature=0)[0].tokens
         assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}
         assert by_hand("sleep") == {"0.0": "sleep"}
@@ -128,25 +123,25 @@ def test_an_engine_is_driven_by_hand(plane: BlockingControlPlane, tmp_path: Path
         assert client.generate([[3]], 8, temperature=0)[0].tokens == tokens
         assert by_hand("profile", "stop", "--step", "2") == {"0.0": "stop_profile"}
         assert len(list((tmp_path / "traces" / "global_step_2" / "replica_0").iterdir())) == 1
-        assert plane.sleep(["weights"]).acted == plane.wake().acted == ("0.0",)
+        assert plane.sleep(["weights"]).wait().acted == plane.wake().wait().acted == ("0.0",)
 
 
-def test_a_place_that_is_taken_ends_the_second_one(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_a_place_that_is_taken_ends_the_second_one(plane: ControlPlane, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     with ExitStack() as stack:
         stack.enter_context(Node(plane.address, tmp_path, 0, 1))
-        plane.wait_for_agents(1, timeout=60)
+        plane.wait_for_agents(1, timeout=60).wait()
         second = stack.enter_context(Node(plane.address, other, 0, 1))
         assert second.process.wait(60) == 3
         last = second.said.splitlines()[-1]
         assert re.match(r"rolloutctl: agent 0\.1 is held by incarnation \w+ on .*, pid \d+\. Two agents can't", last)
-        assert plane.flush().skipped == ("0.1",)
+        assert plane.flush().wait().skipped == ("0.1",)
 
 
-def test_one_journal_is_for_one_process(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_one_journal_is_for_one_process(plane: ControlPlane, tmp_path: Path) -> None:
     with Node(plane.address, tmp_path, 0, 1):
-        plane.wait_for_agents(1, timeout=60)
+        plane.wait_for_agents(1, timeout=60).wait()
         with Node(plane.address, tmp_path, 0, 1) as second:
             assert second.process.wait(60) == 3
             assert "agent-0.1.db" in second.said.splitlines()[-1]

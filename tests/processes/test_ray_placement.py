@@ -12,7 +12,6 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from schemas.commands import ProfilePlan
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, AgentsMissing, ConfigError, EngineError
@@ -46,8 +45,8 @@ def nodes(cluster: Cluster) -> list[str]:
 
 
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
-    with ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as opened:
+def plane(tmp_path: Path) -> Iterator[ControlPlane]:
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as opened:
         yield opened
 
 
@@ -55,9 +54,7 @@ def small(_: Identity) -> Engine:
     return Engine()
 
 
-def place(
-    plane: BlockingControlPlane, folder: Path, *replicas: ReplicaNodes, engine: EngineFactory = small
-) -> Placement:
+def place(plane: ControlPlane, folder: Path, *replicas: ReplicaNodes, engine: EngineFactory = small) -> Placement:
     return place_agents(bus=plane.address, replicas=replicas, engine=engine, state_dir=folder / "state", config=HASTY)
 
 
@@ -69,24 +66,24 @@ def process(actor: Any) -> tuple[int, str]:
     return found
 
 
-def incarnations(plane: BlockingControlPlane) -> dict[str, str]:
+def incarnations(plane: ControlPlane) -> dict[str, str]:
     return {one.agent: one.incarnation for one in plane.status().agents}
 
 
 def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
-    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+    plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
     wide = ReplicaNodes(nodes, gpus_per_node=4)
     judge = ReplicaNodes(nodes[1:], mode=RolloutMode.COLOCATED)
     with place(plane, tmp_path, wide, judge) as placement:
         placement.wait_ready()
-        plane.wait_for_agents(3)
+        plane.wait_for_agents(3).wait()
         assert {name: process(actor)[1] for name, actor in placement.actors.items()} == {
             "0.0": nodes[0],
             "0.1": nodes[1],
             "1.0": nodes[1],
         }
-        paused = plane.pause()
+        paused = plane.pause().wait()
         assert (sorted(paused.acted), paused.skipped) == (["0.0", "1.0"], ("0.1",))
         placement.stop()
         assert {one.agent: one.state for one in plane.status().agents} == dict.fromkeys(("0.0", "0.1", "1.0"), "left")
@@ -95,31 +92,31 @@ def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
 
 
 def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_again(
-    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+    plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
     def tiny(identity: Identity) -> TinyEngine:
         return TinyEngine(identity, checkpoints=tmp_path, traces=tmp_path / "traces")
 
     with place(plane, tmp_path, ReplicaNodes(nodes), engine=tiny) as placement:
         placement.wait_ready()
-        plane.wait_for_agents(2)
-        assert plane.pause().acted == ("0.0",)
+        plane.wait_for_agents(2).wait()
+        assert plane.pause().wait().acted == ("0.0",)
         for name in ("0.0", "0.1"):
             before, (pid, node) = incarnations(plane), process(placement.actors[name])
             os.kill(pid, signal.SIGKILL)
             again = process(placement.actors[name])
             assert (again[0] != pid, again[1]) == (True, node)
             placement.wait_ready()
-            plane.wait_for_agents(2)
+            plane.wait_for_agents(2).wait()
             after = incarnations(plane)
             assert {one for one in after if after[one] != before[one]} == {name}
         # Its engine died with it, and begins as the trainer wanted it: paused. What is asked next reaches it.
-        resumed = plane.resume()
+        resumed = plane.resume().wait()
         assert (resumed.acted, resumed.skipped) == (("0.0",), ("0.1",))
 
 
 def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
-    plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+    plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
     """Two nodes of one of verl's replicas, found by the names that verl gives them. The profile outlives an agent."""
 
@@ -136,12 +133,12 @@ def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
     ray.get([server.launch_server.remote() for server in servers])
     with place(plane, tmp_path, ReplicaNodes(nodes), engine=verl) as placement:
         placement.wait_ready()
-        plane.wait_for_agents(2)
-        started = plane.start_profile(3, ProfilePlan())
+        plane.wait_for_agents(2).wait()
+        started = plane.start_profile(3, ProfilePlan()).wait()
         os.kill(process(placement.actors["0.0"])[0], signal.SIGKILL)
         placement.wait_ready()
-        plane.wait_for_agents(2)
-        stopped = plane.stop_profile(3)
+        plane.wait_for_agents(2).wait()
+        stopped = plane.stop_profile(3).wait()
         for report in (started, stopped):
             assert (report.acted, report.skipped) == (("0.0",), ("0.1",))
         (outcome,) = (one.conclusion for one in stopped.outcomes if one.agent == "0.0")
@@ -151,7 +148,7 @@ def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
     assert called == [["start_profile", "stop_profile"], []]
 
 
-def test_what_ends_an_agent_for_good_is_told(plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]) -> None:
+def test_what_ends_an_agent_for_good_is_told(plane: ControlPlane, tmp_path: Path, nodes: list[str]) -> None:
     def none(identity: Identity) -> Engine:
         raise EngineError(f"no engine for {identity.agent}")
 
@@ -185,7 +182,7 @@ def test_an_agent_without_a_bus_is_named_when_time_is_up(tmp_path: Path, nodes: 
     ],
 )
 def test_nothing_is_started_where_it_can_not_be(
-    cluster: Cluster, plane: BlockingControlPlane, tmp_path: Path, replicas: list[ReplicaNodes], said: str
+    cluster: Cluster, plane: ControlPlane, tmp_path: Path, replicas: list[ReplicaNodes], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         place(plane, tmp_path, *replicas)
@@ -193,14 +190,14 @@ def test_nothing_is_started_where_it_can_not_be(
 
 
 def test_an_agent_whose_node_is_gone_is_gone_too(
-    cluster: Cluster, plane: BlockingControlPlane, tmp_path: Path, nodes: list[str]
+    cluster: Cluster, plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
     third = cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
     with place(plane, tmp_path, ReplicaNodes([nodes[0], third.node_id])) as placement:
         placement.wait_ready()
-        plane.wait_for_agents(2)
+        plane.wait_for_agents(2).wait()
         cluster.remove_node(third)
         with pytest.raises(AgentError, match=r"agent 0\.1 can't be kept running"):
             while True:
                 placement.wait_ready()
-        assert plane.pause().acted == ("0.0",)
+        assert plane.pause().wait().acted == ("0.0",)

@@ -12,7 +12,6 @@ from typing import Any, Literal, Self
 import pytest
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from schemas.commands import Checkpoint, Finish, ProfileCommand, ProfilePlan, Schedule
 from schemas.config import AgentConfig, BusConfig
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
@@ -69,8 +68,8 @@ class Fleet:
     def __init__(self, folder: Path, profiler: ProfilerConfig, stack: ExitStack) -> None:
         self.folder = folder
         log = folder / "run.db"
-        self.plane: BlockingControlPlane = stack.enter_context(
-            ControlPlane.blocking("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=folder, profiler=profiler)
+        self.plane: ControlPlane = stack.enter_context(
+            ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=folder, profiler=profiler)
         )
         bus = self.plane.address
         front = f"ipc://{folder}/engine"
@@ -84,7 +83,7 @@ class Fleet:
         self.client = stack.enter_context(TinyClient(front))
         for rank in self.ranks:
             assert rank.heard() == "up"
-        self.plane.wait_for_agents(3, timeout=60)
+        self.plane.wait_for_agents(3, timeout=60).wait()
 
     def step(self, number: int) -> None:
         """What a training step does: roll out, then train."""
@@ -128,14 +127,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def test_one_command_profiles_engines_and_the_ranks_it_names(fleet: Fleet) -> None:
     actor = ProfilePlan(discrete=True, ranks=frozenset({1}), record_shapes=True)
     fleet.step(2)
-    started = fleet.plane.publish(profile("start", actor))
+    started = fleet.plane.publish(profile("start", actor)).wait()
     assert by_agent(started) == {
         "0.0": Acted(calls=("start_profile",)),
         "actor.0": Skipped(Reason.RANK_NOT_SELECTED),
         "actor.1": Acted(calls=("start_profile",)),
     }
     fleet.step(3)
-    stopped = fleet.plane.publish(profile("stop", actor))
+    stopped = fleet.plane.publish(profile("stop", actor)).wait()
     fleet.step(4)
     assert (sorted(stopped.acted), stopped.skipped) == (["0.0", "actor.1"], ("actor.0",))
     outcome = by_agent(stopped)["actor.1"]
@@ -169,9 +168,9 @@ def test_a_step_of_the_plane_profiles_ranks_by_configuration(fleet: Fleet) -> No
 def test_what_is_for_engines_is_skipped_by_ranks(fleet: Fleet) -> None:
     save(TinyModel(TinyConfig(), seed=1), fleet.folder / "v1")
     apart = {"actor.0": Skipped(Reason.NOT_AN_ENGINE), "actor.1": Skipped(Reason.NOT_AN_ENGINE)}
-    for report in (fleet.plane.pause(), fleet.plane.resume()):
+    for report in (fleet.plane.pause().wait(), fleet.plane.resume().wait()):
         assert report.acted == ("0.0",) and by_agent(report).items() >= apart.items()
-    synced = fleet.plane.sync_weights(1, Checkpoint("v1"))
+    synced = fleet.plane.sync_weights(1, Checkpoint("v1")).wait()
     assert synced.status == "committed" and synced.loaded == (0,)
     for phase in synced.phases:
         assert by_agent(phase).items() >= apart.items()
@@ -179,7 +178,7 @@ def test_what_is_for_engines_is_skipped_by_ranks(fleet: Fleet) -> None:
 
 def test_a_plan_that_cant_be_honoured_is_told_before_the_first_step(fleet: Fleet) -> None:
     check = ProfileCommand(action="check", step=0, roles={"actor": ProfilePlan(tool="npu")})
-    outcome = by_agent(fleet.plane.publish(check))["actor.1"]
+    outcome = by_agent(fleet.plane.publish(check).wait())["actor.1"]
     assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNSUPPORTED
     assert "torch_npu is not installed" in outcome.message
 
@@ -187,7 +186,7 @@ def test_a_plan_that_cant_be_honoured_is_told_before_the_first_step(fleet: Fleet
 def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
     with Rank(fleet.plane.address, fleet.folder, 2, world=3) as third:
         assert third.heard() == "up"
-        fleet.plane.wait_for_agents(4, timeout=60)
+        fleet.plane.wait_for_agents(4, timeout=60).wait()
         with fleet.plane.step(7):
             fleet.step(7)
             third.process.kill()
@@ -200,14 +199,14 @@ def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
 
 def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_and_relocated_all_the_same(fleet: Fleet) -> None:
     actor = ProfilePlan(ranks=frozenset({0}), finish=Finish(relocate=True))
-    fleet.plane.publish(profile("start", actor))
+    fleet.plane.publish(profile("start", actor)).wait()
     rank = fleet.ranks[0]
     rank.tell("hang 3")
     assert rank.heard() == "inside 3"
-    late = by_agent(fleet.plane.publish(profile("stop", actor), timeout=0.5))["actor.0"]
+    late = by_agent(fleet.plane.publish(profile("stop", actor), timeout=0.5).wait())["actor.0"]
     assert isinstance(late, Failed) and late.error is ErrorKind.ENGINE_TIMEOUT
     finish = ProfileCommand(action="finish", step=3, roles={"actor": actor}, profiled_steps=(3,))
-    assert by_agent(fleet.plane.publish(finish))["actor.0"] == Acted(calls=(), still_running=True)
+    assert by_agent(fleet.plane.publish(finish).wait())["actor.0"] == Acted(calls=(), still_running=True)
     rank.tell("go on")
     assert rank.heard() == "done 3"
     moved = fleet.folder / "traces" / "actor-rank0_step_3_e2e.rank0.pt.trace.json.gz"
@@ -217,12 +216,12 @@ def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_and_reloc
 
 
 def test_a_rank_leaves_in_good_order_and_trains_on_without_a_bus(tmp_path: Path) -> None:
-    with ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as plane:
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as plane:
         address = plane.address
         with here(address, tmp_path):
-            plane.wait_for_agents(1, timeout=60)
+            plane.wait_for_agents(1, timeout=60).wait()
         until(lambda: [one.state for one in plane.status().agents] == ["left"])
-        assert plane.flush().outcomes == ()
+        assert plane.flush().wait().outcomes == ()
     with here(address, tmp_path) as rank, rank.annotate("update_actor"):  # nobody listens there any more
         rank.mini_batch()
     assert rank.failure is None
@@ -274,15 +273,15 @@ print("trained")
 
 def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        plane = stack.enter_context(ControlPlane.blocking("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK))
+        plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK))
         stack.enter_context(here(plane.address, tmp_path))
-        plane.wait_for_agents(1, timeout=60)
+        plane.wait_for_agents(1, timeout=60).wait()
         second = stack.enter_context(here(plane.address, tmp_path / "other"))
         until(lambda: second.failure is not None)
         with second.annotate("update_actor"):
             pass
         assert "actor.0 is held by" in str(second.failure)
-        assert plane.flush().skipped == ("actor.0",)
+        assert plane.flush().wait().skipped == ("actor.0",)
 
 
 def here(bus: str, folder: Path) -> TrainingRank:

@@ -8,7 +8,6 @@ from pathlib import Path
 import anyio
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from schemas.commands import Checkpoint, ProfilePlan
 from schemas.config import AgentConfig, BusConfig
 from schemas.identity import Identity
@@ -32,26 +31,26 @@ def record(folder: Path) -> Path:
     for version in (1, 2):
         save(TinyModel(TinyConfig(), seed=version), folder / f"v{version}")
     with (
-        ControlPlane.blocking("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=folder) as plane,
+        ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=folder) as plane,
         _agents(plane.address, folder),
         ExitStack() as stack,
     ):
-        plane.wait_for_agents(len(PLACES), timeout=60)
-        plane.sync_weights(1, Checkpoint("v1")).raise_for_failures()
+        plane.wait_for_agents(len(PLACES), timeout=60).wait()
+        plane.sync_weights(1, Checkpoint("v1")).wait().raise_for_failures()
         clients = [stack.enter_context(TinyClient(_front(folder, place))) for place in PLACES]
         for place, client in zip(PLACES, clients, strict=True):
             _profiled(plane, place.replica, client)
-        plane.sync_weights(2, Checkpoint("v2")).raise_for_failures()
+        plane.sync_weights(2, Checkpoint("v2")).wait().raise_for_failures()
         for command in (plane.pause, plane.sleep, plane.wake, plane.resume):
-            command().raise_for_failures()
+            command().wait().raise_for_failures()
     return log
 
 
-def _profiled(plane: BlockingControlPlane, replica: int, client: TinyClient) -> None:
+def _profiled(plane: ControlPlane, replica: int, client: TinyClient) -> None:
     step, only = replica + 1, [replica]
-    plane.start_profile(step, ProfilePlan(), replicas=only).raise_for_failures()
+    plane.start_profile(step, ProfilePlan(), replicas=only).wait().raise_for_failures()
     client.generate([[1, 2, 3]], 12, seed=1)
-    plane.stop_profile(step, replicas=only).raise_for_failures()
+    plane.stop_profile(step, replicas=only).wait().raise_for_failures()
 
 
 def _front(folder: Path, place: Identity) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
 from schemas.config import BusConfig
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
 from tests.unit.test_plane import agents
@@ -30,23 +29,23 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> Iterator[BlockingControlPlane]:
+def plane(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> Iterator[ControlPlane]:
     folder = tmp_path_factory.mktemp("operate")
     with (
-        ControlPlane.blocking("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK) as opened,
+        ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK) as opened,
         agents(opened.address, folder, {PRIMARY: engine, SECOND: Engine()}),
     ):
-        opened.wait_for_agents(2, timeout=20)
+        opened.wait_for_agents(2, timeout=20).wait()
         yield opened
 
 
-def test_status_shows_the_fleet(plane: BlockingControlPlane) -> None:
+def test_status_shows_the_fleet(plane: ControlPlane) -> None:
     shown = rolloutctl("status", bus=plane.address)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "run.db" in shown.stdout and "0.1" in shown.stdout and "live" in shown.stdout
 
 
-def test_status_for_machines(plane: BlockingControlPlane) -> None:
+def test_status_for_machines(plane: ControlPlane) -> None:
     shown = json.loads(rolloutctl("status", "--json", bus=plane.address).stdout)
     assert [one["agent"] for one in shown["agents"]] == ["0.0", "0.1"]
     assert all(one["status"]["ready"] for one in shown["agents"])
@@ -63,7 +62,7 @@ def test_status_for_machines(plane: BlockingControlPlane) -> None:
     ids=lambda value: str(value[0]),
 )
 def test_an_operation_is_reported_for_every_agent(
-    plane: BlockingControlPlane, words: tuple[str, ...], calls: list[str]
+    plane: ControlPlane, words: tuple[str, ...], calls: list[str]
 ) -> None:
     said = rolloutctl(*words, "--json", bus=plane.address)
     assert said.returncode == 0, said.stderr
@@ -73,7 +72,7 @@ def test_an_operation_is_reported_for_every_agent(
     assert outcomes["0.1"] == {"type": "skipped", "reason": "not_primary"}
 
 
-def test_what_fails_is_told_and_ends_with_1(plane: BlockingControlPlane, engine: Engine) -> None:
+def test_what_fails_is_told_and_ends_with_1(plane: ControlPlane, engine: Engine) -> None:
     engine.raises = RuntimeError("no profiler in this build")
     try:
         said = rolloutctl("profile", "start", "--step", "3", "--window", "0", "2", bus=plane.address)
@@ -110,7 +109,7 @@ def test_nobody_there_ends_with_3() -> None:
     assert len(said.stderr.splitlines()) == 1
 
 
-def test_a_reader_that_had_enough_is_no_error(plane: BlockingControlPlane) -> None:
+def test_a_reader_that_had_enough_is_no_error(plane: ControlPlane) -> None:
     command = f"{sys.executable} -m controlplane.cli status | head -c 0"
     shell = ["bash", "-o", "pipefail", "-c", command]
     said = subprocess.run(shell, capture_output=True, text=True, env={"ROLLOUTCTL_BUS": plane.address})
@@ -121,14 +120,14 @@ def test_version_is_the_packages() -> None:
     assert rolloutctl("--version").stdout.strip().endswith(f"version {version('rolloutctl')}")
 
 
-def test_traces_of_the_other_nodes_are_asked_for_by_hand(plane: BlockingControlPlane) -> None:
+def test_traces_of_the_other_nodes_are_asked_for_by_hand(plane: ControlPlane) -> None:
     said = rolloutctl("profile", "collect", "--step", "3", "--json", bus=plane.address)
     outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
     assert outcomes["0.0"] == {"type": "skipped", "reason": "already"}
     assert outcomes["0.1"]["calls"] == ["collect_traces"]
 
 
-def test_a_configuration_is_checked_by_hand_and_says_who_is_meant(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_a_configuration_is_checked_by_hand_and_says_who_is_meant(plane: ControlPlane, tmp_path: Path) -> None:
     (tmp_path / "profiler.yaml").write_text("steps: [1]\nrollout: {ranks: [77]}\nroles: {actor: {ranks: [0]}}\n")
     config = ("--config", str(tmp_path / "profiler.yaml"))
     said = rolloutctl("profile", "check", *config, "--json", bus=plane.address)

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from controlplane import ControlPlane
-from controlplane.blocking import BlockingControlPlane
-from schemas.commands import Broadcast, Checkpoint
+from schemas.commands import Broadcast, Checkpoint, WeightSync
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import (
     AddressInUse,
@@ -31,7 +30,7 @@ from schemas.identity import Identity
 from schemas.profiler.config import ProfilerConfig
 from schemas.safetensors.digest import layout_digest
 from schemas.safetensors.format import TensorSpec
-from schemas.safetensors.manifest import manifest_of
+from schemas.safetensors.manifest import build_manifest, manifest_of
 from tests.unit.rank_sessions import until
 from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine
 from workers.agent import Agent
@@ -75,15 +74,15 @@ def agents(address: str, folder: Path, places: dict[Identity, Engine]) -> Iterat
 
 
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[BlockingControlPlane]:
+def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     profiler = ProfilerConfig(steps=(1,))
-    with ControlPlane.blocking(
+    with ControlPlane(
         ADDRESS, log=tmp_path / "run.db", config=QUICK, profiler=profiler, checkpoints=tmp_path
     ) as opened:
         yield opened
 
 
-def actions(plane: ControlPlane | BlockingControlPlane) -> list[str]:
+def actions(plane: ControlPlane) -> list[str]:
     """What was asked of the profilers, in order."""
     return [report.command.action for report in plane.profile_reports]  # type: ignore[union-attr]
 
@@ -94,16 +93,16 @@ def checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder.name)
 
 
-def test_every_operation_in_ten_lines(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_every_operation_in_ten_lines(plane: ControlPlane, tmp_path: Path) -> None:
     engine = Engine()
     with agents(plane.address, tmp_path, {PRIMARY: engine, SECOND: Engine()}):
-        status = plane.wait_for_agents(2, timeout=20)
+        status = plane.wait_for_agents(2, timeout=20).wait()
         assert [one.agent for one in status.agents] == ["0.0", "0.1"]
         for operation in (plane.pause, plane.resume, plane.flush, plane.abort_requests):
-            report = operation()
+            report = operation().wait()
             assert (report.acted, report.skipped) == (("0.0",), ("0.1",)), operation
             report.raise_for_failures()
-        assert plane.flush(replicas=[7]).acted == ()
+        assert plane.flush(replicas=[7]).wait().acted == ()
     assert len(engine.calls) == 4
 
 
@@ -127,11 +126,11 @@ def test_an_async_trainer_awaits_the_same_tickets(tmp_path: Path, anyio_backend:
 
 
 def test_a_step_opens_and_closes_profiling_and_never_fails_for_it(
-    plane: BlockingControlPlane, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    plane: ControlPlane, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine()
     with agents(plane.address, tmp_path, {PRIMARY: engine}), caplog.at_level(logging.WARNING):
-        plane.wait_for_agents(1, timeout=20)
+        plane.wait_for_agents(1, timeout=20).wait()
         engine.raises = RuntimeError("no profiler in this build")
         for step in range(3):
             with plane.step(step):
@@ -141,7 +140,7 @@ def test_a_step_opens_and_closes_profiling_and_never_fails_for_it(
     assert "profile start step 1 on agent 0.0" in caplog.text and "the step goes on" in caplog.text
 
 
-def test_an_error_in_a_step_still_closes_its_session(plane: BlockingControlPlane) -> None:
+def test_an_error_in_a_step_still_closes_its_session(plane: ControlPlane) -> None:
     with pytest.raises(ZeroDivisionError), plane.step(1):
         raise ZeroDivisionError
     assert actions(plane) == ["check", "start", "stop"]
@@ -155,42 +154,50 @@ def test_closing_closes_an_open_session(tmp_path: Path) -> None:
     assert actions(plane) == ["check", "start", "stop"]
 
 
-def test_agents_that_do_not_come_are_named(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_agents_that_do_not_come_are_named(plane: ControlPlane, tmp_path: Path) -> None:
     engine = Engine()
     engine.tokenizer = "unknown"
     with agents(plane.address, tmp_path, {PRIMARY: engine}):
         until(lambda: bool(plane.status().agents))
         with pytest.raises(AgentsMissing) as caught:
-            plane.wait_for_agents(2, timeout=0.05)
-    assert "2 agents were expected within 0.05 s" in str(caught.value)
+            plane.wait_for_agents(2, timeout=0.05).wait()
+    assert "expected 2 agents within 0.05 s" in str(caught.value)
     assert "0.0 on" in str(caught.value) and "not ready" in str(caught.value)
 
 
-def test_nobody_at_all_is_said_too(plane: BlockingControlPlane) -> None:
-    with pytest.raises(AgentsMissing, match="these said hello:\n  none"):
-        plane.wait_for_agents(1, timeout=0.05)
+def test_nobody_at_all_is_said_too(plane: ControlPlane) -> None:
+    with pytest.raises(AgentsMissing, match="these registered:\n  none"):
+        plane.wait_for_agents(1, timeout=0.05).wait()
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["nowhere", "/etc", "../up", ""])
-def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_published(
-    plane: BlockingControlPlane, path: str
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_stands_for_a_checkpoint(plane: ControlPlane, tmp_path: Path, kind: type[str] | type[Path]) -> None:
+    source = checkpoint(tmp_path / "one")
+    report = plane.sync_weights(1, kind(source.path), timeout=1).wait()
+    manifest = build_manifest(tmp_path / "one", content=False)
+    assert report.phases[0].command == WeightSync(phase="prepare", version=1, source=source, manifest=manifest)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "/etc", Path("/etc"), "../up", ""])
+def test_a_missing_or_forbidden_checkpoint_is_refused_before_anything_is_published(
+    plane: ControlPlane, path: str | Path
 ) -> None:
     with pytest.raises(CheckpointError):
-        plane.sync_weights(1, Checkpoint(path))
+        plane.sync_weights(1, path)
     assert plane.status().seq == 1
 
 
-def test_a_sync_that_no_replica_follows_is_aborted(plane: BlockingControlPlane, tmp_path: Path) -> None:
-    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), timeout=1)
+def test_a_sync_that_no_replica_follows_is_aborted(plane: ControlPlane, tmp_path: Path) -> None:
+    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), timeout=1).wait()
     assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())
     with pytest.raises(CommandFailed, match="sync to version 1 aborted"):
         report.raise_for_failures()
 
 
-def test_a_broadcast_needs_a_manifest_and_one_can_be_made_of_names_and_shapes(plane: BlockingControlPlane) -> None:
+def test_a_broadcast_needs_a_manifest_and_one_can_be_made_of_names_and_shapes(plane: ControlPlane) -> None:
     source = Broadcast(host="127.0.0.1", port=1, group="g", replicas=(0,))
     with pytest.raises(ConfigError, match="needs a manifest"):
         plane.sync_weights(1, source)
@@ -199,9 +206,9 @@ def test_a_broadcast_needs_a_manifest_and_one_can_be_made_of_names_and_shapes(pl
     assert (made.tensors, made.nbytes, made.layout) == (2, 16, layout_digest(dict(sorted(layout.items()))))
 
 
-def test_nobody_sends_when_nobody_prepared(plane: BlockingControlPlane, tmp_path: Path) -> None:
+def test_nobody_sends_when_nobody_prepared(plane: ControlPlane, tmp_path: Path) -> None:
     asked: list[tuple[int, ...]] = []
-    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=asked.append, timeout=1)
+    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=asked.append, timeout=1).wait()
     assert report.status == "aborted" and asked == []
 
 
@@ -217,6 +224,8 @@ def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
             first, second = plane.sync_weights(1, source, timeout=30), plane.sync_weights(2, source, timeout=30)
             with pytest.raises(SyncInProgress, match="a sync to version 1 is in its prepare phase"):
                 second.wait()
+            with pytest.raises(TimeoutError):
+                first.wait(timeout=0.01)
             refused.set()
             first.wait()
     finally:
@@ -231,7 +240,7 @@ def test_a_plane_that_is_not_open_says_so(tmp_path: Path) -> None:
     with pytest.raises(BusClosed, match="not open"):
         plane.pause()
     plane.open()
-    with pytest.raises(ConfigError, match="open already"):
+    with pytest.raises(ConfigError, match="already open"):
         plane.open()
     plane.close()
     plane.close()
@@ -239,27 +248,27 @@ def test_a_plane_that_is_not_open_says_so(tmp_path: Path) -> None:
         plane.address  # noqa: B018
 
 
-def test_what_stands_in_the_way_is_named_and_leaves_nothing_behind(plane: BlockingControlPlane, tmp_path: Path) -> None:
-    with pytest.raises(LogLocked), ControlPlane.blocking(ADDRESS, log=tmp_path / "run.db"):
+def test_what_stands_in_the_way_is_named_and_leaves_nothing_behind(plane: ControlPlane, tmp_path: Path) -> None:
+    with pytest.raises(LogLocked), ControlPlane(ADDRESS, log=tmp_path / "run.db"):
         pass
-    with pytest.raises(AddressInUse), ControlPlane.blocking(plane.address, log=tmp_path / "other.db"):
+    with pytest.raises(AddressInUse), ControlPlane(plane.address, log=tmp_path / "other.db"):
         pass
-    with ControlPlane.blocking(ADDRESS, log=tmp_path / "other.db"):
+    with ControlPlane(ADDRESS, log=tmp_path / "other.db"):
         pass
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), 1e9])
-def test_a_timeout_that_makes_no_sense_is_refused(plane: BlockingControlPlane, timeout: float) -> None:
+def test_a_timeout_that_makes_no_sense_is_refused(plane: ControlPlane, timeout: float) -> None:
     with pytest.raises(ConfigError, match="timeout"):
         plane.pause(timeout=timeout)
 
 
-def test_a_step_below_zero_is_refused(plane: BlockingControlPlane) -> None:
+def test_a_step_below_zero_is_refused(plane: ControlPlane) -> None:
     with pytest.raises(ConfigError, match="global_step -1"):
         plane.step(-1)
 
 
-def test_a_command_that_is_none_is_refused(plane: BlockingControlPlane) -> None:
+def test_a_command_that_is_none_is_refused(plane: ControlPlane) -> None:
     with pytest.raises(CommandError):
         plane.publish("flush")  # type: ignore[arg-type]
-    assert plane.publish(FLUSH).outcomes == ()
+    assert plane.publish(FLUSH).wait().outcomes == ()
