@@ -154,7 +154,7 @@ training ranks {ranks}. Of the others {first} are those of explanation 1.
 | tool: unknown; null | one that nobody knows (our reader of configurations refuses it; this is the agent); none |
 | discrete | `tool_config.<tool>.discrete` |
 | not asked | the trainer sends nothing |
-| skips, fails | our outcome, with its reason or error: [the decision table](decisions.md) |
+| skips, fails | our outcome, with its reason or error: [the decision table](decision-table.md) |
 | nothing | verl does nothing, and is silent: only a tool that its servers lack is warned of, at their launch |
 | calls, and is ignored | verl calls the engine, and the engine leaves everything as it is |
 | raises | an exception leaves verl's method and ends the training step, with whatever was to come in it |

@@ -1,4 +1,4 @@
-"""The decision table, row by row, in the order of `docs/decisions.md`. Each row of the table has a test of its name."""
+"""The decision table, row by row, in the order of `docs/decision-table.md`. Each row of the table has a test of its name."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ from tests.unit.machines import (
 )
 from workers.machine.decide import GATE, AgentState
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "decisions.md").read_text("utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "decision-table.md").read_text("utf-8")
 PAUSE, RESUME, FLUSH, ABORT = (EngineCommand(operation=one) for one in ("pause", "resume", "flush", "abort"))
 
 
@@ -392,7 +392,7 @@ def test_each_row_of_the_document_gives_its_own_answer(row: int, words: set[str]
 
 def test_the_document_names_every_reason_and_every_error() -> None:
     for word in [*Reason, *ErrorKind]:
-        assert f"`{word}`" in DOCUMENT, f"docs/decisions.md does not say when an agent answers {word}"
+        assert f"`{word}`" in DOCUMENT, f"docs/decision-table.md does not say when an agent answers {word}"
 
 
 def test_every_row_has_a_test_and_is_named_by_it() -> None:
