@@ -1,4 +1,4 @@
-"""The decision table, row by row, in the order of `docs/decision-table.md`. Each row of the table has a test of its name."""
+"""The decision table, rule by rule, in the order of `docs/decision-table.md`. Each rule has a test of its number."""
 
 import re
 from pathlib import Path
