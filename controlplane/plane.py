@@ -41,7 +41,7 @@ from schemas.identity import Identity, InFlight, Tag
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.safetensors.manifest import build_manifest
-from schemas.safetensors.paths import resolve
+from schemas.safetensors.paths import resolve_below
 
 logger = logging.getLogger("rolloutctl.plane")
 
@@ -302,7 +302,7 @@ class ControlPlane:
             checkpoint = durable_source(source)
             if checkpoint is None:
                 raise ConfigError("a broadcast needs a manifest or a path: `manifest_of` makes one of names and shapes")
-            manifest = build_manifest(resolve(self._checkpoints, checkpoint.path), content)
+            manifest = build_manifest(resolve_below(self._checkpoints, checkpoint.path), content)
         ticket = bus.sync(
             version,
             source,

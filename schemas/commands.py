@@ -181,7 +181,7 @@ class Target(Struct, frozen=True, omit_defaults=True):
 
     replicas: frozenset[Count] | None = None
 
-    def names(self, identity: Identity) -> bool:
+    def includes(self, identity: Identity) -> bool:
         """Is the command for the agent at this place?"""
         return self.replicas is None or identity.unit in self.replicas
 
@@ -203,7 +203,7 @@ class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defa
     roles: dict[Role, ProfilePlan] = {}
     profiled_steps: tuple[Count, ...] = ()
 
-    def plan_of(self, role: str) -> ProfilePlan | None:
+    def plan_for(self, role: str) -> ProfilePlan | None:
         """The plan that is meant for an agent of this role, if any."""
         return self.plan if role == ROLLOUT else self.roles.get(role)
 

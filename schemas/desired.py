@@ -22,7 +22,7 @@ from schemas.commands import (
     WeightSync,
 )
 from schemas.identity import ROLLOUT, Count, Identity, InFlight, Positive, RolloutMode, Tag
-from schemas.selection import refuse_profile
+from schemas.selection import profile_skip_reason
 
 ALL_TAGS: frozenset[Tag] = frozenset({"weights", "kv_cache"})
 
@@ -120,8 +120,8 @@ def _intend_profile(desired: Desired, command: ProfileCommand, identity: Identit
     if command.action != "start":
         stopping = command.action == "stop" and desired.profile is not None
         return replace(desired, profile=None) if stopping else desired
-    plan = command.plan_of(identity.role)
-    if plan is None or refuse_profile(plan, command.step, identity) is not None:
+    plan = command.plan_for(identity.role)
+    if plan is None or profile_skip_reason(plan, command.step, identity) is not None:
         return desired
     session = ProfileSession(command.step, plan)  # another plan for the same step mends one that was refused
     return desired if desired.profile == session else replace(desired, profile=session)

@@ -12,7 +12,7 @@ RANK_TOOLS = frozenset({"torch", "torch_memory", "nsys", "npu", "precision_debug
 """Profiling tools of a training rank."""
 
 
-def refuse_profile(plan: ProfilePlan | None, step: int | None, identity: Identity) -> Reason | None:
+def profile_skip_reason(plan: ProfilePlan | None, step: int | None, identity: Identity) -> Reason | None:
     """Why a session for `step` does not concern this replica or rank, or None when it does. First reason that holds.
 
     step: None asks of the plan alone.   plan: None when there is none for its role.
@@ -35,9 +35,9 @@ def _selected(plan: ProfilePlan, identity: Identity) -> bool:
     return by_rank or (plan.replicas is not None and identity.role == ROLLOUT and identity.replica in plan.replicas)
 
 
-def refuse_finish(plan: ProfilePlan | None, identity: Identity) -> Reason | None:
+def finish_skip_reason(plan: ProfilePlan | None, identity: Identity) -> Reason | None:
     """Why the end of profiling does not concern this agent, or None when it does."""
-    reason = refuse_profile(plan, None, identity)
+    reason = profile_skip_reason(plan, None, identity)
     if plan is None or not plan.enabled:
         return reason
     finish, mine = plan.finish, identity.node_ranks

@@ -214,16 +214,16 @@ event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 effects_decoder = msgspec.msgpack.Decoder(tuple[Effect, ...])
 decision_decoder = msgspec.msgpack.Decoder(Decision)
 
-HOSTILE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 """Everything that decoding bytes of a stranger can raise (seen with msgspec 0.22)."""
 
 
-def header(epoch: int, origin: int = 0, seq: int = 0) -> bytes:
+def encode_header(epoch: int, origin: int = 0, seq: int = 0) -> bytes:
     """The header frame of a message of this version."""
     return encode(Header(MAGIC, MAJOR, MINOR, epoch, origin, seq))
 
 
-def open_frames(frames: list[bytes]) -> tuple[Header, bytes]:
+def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
     """Check a received message (without topic or routing id) and return its header and undecoded body.
 
     Raises WireError: wrong number or size of frames, not our magic, another major version.
@@ -235,7 +235,7 @@ def open_frames(frames: list[bytes]) -> tuple[Header, bytes]:
         raise WireError(f"a message has at most {MAX_BYTES} bytes, not {size}")
     try:
         head = _header.decode(frames[0])
-    except HOSTILE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"unreadable header: {type(error).__name__}") from None
     if head.magic != MAGIC:
         raise WireError("not a message of rolloutctl")
@@ -250,7 +250,7 @@ def decode_upward(body: bytes) -> Upward | Operator:
     """Decode what an agent or operator sent. Raises WireError."""
     try:
         return _upward.decode(body)
-    except HOSTILE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"unreadable message from an agent: {_say(error)}") from None
 
 
@@ -258,7 +258,7 @@ def decode_downward(body: bytes) -> Downward | Reply:
     """Decode what the bus sent. Raises WireError."""
     try:
         return _downward.decode(body)
-    except HOSTILE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"unreadable message from the bus: {_say(error)}") from None
 
 
@@ -266,7 +266,7 @@ def decode_envelope(body: bytes) -> Envelope:
     """Decode the outer part of a command. Raises WireError."""
     try:
         return _envelope.decode(body)
-    except HOSTILE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"unreadable envelope: {_say(error)}") from None
 
 
@@ -277,11 +277,11 @@ def decode_command(body: Raw) -> Command | UnknownCommand:
     """
     try:
         return _command.decode(body)
-    except HOSTILE:
+    except DECODE_ERRORS:
         pass
     try:
         return UnknownCommand(_tag.decode(_tagged.decode(body)["type"])[:64])
-    except (*HOSTILE, KeyError):
+    except (*DECODE_ERRORS, KeyError):
         return UnknownCommand("unreadable")
 
 

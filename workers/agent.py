@@ -54,7 +54,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Skipped
-from schemas.wire import HOSTILE, encode, event_decoder
+from schemas.wire import DECODE_ERRORS, encode, event_decoder
 from workers.engine import Engine
 from workers.link.journal import Journal, set_aside
 from workers.link.link import AnotherRun, Link, now_ms
@@ -383,7 +383,7 @@ def _readable(event: Event) -> bool:
     """Can what an adapter gave be read back? A struct is checked when it is decoded, not when it is built."""
     try:
         return event_decoder.decode(encode(event)) == event
-    except HOSTILE + (TypeError,):
+    except DECODE_ERRORS + (TypeError,):
         return False
 
 

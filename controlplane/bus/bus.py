@@ -66,7 +66,7 @@ from schemas.errors import (
 from schemas.identity import InFlight
 from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.wire import (
-    HOSTILE,
+    DECODE_ERRORS,
     MAX_BYTES,
     TOPIC_COMMAND,
     TOPIC_HEAD,
@@ -78,7 +78,7 @@ from schemas.wire import (
     Submit,
     TimeReply,
     encode,
-    header,
+    encode_header,
 )
 
 logger = logging.getLogger("rolloutctl.bus")
@@ -212,7 +212,7 @@ class Bus:
             raise CommandError(f"{type(order.command).__name__}: {NOT_BY_HAND}. Nothing was sent")
         try:
             order = _order_decoder.decode(encode(order))
-        except (*HOSTILE, TypeError) as error:
+        except (*DECODE_ERRORS, TypeError) as error:
             raise CommandError(f"not a command that can be published: {error}. Nothing was sent") from None
         self._check()
         if len(self._waiting) >= self._config.queue:
@@ -475,8 +475,8 @@ class Bus:
     def _perform(self, effect: CoordinatorEffect) -> None:
         match effect:
             case Publish(epoch=epoch, seq=seq):
-                self._publisher.send_nowait([TOPIC_COMMAND, header(epoch, epoch, seq), encode(effect.envelope)])
-                self._publisher.set_welcome(TOPIC_HEAD + header(epoch, 0, seq))
+                self._publisher.send_nowait([TOPIC_COMMAND, encode_header(epoch, epoch, seq), encode(effect.envelope)])
+                self._publisher.set_welcome(TOPIC_HEAD + encode_header(epoch, 0, seq))
             case Send():
                 self._send(effect.peer, effect.epoch, effect.seq, effect.message)
             case Ping():
@@ -489,7 +489,7 @@ class Bus:
                 assert_never(effect)
 
     def _send(self, peer: str, epoch: int, seq: int, message: Downward) -> None:
-        sent = self._router.send_nowait([peer.encode(), header(epoch, 0, seq), encode(message)])
+        sent = self._router.send_nowait([peer.encode(), encode_header(epoch, 0, seq), encode(message)])
         if sent is Sent.GONE and member_at(self.state, peer) is not None and peer not in self._lost:
             self._lost.append(peer)
 
@@ -513,7 +513,7 @@ class Bus:
         self._inbox.times.clear()
 
     def _beacon(self) -> None:
-        self._publisher.send_nowait([TOPIC_HEAD, header(self.state.epoch, 0, self.state.seq), _NIL])
+        self._publisher.send_nowait([TOPIC_HEAD, encode_header(self.state.epoch, 0, self.state.seq), _NIL])
 
     def _conclude(self, effect: Conclude) -> None:
         waiter = self._waiting.pop(effect.ticket, None) if effect.ticket is not None else None
@@ -567,7 +567,7 @@ class Bus:
             body = encode(
                 RequestRejected(reason=f"the answer takes {len(body)} bytes, a message has at most {MAX_BYTES}")
             )
-        self._router.send_nowait([peer.encode(), header(self.state.epoch, 0, self.state.seq), body])
+        self._router.send_nowait([peer.encode(), encode_header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:
         self._changed.set()

@@ -45,7 +45,7 @@ from schemas.wire import (
     TimeRequest,
     Upward,
     decode_upward,
-    open_frames,
+    parse_frames,
 )
 
 logger = logging.getLogger("rolloutctl.bus")
@@ -87,7 +87,7 @@ class Inbox:
         """Read one message. state: as of the beginning of the turn. Never raises for what a peer sends."""
         try:
             peer = frames[0].decode()
-            head, body = open_frames(frames[1:])
+            head, body = parse_frames(frames[1:])
             if peer in self.heard:
                 self.heard[peer] = at_us
                 if self._said.get(peer) == (head.seq, body) and member_at(state, peer) is not None:

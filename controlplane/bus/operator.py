@@ -10,8 +10,17 @@ from schemas.carriers.sockets import agent_dealer
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.errors import BusUnreachable, CommandError
 from schemas.reports import FleetStatus, Report
-from schemas.wire import Operator, Reply, RequestRejected, StatusRequest, Submit, decode_downward, encode, open_frames
-from schemas.wire import header as make_header
+from schemas.wire import (
+    Operator,
+    Reply,
+    RequestRejected,
+    StatusRequest,
+    Submit,
+    decode_downward,
+    encode,
+    encode_header,
+    parse_frames,
+)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to answer, on top of the time that a command has."""
@@ -39,9 +48,9 @@ async def _ask(bus: str, asked: Operator, patience_s: float) -> Reply:
     expected = FleetStatus if isinstance(asked, StatusRequest) else Report
     async with agent_dealer(zmq.Context.instance(), bus, b"op/" + secrets.token_hex(16).encode()) as dealer:
         with anyio.move_on_after(patience_s):
-            await dealer.send([make_header(0), encode(asked)])
+            await dealer.send([encode_header(0), encode(asked)])
             while True:
-                _, body = open_frames(await dealer.recv())
+                _, body = parse_frames(await dealer.recv())
                 reply = decode_downward(body)
                 if isinstance(reply, RequestRejected):
                     raise CommandError(f"the bus at {bus} refused: {reply.reason}")

@@ -13,7 +13,7 @@ from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from schemas.errors import LogCorrupt, ReplayDiffers
-from schemas.wire import HOSTILE
+from schemas.wire import DECODE_ERRORS
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print for machines, a line each.")
@@ -93,7 +93,7 @@ def _json_line(entry: LogEntry) -> bytes:
     """Raises LogCorrupt for what this version can't read and JSON can't hold."""
     try:
         return msgspec.json.encode(_plain(entry))
-    except (*HOSTILE, TypeError):  # TypeError: keys or types that JSON lacks
+    except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks
         entry.typed_event()
         entry.typed_effects()
         raise

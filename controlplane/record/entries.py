@@ -6,7 +6,7 @@ from msgspec.msgpack import Decoder
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from schemas.errors import LogCorrupt
 from schemas.events import Effect, Event
-from schemas.wire import HOSTILE, effects_decoder, event_decoder
+from schemas.wire import DECODE_ERRORS, effects_decoder, event_decoder
 
 coordinator_event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
 coordinator_effects_decoder = Decoder(tuple[CoordinatorEffect, ...])
@@ -31,7 +31,7 @@ class LogEntry(Struct, frozen=True, kw_only=True):
         """What the machine saw. Raises LogCorrupt for an event that this version can't read."""
         try:
             return event_decoder.decode(self.event) if self.agent else coordinator_event_decoder.decode(self.event)
-        except HOSTILE as error:
+        except DECODE_ERRORS as error:
             raise self._unreadable("event", error) from error
 
     def typed_effects(self) -> tuple[CoordinatorEffect, ...] | tuple[Effect, ...]:
@@ -40,7 +40,7 @@ class LogEntry(Struct, frozen=True, kw_only=True):
             if self.agent:
                 return effects_decoder.decode(self.effects)
             return coordinator_effects_decoder.decode(self.effects)
-        except HOSTILE as error:
+        except DECODE_ERRORS as error:
             raise self._unreadable("effects", error) from error
 
     def _unreadable(self, what: str, error: Exception) -> LogCorrupt:

@@ -300,7 +300,7 @@ class _Agent:
                 return
             self._seq = event.seq
             self._desired = desired_after(
-                self._desired, event.command, event.target.names(self._identity), self._identity
+                self._desired, event.command, event.target.includes(self._identity), self._identity
             )
             self._received_commands = received = {key: one for key, one in received.items() if key[1] > self._seq}
 

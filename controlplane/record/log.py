@@ -30,7 +30,7 @@ from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
 from schemas.events import Decision
 from schemas.identity import Count, Name
 from schemas.wire import (
-    HOSTILE,
+    DECODE_ERRORS,
     MAJOR,
     DecisionBatch,
     decision_decoder,
@@ -159,7 +159,7 @@ class RunLog:
         fresh = batch.decisions[max(0, known + 1 - batch.first) :]
         try:
             kinds = [_tag_decoder.decode(decision.event).type for decision in fresh]
-        except HOSTILE as error:
+        except DECODE_ERRORS as error:
             raise WireError(f"a decision without a kind: {type(error).__name__}") from None
         number = last - len(fresh)
         for kind, decision in zip(kinds, fresh, strict=True):

@@ -22,7 +22,7 @@ from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from controlplane.record.entries import LogEntry, coordinator_event_decoder
 from schemas.errors import ReplayDiffers
 from schemas.events import Effect, Event
-from schemas.wire import HOSTILE, encode, event_decoder
+from schemas.wire import DECODE_ERRORS, encode, event_decoder
 
 S = TypeVar("S")
 
@@ -100,7 +100,7 @@ class Fold(Generic[S]):
             return
         try:
             event = coordinator_event_decoder.decode(entry.event)
-        except HOSTILE:
+        except DECODE_ERRORS:
             entry.typed_event()  # says what is wrong, and where
             raise
         self.coordinator, effects = self._bus(self.coordinator, event)
@@ -138,7 +138,7 @@ class Fold(Generic[S]):
             return
         try:
             event = event_decoder.decode(entry.event)
-        except HOSTILE:
+        except DECODE_ERRORS:
             entry.typed_event()
             raise
         self.agents[name], effects = self._agent.decide(self.agents[name], event)

@@ -31,7 +31,7 @@ from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotRecei
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Outcome, Trace
 from schemas.reports import Clock
-from schemas.wire import HOSTILE, decode_command, effects_decoder, event_decoder
+from schemas.wire import DECODE_ERRORS, decode_command, effects_decoder, event_decoder
 
 MS = 1_000_000
 """Nanoseconds."""
@@ -94,7 +94,7 @@ def decoded(entries: Iterable[LogEntry], unreadable: list[int] | None = None) ->
                 yield BusRecord(at_ns, bus_event, coordinator_effects_decoder.decode(entry.effects))
                 continue
             event, effects = event_decoder.decode(entry.event), effects_decoder.decode(entry.effects)
-        except HOSTILE:
+        except DECODE_ERRORS:
             if unreadable is not None:
                 unreadable.append(entry.position)
             continue

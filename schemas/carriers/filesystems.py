@@ -10,7 +10,7 @@ _NETWORK: Final = re.compile(
 )
 
 
-def filesystem_at(path: str, mounts: str) -> str:
+def filesystem_type(path: str, mounts: str) -> str:
     """Type of the file system under an absolute path without links, by the text of /proc/mounts; '' if it tells none.
 
     Of mounts on the same place the last one counts: it hides the others.
@@ -32,7 +32,7 @@ def is_network(filesystem: str) -> bool:
     return _NETWORK.fullmatch(filesystem) is not None
 
 
-def mounts_here() -> str:
+def read_mounts() -> str:
     """The text of /proc/mounts; '' where there is none."""
     with contextlib.suppress(OSError):
         return Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")

@@ -13,6 +13,6 @@ compare two numbers costs a quarter of getpid(), and this check stands in front 
 os.register_at_fork(after_in_child=partial(forks.append, None))
 
 
-def forked(what: str, made_in: int) -> BusError:
+def used_after_fork(what: str, made_in: int) -> BusError:
     """What is raised where it is used. made_in: process."""
     return BusError(f"this {what} was made in process {made_in} and does not survive a fork: open it in {os.getpid()}")

@@ -37,7 +37,7 @@ from urllib.parse import quote
 from msgspec import Struct
 
 from schemas.carriers import writer_lock
-from schemas.carriers.filesystems import filesystem_at, is_network, mounts_here
+from schemas.carriers.filesystems import filesystem_type, is_network, read_mounts
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull
 
 FORMAT: Final = 1  # of the tables above; a reader refuses what is newer
@@ -287,8 +287,8 @@ class RecordFile(RecordReader):
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                lock = writer_lock.take(path)
-                undo.callback(writer_lock.drop, lock)
+                lock = writer_lock.acquire(path)
+                undo.callback(writer_lock.release, lock)
                 _create_file(path)
                 connection = undo.enter_context(contextlib.closing(_connect(path, "mode=rw")))
                 _set_up(path, connection, header or {}, durability)
@@ -372,7 +372,7 @@ class RecordFile(RecordReader):
                 self._connection.execute("PRAGMA busy_timeout = 0")
                 self._connection.execute("PRAGMA journal_mode = DELETE")
             self._connection.close()
-            writer_lock.drop(self._lock)
+            writer_lock.release(self._lock)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -443,7 +443,7 @@ def _look(path: Path, mode: str) -> sqlite3.Connection:
 def _set_up(path: Path, connection: sqlite3.Connection, header: Mapping[str, str], durability: Durability) -> None:
     """Choose the journal, and make the tables if there are none."""
     mode = ""
-    if not is_network(filesystem_at(os.path.realpath(path), mounts_here())):
+    if not is_network(filesystem_type(os.path.realpath(path), read_mounts())):
         # Raises where the system can't share memory, and returns another mode where SQLite was built without it.
         with contextlib.suppress(sqlite3.OperationalError):
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()

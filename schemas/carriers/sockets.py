@@ -34,7 +34,7 @@ import zmq
 from anyio.lowlevel import RunVar, checkpoint
 from zmq.backend import Socket as PlainSocket
 
-from schemas.carriers.forks import forked, forks
+from schemas.carriers.forks import forks, used_after_fork
 from schemas.errors import AddressInUse, BusAddressError, BusError, ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -202,7 +202,7 @@ class EdgeSocket:
 
     def _check(self) -> None:
         if self._generation != len(forks):
-            raise forked("socket", self._process)
+            raise used_after_fork("socket", self._process)
         if self._thread != threading.get_ident():
             raise BusError(f"the socket at {self.address} belongs to another thread: use a queue and a Doorbell")
 

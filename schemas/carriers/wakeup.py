@@ -6,7 +6,7 @@ import threading
 
 import anyio
 
-from schemas.carriers.forks import forked, forks
+from schemas.carriers.forks import forks, used_after_fork
 
 
 class Wakeup:
@@ -28,7 +28,7 @@ class Wakeup:
     def notify(self) -> None:
         """Wake the waiter. Never blocks; from any thread. After `close` it does nothing."""
         if self._generation != len(forks):
-            raise forked("wakeup", self._process)
+            raise used_after_fork("wakeup", self._process)
         if self._notified:  # the waiter lowers it before it looks for what was handed over
             return
         # The lock keeps `close` from giving the descriptor's number to somebody else's file under our write.
@@ -40,7 +40,7 @@ class Wakeup:
     async def wait(self) -> None:
         """Return when rung since the last return. One task at a time. Raises anyio.ClosedResourceError once closed."""
         if self._generation != len(forks):
-            raise forked("wakeup", self._process)
+            raise used_after_fork("wakeup", self._process)
         if self._closed:
             raise anyio.ClosedResourceError
         self._waiting = True

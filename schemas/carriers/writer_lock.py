@@ -11,7 +11,7 @@ from schemas.errors import LogError, LogLocked
 _held: set[int] = set()
 
 
-def take(path: Path) -> int:
+def acquire(path: Path) -> int:
     """The descriptor of the lock beside the file. Raises LogLocked, or LogError where there are no locks.
 
     What the lock is on is left behind on purpose: removing it would race with the next writer.
@@ -32,7 +32,7 @@ def take(path: Path) -> int:
     return descriptor
 
 
-def drop(descriptor: int) -> None:
+def release(descriptor: int) -> None:
     """Let the next writer in."""
     _held.discard(descriptor)
     os.close(descriptor)

@@ -30,7 +30,7 @@ def manifest_of(layout: Mapping[str, TensorSpec]) -> Manifest:
     )
 
 
-def check(directory: Path, manifest: Manifest) -> None:
+def check_directory(directory: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the directory holds what the manifest says. Returns without a word when it does.
 
     The content is compared when the manifest has a digest of it.

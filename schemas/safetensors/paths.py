@@ -8,7 +8,7 @@ from schemas.errors import CheckpointError
 PATH_BYTES_MAX: Final = 512
 
 
-def resolve(root: Path, relative: str) -> Path:
+def resolve_below(root: Path, relative: str) -> Path:
     """The place below `root` that a path in a command means. It need not exist yet.
 
     Raises CheckpointError for a path that is empty, absolute, holds `..` or a NUL, begins with `~`, is longer than

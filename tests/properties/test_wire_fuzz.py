@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from schemas.errors import WireError
-from schemas.wire import decode_command, decode_downward, decode_envelope, decode_upward, encode, open_frames
+from schemas.wire import decode_command, decode_downward, decode_envelope, decode_upward, encode, parse_frames
 from tests.golden.samples import SAMPLES
 
 GUARDS: tuple[Callable[[bytes], object], ...] = (decode_upward, decode_downward, decode_envelope)
@@ -48,7 +48,7 @@ def test_a_body_is_a_message_or_a_wire_error(body: bytes) -> None:
 @given(frames=st.lists(st.one_of(st.binary(max_size=60), st.sampled_from(ENCODED), spoiled()), max_size=4))
 def test_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
     try:
-        head, body = open_frames(frames)
+        head, body = parse_frames(frames)
     except WireError:
         return
     assert body == frames[1] and min(head.epoch, head.origin, head.seq) >= 0

@@ -250,7 +250,7 @@ class Promises:
         identity = process.slot.identity
         for seq in range(ledger.folded + 1, state.seq + 1):
             published = self.log[seq]
-            desired = desired_after(desired, published.command, published.target.names(identity), identity)
+            desired = desired_after(desired, published.command, published.target.includes(identity), identity)
         ledger.oracle, ledger.folded = desired, state.seq
         return desired
 

@@ -31,8 +31,8 @@ from schemas.wire import (
     decision_decoder,
     decode_upward,
     encode,
-    header,
-    open_frames,
+    encode_header,
+    parse_frames,
 )
 from workers.agent import Agent
 from workers.machine.decide import AgentState
@@ -114,7 +114,7 @@ class Bus:
         return self.peers[-1]
 
     def greet(self) -> None:
-        self.publisher.set_welcome(TOPIC_HEAD + header(self.epoch, 0, self.seq))
+        self.publisher.set_welcome(TOPIC_HEAD + encode_header(self.epoch, 0, self.seq))
 
     async def serve(self) -> None:
         """Nobody is welcomed on a publisher that does not read who subscribes."""
@@ -126,7 +126,7 @@ class Bus:
         with anyio.fail_after(10):
             while True:
                 peer, *frames = await self.router.recv()
-                self.last, body = open_frames(frames)
+                self.last, body = parse_frames(frames)
                 message = decode_upward(body)
                 if not self.peers or peer != self.peers[-1]:
                     self.peers.append(peer)
@@ -136,7 +136,9 @@ class Bus:
 
     def say(self, message: Downward, seq: int | None = None) -> None:
         body = encode(message)
-        assert self.router.send_nowait([self.peer, header(self.epoch, 0, self.seq if seq is None else seq), body])
+        assert self.router.send_nowait(
+            [self.peer, encode_header(self.epoch, 0, self.seq if seq is None else seq), body]
+        )
 
     def envelope(self, command: Command, ttl_ms: int = TTL_MS, target: Target | None = None) -> Envelope:
         body = msgspec.Raw(encode(command))
@@ -147,7 +149,7 @@ class Bus:
 
     def publish(self, command: Command, seq: int | None = None, ttl_ms: int = TTL_MS) -> None:
         self.seq = self.seq + 1 if seq is None else seq
-        self.raw(TOPIC_COMMAND, header(self.epoch, self.epoch, self.seq), encode(self.envelope(command, ttl_ms)))
+        self.raw(TOPIC_COMMAND, encode_header(self.epoch, self.epoch, self.seq), encode(self.envelope(command, ttl_ms)))
 
     def raw(self, *frames: bytes) -> None:
         assert self.publisher.send_nowait(frames)

@@ -25,8 +25,8 @@ from schemas.wire import (
     decision_decoder,
     effects_decoder,
     encode,
+    encode_header,
     event_decoder,
-    header,
 )
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, STRANGER, Bus, Engine, recorded, running, until
 from workers.agent import Agent
@@ -119,7 +119,7 @@ async def test_pages_of_replay_are_asked_for_until_nothing_is_missing(
         await bus.admit()
         await until(agent, lambda state: state.joined)
         bus.seq = 3
-        bus.raw(TOPIC_HEAD, header(bus.epoch, 0, 3), b"\xc0")
+        bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, 3), b"\xc0")
         for seq in (1, 2, 3):
             assert (await bus.next(ResendRequest)).first == seq
             bus.say(Replay(records=(bus.record(seq, PAUSE),)))

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from schemas.errors import CheckpointError
 from schemas.safetensors.format import read_layout
-from schemas.safetensors.manifest import build_manifest, check
-from schemas.safetensors.paths import resolve
+from schemas.safetensors.manifest import build_manifest, check_directory
+from schemas.safetensors.paths import resolve_below
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -35,7 +35,7 @@ def test_the_layout_is_that_of_the_tensors(directory: Path) -> None:
 def test_a_manifest_is_what_the_directory_holds(directory: Path) -> None:
     manifest = build_manifest(directory, content=True)
     assert (manifest.tensors, manifest.nbytes) == (2, 32)
-    check(directory, manifest)
+    check_directory(directory, manifest)
     assert build_manifest(directory, content=False) == replace(manifest, content=None)
 
 
@@ -67,7 +67,7 @@ def test_what_is_not_the_manifests_is_refused(
     other.mkdir()
     save_file(tensors, other / "model.safetensors")
     with pytest.raises(CheckpointError, match=says):
-        check(other, manifest)
+        check_directory(other, manifest)
 
 
 def header(length: int, text: bytes) -> bytes:
@@ -126,7 +126,7 @@ def test_a_directory_that_is_none_is_refused(directory: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("path", ["", " ", "/etc", "~/x", "..", "a/../b", "a\0b", "x" * 600, "\ud800"])
 def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(CheckpointError, match="path refused"):
-        resolve(tmp_path, path)
+        resolve_below(tmp_path, path)
 
 
 def test_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:
     (root / "link").symlink_to(tmp_path)
     (root / "loop").symlink_to(root / "loop")
     with pytest.raises(CheckpointError, match="through a symbolic link"):
-        resolve(root, "link/x")
+        resolve_below(root, "link/x")
     with pytest.raises(CheckpointError, match="path refused"):
-        resolve(root, "loop/x")
-    assert resolve(root, "a/b") == root / "a" / "b"
+        resolve_below(root, "loop/x")
+    assert resolve_below(root, "a/b") == root / "a" / "b"
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

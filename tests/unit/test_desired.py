@@ -15,7 +15,7 @@ from schemas.commands import (
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing, desired_after, orphaned
 from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Reason
-from schemas.selection import refuse_profile
+from schemas.selection import profile_skip_reason
 from tests.unit.machines import PRIMARY, SECOND, START, STOP, manifest, sync
 
 JUDGE = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
@@ -110,7 +110,7 @@ def test_a_session_that_does_not_concern_the_replica_is_not_wanted() -> None:
     ],
 )
 def test_the_first_reason_against_a_session_is_the_one_that_is_said(plan: ProfilePlan, reason: Reason | None) -> None:
-    assert refuse_profile(plan, 3, PRIMARY) is reason
+    assert profile_skip_reason(plan, 3, PRIMARY) is reason
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from schemas.wire import (
     Replay,
     Snapshot,
     encode,
+    encode_header,
     event_decoder,
-    header,
 )
 from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, recorded, running, until
 from workers.agent import Agent
@@ -74,7 +74,7 @@ async def test_agent_asks_for_the_desired_state_only_after_it_hears_the_publishe
         await bus.next(AgentStatus)
         assert not [one for one in bus.ignored if isinstance(one, Join)]
         assert b"\x01" + TOPIC_HEAD in bus.subscriptions
-        bus.raw(TOPIC_HEAD, header(bus.epoch, 0, 0), b"\xc0")
+        bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, 0), b"\xc0")
         await bus.next(Join)
         assert not agent.state.joined
         bus.say(Snapshot(desired=Desired()), seq=7)
@@ -193,7 +193,7 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(
         bus.publish(PAUSE)
         await until(agent, lambda state: not state.engine.generating)
         await until(agent, lambda state: state.diverged and state.engine.generating)
-        bus.raw(TOPIC_HEAD, header(bus.epoch, 0, bus.seq), b"\xc0")
+        bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, bus.seq), b"\xc0")
         await bus.next(Join)
         bus.say(Snapshot(desired=Desired(generation="paused")))
         await until(agent, lambda state: not state.diverged and not state.engine.generating)
@@ -207,15 +207,15 @@ async def test_malformed_messages_are_counted_said_once_and_change_nothing(
         (TOPIC_COMMAND,),
         (TOPIC_HEAD, b"", b""),
         (TOPIC_COMMAND, b"\xc1", good),
-        (TOPIC_COMMAND, header(1, 1, 1), b"\xff" * 40),
-        (TOPIC_COMMAND, header(0, 1, 1), good),
-        (TOPIC_COMMAND, header(1, 0, 1), good),
-        (TOPIC_COMMAND, header(1, 1, 0), good),
-        (TOPIC_COMMAND, header(1, 1, 2**63), good),
-        (TOPIC_COMMAND, header(1, 1, 1), good, b"more"),
-        (TOPIC_COMMAND, header(1, 1, 1), encode(bus.envelope(PAUSE, ttl_ms=2**62))),
-        (TOPIC_COMMAND, header(1, 1, 1), good.replace(b"run-1", b"run-2")),
-        (TOPIC_COMMAND + b"x", header(1, 1, 1), good),
+        (TOPIC_COMMAND, encode_header(1, 1, 1), b"\xff" * 40),
+        (TOPIC_COMMAND, encode_header(0, 1, 1), good),
+        (TOPIC_COMMAND, encode_header(1, 0, 1), good),
+        (TOPIC_COMMAND, encode_header(1, 1, 0), good),
+        (TOPIC_COMMAND, encode_header(1, 1, 2**63), good),
+        (TOPIC_COMMAND, encode_header(1, 1, 1), good, b"more"),
+        (TOPIC_COMMAND, encode_header(1, 1, 1), encode(bus.envelope(PAUSE, ttl_ms=2**62))),
+        (TOPIC_COMMAND, encode_header(1, 1, 1), good.replace(b"run-1", b"run-2")),
+        (TOPIC_COMMAND + b"x", encode_header(1, 1, 1), good),
     ]
     with caplog.at_level(logging.WARNING):
         async with running(bus, context, engine, tmp_path) as agent:
@@ -225,8 +225,8 @@ async def test_malformed_messages_are_counted_said_once_and_change_nothing(
             for frames in hostile:
                 bus.raw(*frames)
             bus.router.send_nowait([bus.peer, b"x"])
-            bus.router.send_nowait([bus.peer, header(1, 0, 0), b"\x81\xa4type\xa5nosuc"])
-            bus.router.send_nowait([bus.peer, header(1, 0, 0), encode(Goodbye())])
+            bus.router.send_nowait([bus.peer, encode_header(1, 0, 0), b"\x81\xa4type\xa5nosuc"])
+            bus.router.send_nowait([bus.peer, encode_header(1, 0, 0), encode(Goodbye())])
             bus.publish(PAUSE, seq=1)
             await bus.outcome(1)
             bus.say(Replay(records=(bus.record(1, PAUSE),)))
@@ -247,7 +247,7 @@ async def test_unknown_command_is_answered_and_does_not_stop_the_stream(
             bus.envelope(PAUSE), body=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
         )
         bus.seq = 1
-        bus.raw(TOPIC_COMMAND, header(1, 1, 1), encode(unknown))
+        bus.raw(TOPIC_COMMAND, encode_header(1, 1, 1), encode(unknown))
         failed = (await bus.outcome(1)).outcome
         assert isinstance(failed, Failed) and failed.error == ErrorKind.UNSUPPORTED
         bus.publish(ProfileCommand(action="stop", step=1))

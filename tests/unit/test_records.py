@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from schemas.carriers import records
-from schemas.carriers.filesystems import filesystem_at, is_network
+from schemas.carriers.filesystems import filesystem_type, is_network
 from schemas.carriers.records import (
     Record,
     RecordFile,
@@ -459,11 +459,11 @@ broken
     ],
 )
 def test_the_deepest_and_newest_mount_tells_the_file_system(path: str, filesystem: str) -> None:
-    assert filesystem_at(path, MOUNTS) == filesystem
+    assert filesystem_type(path, MOUNTS) == filesystem
 
 
 def test_without_mounts_the_file_system_is_unknown() -> None:
-    assert filesystem_at("/var", "") == ""
+    assert filesystem_type("/var", "") == ""
 
 
 def test_network_file_systems_are_known_by_name() -> None:
@@ -474,7 +474,7 @@ def test_network_file_systems_are_known_by_name() -> None:
 
 
 def test_on_a_network_file_system_the_file_has_a_rollback_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "mounts_here", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(records, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
         assert file.journal_mode == "truncate"
         fill(file, 400)
@@ -492,7 +492,7 @@ def test_a_file_with_a_write_ahead_log_changes_over_when_it_comes_to_a_network(
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     connection.close()
-    monkeypatch.setattr(records, "mounts_here", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(records, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file:
         assert file.journal_mode == "truncate"
         fill(file, 20)

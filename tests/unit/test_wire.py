@@ -23,8 +23,8 @@ from schemas.wire import (
     decode_envelope,
     decode_upward,
     encode,
-    header,
-    open_frames,
+    encode_header,
+    parse_frames,
 )
 from tests.golden.samples import ENVELOPE, SAMPLES, named
 
@@ -64,9 +64,9 @@ def test_fields_that_are_not_known_yet_are_passed_over() -> None:
 
 def test_a_minor_version_more_is_read_and_a_major_one_is_not() -> None:
     minor = encode(Header(MAGIC, MAJOR, 7, 1, 0, 0))
-    assert open_frames([minor, JOIN])[0].minor == 7
+    assert parse_frames([minor, JOIN])[0].minor == 7
     with pytest.raises(WireError, match=f"protocol version {MAJOR + 1}, this side speaks {MAJOR}"):
-        open_frames([encode(Header(MAGIC, MAJOR + 1, 0, 1, 0, 0)), JOIN])
+        parse_frames([encode(Header(MAGIC, MAJOR + 1, 0, 1, 0, 0)), JOIN])
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_command_that_is_not_understood_does_not_stop_the_stream(body: object,
     ("frames", "says"),
     [
         ([], "2 frames, not 0"),
-        ([header(1)], "2 frames, not 1"),
-        ([header(1), JOIN, JOIN], "2 frames, not 3"),
-        ([header(1), b"x" * MAX_BYTES], f"at most {MAX_BYTES} bytes"),
+        ([encode_header(1)], "2 frames, not 1"),
+        ([encode_header(1), JOIN, JOIN], "2 frames, not 3"),
+        ([encode_header(1), b"x" * MAX_BYTES], f"at most {MAX_BYTES} bytes"),
         ([b"\xff\xff", JOIN], "unreadable header"),
         ([b"", JOIN], "unreadable header"),
         ([encode(Header(1, MAJOR, 0, 1, 0, 0)), JOIN], "not a message of rolloutctl"),
@@ -104,7 +104,7 @@ def test_a_command_that_is_not_understood_does_not_stop_the_stream(body: object,
 )
 def test_what_is_no_message_is_refused_with_a_reason(frames: list[bytes], says: str) -> None:
     with pytest.raises(WireError, match=says):
-        open_frames(frames)
+        parse_frames(frames)
 
 
 @pytest.mark.parametrize("decode", [decode_upward, decode_downward, decode_envelope])

@@ -15,8 +15,8 @@ from schemas.commands import Broadcast, Checkpoint, Manifest, Source
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
 from schemas.safetensors.format import TensorSpec, read_layout
-from schemas.safetensors.manifest import check, check_layout, require_same_model
-from schemas.safetensors.paths import resolve
+from schemas.safetensors.manifest import check_directory, check_layout, require_same_model
+from schemas.safetensors.paths import resolve_below
 
 BUCKET_BYTES: Final = 512 << 20
 """Tensors handed over at once. An engine holds a bucket beside its weights for a moment."""
@@ -61,7 +61,7 @@ class Weights:
 
     def directory(self, source: Checkpoint, manifest: Manifest | None, model: str | None) -> Path:
         """The directory of the source, all of it found good. Raises CheckpointError."""
-        directory = resolve(self._root, source.path)
+        directory = resolve_below(self._root, source.path)
         offered = read_layout(directory)
         held = self._held(model)
         if held is not None:
@@ -73,7 +73,7 @@ class Weights:
                 "Nothing was loaded: sync with a manifest."
             )
         if manifest is not None:
-            check(directory, manifest)
+            check_directory(directory, manifest)
         return directory
 
     def announced(self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity) -> Layout:

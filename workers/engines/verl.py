@@ -48,7 +48,7 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation, Tag
-from schemas.safetensors.paths import resolve
+from schemas.safetensors.paths import resolve_below
 from workers.traces.node import collect_traces, make_fresh, require_writable
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class VerlEngine:
     async def _start_profile(self, call: StartProfile, look: ServerSnapshot) -> None:
         plan = call.session.plan
         require_recorded(plan, look.recorder)
-        directory = resolve(self._traces, call.directory)
+        directory = resolve_below(self._traces, call.directory)
         await to_thread.run_sync(make_fresh, directory)
         given = look.recorder is None and look.front == "tokenizer_manager"
         await self._call("start_profile", **(arguments(plan, directory) if given else {}))
@@ -284,7 +284,7 @@ class VerlEngine:
     async def _stop_profile(self, call: StopProfile, look: ServerSnapshot) -> Returned:
         await self._call("stop_profile")
         if look.recorder is not None:
-            await to_thread.run_sync(_bring, look.recorder, resolve(self._traces, call.directory))
+            await to_thread.run_sync(_bring, look.recorder, resolve_below(self._traces, call.directory))
         return await to_thread.run_sync(collect_traces, self._traces, call.directory, call.session.plan, self._identity)
 
     # --- the actor ----------------------------------------------------------------------------------------------------

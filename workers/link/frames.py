@@ -24,7 +24,7 @@ from schemas.wire import (
     decode_command,
     decode_downward,
     decode_envelope,
-    open_frames,
+    parse_frames,
 )
 
 NUMBER_MAX = 1 << 53
@@ -37,12 +37,12 @@ def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandRecei
     """What arrived on the subscription. run: the only run whose commands are taken. Raises WireError."""
     topic = frames[0]
     if topic == TOPIC_COMMAND:
-        head, body = open_frames(frames[1:])
+        head, body = parse_frames(frames[1:])
         return _command(head.epoch, head.origin, head.seq, decode_envelope(body), run, now_ms)
     if topic == TOPIC_HEAD:
-        head, _ = open_frames(frames[1:])
+        head, _ = parse_frames(frames[1:])
     elif len(frames) == 1 and topic.startswith(TOPIC_HEAD):  # libzmq packs what a new subscriber gets into one frame
-        head, _ = open_frames([topic[len(TOPIC_HEAD) :], _NIL])
+        head, _ = parse_frames([topic[len(TOPIC_HEAD) :], _NIL])
     else:
         raise WireError("a publication under a topic that nobody asked for")
     return read_head(head, now_ms)
@@ -50,7 +50,7 @@ def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandRecei
 
 def read_control(frames: list[bytes]) -> tuple[Header, Downward]:
     """What arrived from the router. Raises WireError."""
-    head, body = open_frames(frames)
+    head, body = parse_frames(frames)
     _check(head.epoch, head.seq)
     message = decode_downward(body)
     if not isinstance(message, Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply):

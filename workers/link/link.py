@@ -49,7 +49,7 @@ from schemas.wire import (
     Upward,
     Welcome,
     encode,
-    header,
+    encode_header,
 )
 from workers.link.clocks import Clocks
 from workers.link.frames import (
@@ -368,7 +368,7 @@ class Link:
 
     def _header(self, origin: int = 0, seq: int | None = None) -> bytes:
         state = self._journal.state
-        return header(state.epoch, origin, state.seq if seq is None else seq)
+        return encode_header(state.epoch, origin, state.seq if seq is None else seq)
 
     def _send(self, message: Upward, origin: int = 0, seq: int | None = None) -> bool:
         if self._welcome is None:

@@ -9,7 +9,7 @@ from schemas.desired import Desired, ProfileSession
 from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
-from schemas.selection import refuse_finish, refuse_profile, trace_directory
+from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
 from workers.machine.reconcile import STEERABLE, EngineState, attainable, reconcile
 
 Verdict = tuple[Call, ...] | Skipped | Failed
@@ -42,10 +42,10 @@ def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, iden
         return False
     if command.action == "stop":
         return engine.session is None
-    plan = command.plan_of(identity.role)
+    plan = command.plan_for(identity.role)
     if command.action == "finish":
-        return refuse_finish(plan, identity) is not None
-    return refuse_profile(plan, None if command.action == "check" else command.step, identity) is not None
+        return finish_skip_reason(plan, identity) is not None
+    return profile_skip_reason(plan, None if command.action == "check" else command.step, identity) is not None
 
 
 def missing_operation(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
@@ -94,11 +94,11 @@ def verdict_on(
 def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
     if command.action == "stop":
         return reconcile(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
-    plan, step = command.plan_of(identity.role) or _NO_PLAN, command.step
+    plan, step = command.plan_for(identity.role) or _NO_PLAN, command.step
     if command.action == "finish":
-        reason = refuse_finish(plan, identity)
+        reason = finish_skip_reason(plan, identity)
         return Skipped(reason) if reason is not None else (finish_call(command, identity),)
-    reason = refuse_profile(plan, None if command.action == "check" else step, identity)
+    reason = profile_skip_reason(plan, None if command.action == "check" else step, identity)
     if reason is not None:
         return Skipped(reason)
     if command.action == "check":
@@ -116,7 +116,7 @@ def _profile(command: ProfileCommand, after: Desired, engine: EngineState, ident
 
 def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
     """What the end of profiling asks of this agent, if anything."""
-    plan = command.plan_of(identity.role) or _NO_PLAN
+    plan = command.plan_for(identity.role) or _NO_PLAN
     directories = tuple(trace_directory(one, plan, identity) for one in command.profiled_steps)
     return FinishProfile(plan, directories, command.profiled_steps)
 

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
 def not_targeted(state: AgentState, event: CommandReceived) -> bool:
     """Does the command name others only?"""
-    return event.target.replicas is not None and not event.target.names(state.identity)
+    return event.target.replicas is not None and not event.target.includes(state.identity)
 
 
 def _not_meant(state: AgentState, event: CommandReceived) -> bool:

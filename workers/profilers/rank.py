@@ -20,7 +20,7 @@ from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Reason
 from schemas.profiler.config import ProfilerConfig, checked
-from schemas.selection import refuse_profile
+from schemas.selection import profile_skip_reason
 from workers.agent import Agent
 from workers.profilers.session import RankProfiler
 from workers.profilers.stages import Stage
@@ -68,7 +68,7 @@ class TrainingRank:
         if not root:
             raise ConfigError("traces: a training rank needs a directory for them, or `save_path` in its configuration")
         plan = profiler.roles.get(role)
-        if plan is not None and refuse_profile(plan, None, self.identity) in (None, Reason.TOOL_UNSUPPORTED):
+        if plan is not None and profile_skip_reason(plan, None, self.identity) in (None, Reason.TOOL_UNSUPPORTED):
             require(plan)
         self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
         self.failure: RolloutctlError | None = None

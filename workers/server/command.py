@@ -12,7 +12,7 @@ from typing import Literal, assert_never
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError
 from schemas.identity import Identity
-from schemas.selection import refuse_profile
+from schemas.selection import profile_skip_reason
 
 Kind = Literal["sglang", "vllm"]
 
@@ -69,7 +69,7 @@ def profiled_command(
     SGLang needs nothing. vLLM (vllm/config/profiler.py, 0.13 to 0.32) fixes at launch where it writes and what it
     records; a command that says so itself is left as it is. traces: the root of this node's traces.
     """
-    asked = refuse_profile(plan, None, identity) is None
+    asked = profile_skip_reason(plan, None, identity) is None
     if kind == "sglang" or not asked or _Given(kind, command).begins("--profiler-config"):
         return tuple(command)
     chosen = {

@@ -37,8 +37,8 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.safetensors.format import TensorSpec, read_layout
-from schemas.safetensors.manifest import check, check_layout, content_differs, require_same_model
-from schemas.safetensors.paths import resolve
+from schemas.safetensors.manifest import check_directory, check_layout, content_differs, require_same_model
+from schemas.safetensors.paths import resolve_below
 from workers.traces.node import collect_traces, require_writable
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class TinyEngine:
                 require_writable(self._traces, "The engine")
             case StartProfile():
                 file = (
-                    resolve(self._traces, call.directory)
+                    resolve_below(self._traces, call.directory)
                     / f"tiny-{self._instance}-step{call.session.step}.pt.trace.json"
                 )
                 self._on_thread(lambda: scheduler.start_profile(call.session.plan, file))
@@ -215,16 +215,16 @@ class TinyEngine:
         """Raise CheckpointError unless the model could take what lies there now, every byte of it."""
         if not isinstance(source, Checkpoint):
             raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
-        directory = resolve(self._checkpoints, source.path)
+        directory = resolve_below(self._checkpoints, source.path)
         require_same_model(directory, self._layout, read_layout(directory))
         if manifest is not None:
-            check(directory, manifest)
+            check_directory(directory, manifest)
 
     def _read(self, source: Source, manifest: Manifest | None) -> "dict[str, Tensor]":
         """What is loaded is what was checked: the files may have changed since, so the tensors themselves are."""
         from workers.engines.tiny.model import digest, layout, read
 
-        directory = resolve(self._checkpoints, source.path)
+        directory = resolve_below(self._checkpoints, source.path)
         tensors = read(directory)
         held = layout(tensors)
         require_same_model(directory, self._layout, held)
