@@ -376,7 +376,7 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (arrows, "schemas/wire.py", "from workers.machine.decide import decide", "workers.machine.decide"),
     (arrows, "workers/agent.py", "def f():\n    import controlplane.record.log", "controlplane.record.log"),
     (arrows, "controlplane/bus/bus.py", "if TYPE_CHECKING:\n    from workers import machine", "imports workers"),
-    (arrows, "controlplane/cli/demo.py", "from tests.conftest import BACKENDS", "tests.conftest"),
+    (arrows, "controlplane/cli/demo.py", "from tests.conftest import LOOPS", "tests.conftest"),
     (arrows, "workers/machine/a.py", "from ...controlplane import log", "controlplane"),
     (pure_imports, "workers/machine/decide.py", "import time", "imports time"),
     (pure_imports, "workers/machine/decide.py", "from os import path", "imports os"),

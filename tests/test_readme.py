@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import rolloutctl
+
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 SHELL = [
@@ -92,6 +94,6 @@ def _pairs(words: list[str]) -> list[tuple[str, str]]:
 def test_every_command_of_the_readme_exists(line: str) -> None:
     words = [word for word in shlex.split(line, comments=True)[1:] if not word.startswith("-")]
     names = [word for word in words if word.isalpha() and word not in ("tiny", "keep")]
-    done = subprocess.run([sys.executable, "-m", "controlplane.cli", *names, "--help"], capture_output=True, text=True)
+    done = rolloutctl(*names, "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Usage:")

@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from tests.engines.environments import STANDINS, python
+from tests.running import rolloutctl
 
 UP_S: Final = 300.0
 T = TypeVar("T")
@@ -250,8 +251,7 @@ class AgentProcess(Process):
 
 def probed(url: str) -> tuple[int, dict[str, Any]]:
     """Exit code and answer of `rolloutctl engine probe URL --json`."""
-    call = [sys.executable, "-m", "controlplane.cli", "engine", "probe", url, "--json"]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+    done = rolloutctl("engine", "probe", url, "--json")
     return done.returncode, json.loads(done.stdout)
 
 

@@ -25,7 +25,7 @@ from tests.engines.surfaces import read
 from workers.engines.sglang import engine as sglang
 from workers.engines.vllm import engine as vllm
 
-pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio]
+pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio, pytest.mark.one_loop]
 
 RELEASES = [
     pytest.param(kind, version, id=f"{kind}-{version}")
@@ -39,12 +39,6 @@ PRIMARY = Identity(replica=0, node_rank=0, nnodes=1)
 def fetched() -> None:
     """All wheels, several at a time: one by one they take minutes."""
     wheels.fetch_all()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The stand-in answers at once: one loop is enough here."""
-    return "asyncio"
 
 
 class Bench(NamedTuple):

@@ -59,7 +59,7 @@ COMMANDS: tuple[Command, ...] = (
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.one_loop
 async def test_nothing_blocks_a_loop_from_a_profile_to_its_finish_and_through_a_sync(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

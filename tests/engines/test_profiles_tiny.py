@@ -38,12 +38,6 @@ from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.server import TinyClient
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The engine has threads of its own: one loop is enough here."""
-    return "asyncio"
-
-
 class Fleet:
     """Two replicas of one rank each, every one in a process of its own, and the trainer's end."""
 
@@ -192,6 +186,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(fleet: 
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("window", [None, Window(0, 1)])
 async def test_profiler_of_somebody_else_in_the_process_is_told_and_loses_nothing(
     tmp_path: Path, window: Window | None

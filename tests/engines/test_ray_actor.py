@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -37,12 +35,13 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation, Tag
 from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
+from tests.running import python
 from workers.agent import Agent
 from workers.engines import verl as ray_actor
 from workers.engines.verl import VerlEngine
 from workers.traces.node import NodeTraces
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
@@ -63,12 +62,6 @@ def cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Every wait for Ray is in a thread, whatever the loop: one loop is enough for most."""
-    return "asyncio"
 
 
 class Bench:
@@ -390,7 +383,7 @@ from workers.engines.verl import VerlEngine
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = python("-c", code)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("schemas.errors.EngineError: ") and said in last
 

@@ -17,7 +17,6 @@ import anyio.lowlevel
 import httpx
 import msgspec
 import pytest
-import zmq
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
@@ -29,7 +28,7 @@ from schemas.identity import Identity
 from tests.engines.environments import python
 from tests.engines.servers import Process, free_port, wait_for
 from tests.unit import machines
-from tests.unit.small_bus import PAUSE, RESUME, SECOND, Bus, Engine, running, until
+from tests.unit.small_bus import PAUSE, RESUME, SECOND, Bus, Engine, reaches, running
 from workers import router as routers
 from workers.agent import Agent
 from workers.engines.client import CallRefused
@@ -184,13 +183,6 @@ def worker() -> Iterator[Worker]:
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
-@pytest.fixture
 async def bus(context: Context) -> AsyncIterator[Bus]:
     bus = Bus(context)
     yield bus
@@ -326,7 +318,7 @@ async def test_agent_keeps_its_place(
     assert await router.until(worker) == left
     async with following(Router(router.url, worker.url, look_s=0.05), bus, context, tmp_path) as agent:
         await bus.admit()
-        await until(agent, enters)
+        await reaches(agent, enters)
         for command in (PAUSE, RESUME):
             bus.publish(command)
             await bus.outcome(bus.seq)
@@ -501,7 +493,7 @@ async def test_router_that_fails_is_told_of_once_and_tried_again(
         bus.publish(PAUSE)  # the agent goes on
         await bus.outcome(1)
         bus.publish(RESUME)
-        await until(agent, enters)
+        await reaches(agent, enters)
         failing.reply = None
         await until_taken(failing)
     assert failing.listed == [] and len(told(caplog, logging.WARNING)) == 1
@@ -549,10 +541,10 @@ async def test_router_is_left_alone_by_who_has_not_joined_and_by_other_nodes(
 ) -> None:
     async with running(bus, context, Engine(), tmp_path, SECOND) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined)
+        await reaches(agent, lambda state: state.joined)
         await Router(failing.url, "http://engine:1").follow(agent)
     async with following(Router(failing.url, "http://engine:1"), bus, context, tmp_path) as agent:
-        await until(agent, lambda state: state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.engine.tokenizer == "present")
     assert failing.asked == []
 
 

@@ -44,7 +44,7 @@ from workers.engines.sglang.in_process import TokenizerManagerClient
 from workers.engines.vllm.engine import VllmEngine, fingerprint
 from workers.engines.vllm.in_process import AsyncLLMClient
 
-pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio]
+pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio, pytest.mark.one_loop]
 
 PLACE = Identity(replica=0, node_rank=0)
 PLAN, SHORT = ProfilePlan(), ProfilePlan(window=Window(0, 2))
@@ -60,12 +60,6 @@ def releases(*kinds: wheels.Kind) -> list[Any]:
 def fetched() -> None:
     """All wheels, several at a time: one by one they take minutes."""
     wheels.fetch_all()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Engines in process live on asyncio."""
-    return "asyncio"
 
 
 class Bench(NamedTuple):

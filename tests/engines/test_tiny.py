@@ -1,8 +1,6 @@
 """The tiny engine, each operation checked by its effect on what it really generates, holds and records."""
 
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -32,23 +30,18 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation, Tag
 from schemas.safetensors.manifest import build_manifest
+from tests.running import python
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.profile import FORWARD
 from workers.engines.tiny.server import Completion, TinyClient
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
 LONG = 60
 """Tokens of a completion that takes some hundred forwards' time."""
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The engine has threads of its own: one loop is enough here."""
-    return "asyncio"
 
 
 class Bench:
@@ -142,7 +135,7 @@ async def test_a_higher_node_rank_has_no_tokenizer_and_nothing_to_call(tmp_path:
 
 def test_importing_the_adapter_and_the_client_loads_no_torch() -> None:
     code = "import sys, workers.engines.tiny.engine, workers.engines.tiny.server; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python("-c", code).returncode == 0
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -25,15 +25,9 @@ from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import TinyClient
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The engines have threads of their own: one loop is enough here."""
-    return "asyncio"
 
 
 def model(version: int, config: TinyConfig | None = None) -> TinyModel:

@@ -16,7 +16,7 @@ from tests.engines.release_facts import DEV, FACTS, PROFILER, number
 from tests.engines.strict import Called, Reply, request_module, strict_app, strict_async_llm, strict_tokenizer_manager
 from tests.engines.surfaces import LAUNCHED, openapi, read
 
-pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.one_loop]
 
 RELEASES = [
     pytest.param(kind, version, id=f"{kind}-{version}")
@@ -29,12 +29,6 @@ RELEASES = [
 def fetched() -> None:
     """All wheels, several at a time: one by one they take minutes."""
     wheels.fetch_all()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Nothing here depends on the loop."""
-    return "asyncio"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

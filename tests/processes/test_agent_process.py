@@ -15,6 +15,7 @@ import pytest
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
+from tests.running import python, rolloutctl
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import TinyClient
 
@@ -105,8 +106,7 @@ def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> Non
     front = f"ipc://{tmp_path}/engine"
 
     def by_hand(*words: str) -> dict[str, str]:
-        command = [sys.executable, "-m", "controlplane.cli", *words, "--json", "--bus", plane.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = rolloutctl(*words, "--json", "--bus", plane.address)
         assert done.returncode == 0, done.stderr + done.stdout
         outcomes = json.loads(done.stdout)["outcomes"]
         return {one["agent"]: ",".join(one["conclusion"].get("calls", ())) for one in outcomes}
@@ -160,7 +160,7 @@ def test_an_engine_without_its_packages_is_one_clear_line(tmp_path: Path) -> Non
         "--state-dir",
         str(tmp_path),
     ]
-    said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    said = python("-c", code, *words)
     assert said.returncode == 3
     assert said.stderr.startswith("rolloutctl: the tiny engine needs torch") and "rolloutctl[torch]" in said.stderr
 

@@ -1,19 +1,13 @@
 """The demo, as a newcomer runs it: short, with and without a fault. `make demo` is the same with more steps."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-
-def rolloutctl(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "controlplane.cli", *map(str, options)]
-    wide = os.environ | {"COLUMNS": "200"}  # of 80, a table cuts the skips
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=wide)
+from tests.running import rolloutctl
 
 
 def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
@@ -36,7 +30,7 @@ def test_it_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple[str, 
     assert places == [f"global_step_{step}/{one}" for step in (1, 4) for one in who]
     for trace in (out / "traces").glob("*/*/*.json"):
         assert any(one.get("name") == "tiny.forward" for one in json.loads(trace.read_text())["traceEvents"])
-    verified = subprocess.run([sys.executable, "-m", "controlplane.cli", "log", "verify", str(out / "run.db")])
+    verified = rolloutctl("log", "verify", out / "run.db")
     assert verified.returncode == 0
 
 

@@ -20,6 +20,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from schemas.errors import ConfigError, EngineError
 from schemas.events import Call, Flush, Observation, Returned
+from tests.waiting import until
 from workers.engine import Engine
 from workers.server import guard
 from workers.server.guard import Restarts
@@ -67,16 +68,8 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-async def when(holds: Callable[[], bool]) -> None:
-    """Wait for what other processes do: they set no event of ours."""
-    with anyio.fail_after(LONGEST_S):
-        while True:
-            if holds():
-                return
-            await anyio.sleep(0.01)
-
-
-async def until(server: ServerProcess, holds: Callable[[ServerStatus], bool]) -> ServerStatus:
+async def status_when(server: ServerProcess, holds: Callable[[ServerStatus], bool]) -> ServerStatus:
+    """Wait until the server's status is one that `holds`, and return that status."""
     with anyio.fail_after(LONGEST_S):
         while True:
             if holds(status := server.status()):
@@ -97,7 +90,7 @@ def tree(status: ServerStatus) -> list[psutil.Process]:
 
 
 async def gone(processes: Sequence[psutil.Process]) -> None:
-    await when(lambda: not any(lives(process) for process in processes))
+    await until(lambda: not any(lives(process) for process in processes))
 
 
 def lives(process: psutil.Process) -> bool:
@@ -165,7 +158,7 @@ async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> N
     assert server.status().state == "ended"
     server.start()
     server.start()
-    status = await until(server, said("tree"))
+    status = await status_when(server, said("tree"))
     processes = tree(status)
     assert (status.pid, status.launches, status.exit_code) == (processes[0].pid, 1, None)
     ended = await server.end()
@@ -180,7 +173,7 @@ async def test_an_ended_server_can_be_started_once_more(servers: Servers) -> Non
     server = servers(QUIET)
     for launch in (1, 2):
         server.start()
-        await until(server, said("up"))
+        await status_when(server, said("up"))
         assert (await server.end()).launches == launch
 
 
@@ -188,7 +181,7 @@ async def test_an_ended_server_can_be_started_once_more(servers: Servers) -> Non
 async def test_a_server_that_ignores_sigterm_is_killed_when_the_grace_is_over(servers: Servers) -> None:
     server = servers(STUBBORN, grace_s=0.2)
     server.start()
-    await until(server, said("up"))
+    await status_when(server, said("up"))
     assert (await server.end()).exit_code == -signal.SIGKILL
 
 
@@ -207,7 +200,7 @@ while True:
 """
     server = servers(orderly)
     server.start()
-    await until(server, said("up"))
+    await status_when(server, said("up"))
     assert (await server.end()).exit_code == 7
 
 
@@ -215,7 +208,7 @@ while True:
 async def test_an_end_that_nobody_waits_for_goes_on(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await until(server, said("tree")))
+    processes = tree(await status_when(server, said("tree")))
     with anyio.CancelScope() as scope:
         scope.cancel()
         await server.end()
@@ -227,7 +220,7 @@ async def test_what_a_server_says_is_appended_and_never_stops_it(servers: Server
     (servers.folder / "server.log").write_text("of yesterday\n")
     server = servers(f"import sys; sys.stdout.write('x' * 300_000 + '\\n'); {QUIET}")
     server.start()
-    status = await until(server, said("up"))
+    status = await status_when(server, said("up"))
     assert "of yesterday" not in status.said and max(map(len, status.said)) == 300
     assert (servers.folder / "server.log").read_text().startswith("of yesterday\n--- rolloutctl: launch 1 at ")
 
@@ -244,7 +237,7 @@ async def test_what_can_not_be_launched_is_said(servers: Servers, tmp_path: Path
     broken.chmod(0o755)
     server = ServerProcess([str(broken)], log=tmp_path / "log")
     server.start()
-    status = await until(server, lambda status: status.state == "given up")
+    status = await status_when(server, lambda status: status.state == "given up")
     assert "can't be started" in status.note and (status.launches, status.last_exit) == (0, "never ran")
     await server.end()
 
@@ -292,11 +285,11 @@ async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(se
         agent.kill()
         server = servers(QUIET)
         server.start()
-        waited = await until(server, lambda status: bool(status.note) or status.state == "running")
+        waited = await status_when(server, lambda status: bool(status.note) or status.state == "running")
         assert waited.state == "starting" and "another server still runs" in waited.note
         assert lives(former)
         former.kill()
-        status = await until(server, said("up"))
+        status = await status_when(server, said("up"))
         assert not lives(former) and status.launches == 1
 
 
@@ -304,9 +297,9 @@ async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(se
 async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await until(server, said("tree")))
+    processes = tree(await status_when(server, said("tree")))
     guard_of(processes[0]).kill()
-    status = await until(server, lambda status: status.launches == 2 and said("tree")(status))
+    status = await status_when(server, lambda status: status.launches == 2 and said("tree")(status))
     assert not any(lives(process) for process in processes)
     assert not {process.pid for process in processes} & {process.pid for process in tree(status)}
 
@@ -317,11 +310,11 @@ async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: 
     server.start()
     killed: list[psutil.Process] = []
     while len(killed) < 2:
-        status = await until(server, lambda status: status.launches > len(killed) and said("up")(status))
+        status = await status_when(server, lambda status: status.launches > len(killed) and said("up")(status))
         killed.append(psutil.Process(status.pid))
         guard_of(killed[-1]).kill()
         await gone(killed)
-    status = await until(server, lambda status: status.state == "given up")
+    status = await status_when(server, lambda status: status.state == "given up")
     assert status.note == "its guard was lost 2 times"
 
 
@@ -329,9 +322,9 @@ async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: 
 async def test_a_guard_that_is_told_to_end_ends_the_server(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await until(server, said("tree")))
+    processes = tree(await status_when(server, said("tree")))
     guard_of(processes[0]).terminate()
-    status = await until(server, lambda status: status.state == "ended")
+    status = await status_when(server, lambda status: status.state == "ended")
     assert status.note == "the guard was told to end by SIGTERM"
     assert not any(lives(process) for process in processes)
 
@@ -356,9 +349,9 @@ def test_a_guard_needs_nothing_but_psutil() -> None:
 async def test_a_server_that_ends_is_started_again_when_its_tree_is_gone(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await until(server, said("tree")))
+    processes = tree(await status_when(server, said("tree")))
     processes[0].kill()
-    status = await until(server, lambda status: status.launches == 2 and said("tree")(status))
+    status = await status_when(server, lambda status: status.launches == 2 and said("tree")(status))
     assert status.exit_code == -signal.SIGKILL and status.pid != processes[0].pid
     assert not any(lives(process) for process in processes)
 
@@ -375,21 +368,21 @@ sys.exit(5)
     server = servers(leaving, restarts=Restarts(most=1, first_wait_s=0.01), grace_s=600)
     server.start()
     for launch in (1, 2):
-        status = await until(server, lambda status: status.exit_code == 5 and status.pid is None)
+        status = await status_when(server, lambda status: status.exit_code == 5 and status.pid is None)
         assert (status.state, status.launches) == ("waiting to start again", launch)
         assert status.note == "once all that it started is gone"
         left = psutil.Process(int(status.said[-1].split()[1]))
         assert lives(left)
         left.kill()
-        await until(server, lambda status: status.launches > launch or status.state == "given up")  # noqa: B023
-    await until(server, lambda status: status.state == "given up")
+        await status_when(server, lambda status: status.launches > launch or status.state == "given up")  # noqa: B023
+    await status_when(server, lambda status: status.state == "given up")
 
 
 @pytest.mark.anyio
 async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) -> None:
     server = servers("import sys; sys.exit('no such model')", restarts=Restarts(most=2, first_wait_s=0.01))
     server.start()
-    status = await until(server, lambda status: status.state == "given up")
+    status = await status_when(server, lambda status: status.state == "given up")
     assert (status.launches, status.pid, status.exit_code) == (3, None, 1)
     assert status.note == "it was started again 2 times within 3600 s" and status.said == ("no such model",)
     assert (await server.end()).state == "given up"
@@ -399,7 +392,7 @@ async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) 
 async def test_a_wait_is_cut_short_by_the_end(servers: Servers) -> None:
     server = servers("pass", restarts=Restarts(first_wait_s=3000, longest_wait_s=3000))
     server.start()
-    status = await until(server, lambda status: status.state == "waiting to start again")
+    status = await status_when(server, lambda status: status.state == "waiting to start again")
     assert (status.note, status.last_exit) == ("in 3000 s", "ended with exit code 0")
     assert (await server.end()).launches == 1
 
@@ -447,7 +440,7 @@ async def test_an_engine_lives_with_its_server(servers: Servers, tmp_path: Path)
     inner.sign.write_text("somebody else's server")
     os.kill(pid or pytest.fail("it does not run"), signal.SIGKILL)
     second = await observed(engine, lambda seen: seen.instance != first.instance)
-    await until(server, lambda status: status.launches == 2 and said("loads")(status))
+    await status_when(server, lambda status: status.launches == 2 and said("loads")(status))
     third = await observed(engine, lambda seen: (seen.instance or "").endswith(".server"))
     assert second.tokenizer == "unknown" or server.status().launches == 2
     assert third.instance != first.instance
@@ -486,11 +479,11 @@ async def test_how_a_start_goes_is_told_now_and_then(
 
     engine = LaunchedEngine(inner, server, clock=clock)
     await engine.open()
-    await until(server, said("loads"))
+    await status_when(server, said("loads"))
     for skipped_s in (0.0, 9.9, 10.0, 12.0, 19.9, 20.0):  # noqa: B007 (the clock reads it)
         assert (await engine.observe()).tokenizer == "unknown"
     go.write_text("")
-    await when(inner.sign.exists)
+    await until(inner.sign.exists)
     skipped_s = 73.0
     await observed(engine, lambda seen: seen.tokenizer == "present")
     await engine.observe()
@@ -514,7 +507,7 @@ async def test_a_server_that_does_not_come_up_in_time_is_started_again(
     engine = LaunchedEngine(inner, server, up_within_s=300, clock=lambda: server.status().since_s + passed_s)
     passed_s = 299.0
     await engine.open()
-    await when((tmp_path / "first").exists)
+    await until((tmp_path / "first").exists)
     assert (await engine.observe()).tokenizer == "unknown" and not caplog.records
     passed_s = 300.0
     await engine.observe()
@@ -540,7 +533,7 @@ async def test_no_two_launches_look_the_same(servers: Servers, tmp_path: Path) -
     for _ in range(3):
         engine = LaunchedEngine(Attached(tmp_path / "sign"), server)
         await engine.open()
-        await until(server, said("up"))
+        await status_when(server, said("up"))
         seen |= {(await engine.observe()).instance, (await engine.observe()).instance}
         await engine.close()
         seen.add((await engine.observe()).instance)
@@ -554,7 +547,7 @@ async def test_that_a_server_stays_down_is_told_once(
     server = servers("import sys; sys.exit('no such model')", restarts=Restarts(most=0))
     engine = LaunchedEngine(Attached(tmp_path / "sign"), server)
     await engine.open()
-    await until(server, lambda status: status.state == "given up")
+    await status_when(server, lambda status: status.state == "given up")
     (tmp_path / "sign").write_text("another server on its port")
     for _ in range(3):
         assert (await engine.observe()).tokenizer == "unknown"

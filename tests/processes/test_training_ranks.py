@@ -17,7 +17,9 @@ from schemas.config import AgentConfig, BusConfig
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import Report
-from tests.unit.rank_sessions import operators, stages, until
+from tests.running import python
+from tests.unit.rank_sessions import operators, stages
+from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
 from workers.profilers import TrainingRank
@@ -210,7 +212,7 @@ def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_and_reloc
     rank.tell("go on")
     assert rank.heard() == "done 3"
     moved = fleet.folder / "traces" / "actor-rank0_step_3_e2e.rank0.pt.trace.json.gz"
-    until(moved.exists)
+    wait_until(moved.exists)
     seen = stages(load(moved))
     assert [one for one in seen if "actor" in one or "log" in one] == ["compute_log_prob", "update_actor"]
 
@@ -220,7 +222,7 @@ def test_a_rank_leaves_in_good_order_and_trains_on_without_a_bus(tmp_path: Path)
         address = plane.address
         with here(address, tmp_path):
             plane.wait_for_agents(1, timeout=60).wait()
-        until(lambda: [one.state for one in plane.status().agents] == ["left"])
+        wait_until(lambda: [one.state for one in plane.status().agents] == ["left"])
         assert plane.flush().wait().outcomes == ()
     with here(address, tmp_path) as rank, rank.annotate("update_actor"):  # nobody listens there any more
         rank.mini_batch()
@@ -242,8 +244,7 @@ def test_a_trainer_that_forgets_to_close_ends_all_the_same(tmp_path: Path, endin
         " state_dir=sys.argv[2])\n"
         f"rank.open()\n{ending}\n"
     )
-    words = [sys.executable, "-c", code, f"ipc://{tmp_path}/nobody", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = python("-c", code, f"ipc://{tmp_path}/nobody", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -266,8 +267,7 @@ for step in range(40):
     assert len(rank.stop().traces) == 6
 print("trained")
 """
-    words = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = python("-c", code, tmp_path)
     assert (done.returncode, done.stdout) == (0, "trained\n")
 
 
@@ -277,7 +277,7 @@ def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Pat
         stack.enter_context(here(plane.address, tmp_path))
         plane.wait_for_agents(1, timeout=60).wait()
         second = stack.enter_context(here(plane.address, tmp_path / "other"))
-        until(lambda: second.failure is not None)
+        wait_until(lambda: second.failure is not None)
         with second.annotate("update_actor"):
             pass
         assert "actor.0 is held by" in str(second.failure)

@@ -139,7 +139,7 @@ class MultiTokenizerRouter:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.one_loop
 async def test_a_router_in_the_place_of_a_tokenizer_manager_is_seen_as_absent(tmp_path: Path) -> None:
     place = Identity(replica=1, node_rank=0)
     engine = SGLangEngine(place, TokenizerManagerClient(MultiTokenizerRouter()), checkpoints=tmp_path, traces=tmp_path)

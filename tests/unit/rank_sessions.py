@@ -3,7 +3,6 @@
 import gzip
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from schemas.desired import ProfileSession
 from schemas.events import EngineCall, Returned, StartProfile, StopProfile
 from schemas.identity import Identity
 from schemas.selection import trace_directory
+from tests.waiting import wait_until
 from workers.profilers import RankProfiler
 
 LAYER = torch.nn.Linear(4, 4)
@@ -59,7 +59,7 @@ class Commanded:
         assert self._open is not None
         session = self.profiler._session
         done = self.ask(self._open)
-        until(lambda: done.done() or session is None or session.closing)
+        wait_until(lambda: done.done() or session is None or session.closing)
         return done
 
     def stop(self) -> Returned:
@@ -72,13 +72,6 @@ class Commanded:
 
     def close(self) -> None:
         anyio.run(self.profiler.close)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    moment = threading.Event()
-    while not holds():
-        moment.wait(0.001)
 
 
 def read(file: Path) -> dict[str, Any]:

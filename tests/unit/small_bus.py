@@ -204,7 +204,8 @@ async def running(
         tasks.cancel_scope.cancel()
 
 
-async def until(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentState:
+async def reaches(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentState:
+    """Wait until the state of the agent's machine is one that `holds`."""
     with anyio.fail_after(10):
         return await agent.wait_until(holds)
 

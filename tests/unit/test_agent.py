@@ -1,13 +1,12 @@
 """The agent's shell on real sockets, with a small bus and engine, on every event loop: commands, calls, restarts."""
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
 import msgspec
 import pytest
-import zmq
 
 from schemas.carriers.records import RecordFile
 from schemas.carriers.sockets import Context
@@ -28,17 +27,22 @@ from schemas.wire import (
     encode_header,
     event_decoder,
 )
-from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, STRANGER, Bus, Engine, recorded, running, until
+from tests.unit.small_bus import (
+    FLUSH,
+    PAUSE,
+    PRIMARY,
+    RESUME,
+    SECOND,
+    STRANGER,
+    Bus,
+    Engine,
+    reaches,
+    recorded,
+    running,
+)
 from workers.agent import Agent
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.fixture
@@ -60,13 +64,13 @@ async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, e
     idle = Engine()
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         bus.publish(PAUSE)
         assert await bus.outcome(1) == CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
         assert engine.calls == [Pause("abort")]
     async with running(bus, context, idle, tmp_path, SECOND) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined)
+        await reaches(agent, lambda state: state.joined)
         bus.publish(RESUME)
         assert await bus.outcome(2) == CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6)
         assert idle.calls == []
@@ -79,7 +83,7 @@ async def test_a_skip_is_told_at_debug_only(
     with caplog.at_level(logging.DEBUG, "rolloutctl.agent"):
         async with running(bus, context, engine, tmp_path, SECOND) as agent:
             await bus.admit()
-            await until(agent, lambda state: state.joined)
+            await reaches(agent, lambda state: state.joined)
             bus.publish(PAUSE)
             assert (await bus.outcome(1)).outcome == Skipped(Reason.NOT_PRIMARY)
     told = [one for one in caplog.records if "not_primary" in one.getMessage()]
@@ -103,7 +107,7 @@ async def test_hole_is_asked_for_and_filled_in_order(
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined)
+        await reaches(agent, lambda state: state.joined)
         bus.publish(PAUSE, seq=3)
         assert (await bus.next(ResendRequest)).first == 1
         bus.say(Replay(records=(bus.record(1, FLUSH), bus.record(2, FLUSH))))
@@ -117,7 +121,7 @@ async def test_pages_of_replay_are_asked_for_until_nothing_is_missing(
 ) -> None:
     async with running(bus, context, engine, tmp_path, SECOND) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined)
+        await reaches(agent, lambda state: state.joined)
         bus.seq = 3
         bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, 3), b"\xc0")
         for seq in (1, 2, 3):
@@ -144,7 +148,7 @@ async def test_command_that_waited_is_done_once_the_engine_is_up(
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit()
         bus.publish(PAUSE)
-        await until(agent, lambda state: len(state.queue) == 1)
+        await reaches(agent, lambda state: len(state.queue) == 1)
         engine.tokenizer = "present"
         assert isinstance((await bus.outcome(1)).outcome, Acted)
 
@@ -158,7 +162,7 @@ async def test_call_is_awaited_past_its_deadline_and_never_taken_back(
     engine.gate = anyio.Event()
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.engine.tokenizer == "present")
         bus.publish(PAUSE, ttl_ms=20)
         late = (await bus.outcome(1)).outcome
         assert isinstance(late, Failed) and late.error == ErrorKind.ENGINE_TIMEOUT
@@ -166,7 +170,7 @@ async def test_call_is_awaited_past_its_deadline_and_never_taken_back(
         busy = (await bus.outcome(2)).outcome
         assert isinstance(busy, Failed) and busy.error == ErrorKind.ENGINE_BUSY
         engine.gate.set()
-        await until(agent, lambda state: state.activity is None and not state.engine.generating)
+        await reaches(agent, lambda state: state.activity is None and not state.engine.generating)
         assert engine.calls == [Pause("abort")]
 
 
@@ -238,7 +242,7 @@ async def test_engine_is_told_about_only_when_it_changed(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path, SECOND) as agent:
-        await until(agent, lambda state: state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.engine.tokenizer == "present")
         with anyio.fail_after(10):
             while engine.observations < 5:
                 await anyio.lowlevel.checkpoint()
@@ -285,7 +289,7 @@ async def test_call_that_was_cut_off_is_settled_by_reading_the_engine(
     engine.calls.clear()
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit(paused)
-        await until(agent, lambda state: state.joined and state.interrupted is None)
+        await reaches(agent, lambda state: state.joined and state.interrupted is None)
         bus.say(Replay(records=(bus.record(1, PAUSE),)))
         assert await bus.outcome(1) == CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
         assert engine.calls == []
@@ -354,7 +358,7 @@ async def test_bus_of_another_run_is_joined_with_a_new_journal(
         await bus.next(Goodbye)
         second = await bus.admit()
         assert second.journal != first.journal and second.incarnation != first.incarnation
-        await until(agent, lambda state: state.joined and state.epoch == 1 and state.seq == 0)
+        await reaches(agent, lambda state: state.joined and state.epoch == 1 and state.seq == 0)
         bus.publish(FLUSH)
         assert isinstance((await bus.outcome(1)).outcome, Acted)
     assert (tmp_path / "agent-0.0.previous.db").exists()

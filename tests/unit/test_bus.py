@@ -1,6 +1,6 @@
 """The bus on real sockets with real agents, on every event loop: commands, strangers, a full disk, two lives."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -60,13 +60,6 @@ pytestmark = pytest.mark.anyio
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, agent_timeout_ms=1_000, retransmit_ms=50)
 OTHER = Identity(replica=1, node_rank=0)
 ALL = Target()
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @asynccontextmanager

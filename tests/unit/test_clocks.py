@@ -2,12 +2,10 @@
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
 import pytest
-import zmq
 
 from controlplane.bus.bus import Bus
 from controlplane.machine.coordinator import CoordinatorState
@@ -143,13 +141,6 @@ def test_an_answer_to_no_question_is_not_taken() -> None:
 
 
 # --- on real sockets --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def clocks_of(state: CoordinatorState) -> dict[str, Clock]:

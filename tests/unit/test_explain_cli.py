@@ -1,7 +1,5 @@
 """`rolloutctl profile explain`: a configuration in words."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from controlplane.cli.explain import told
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule
 from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.files import read_verl, read_yaml
+from tests.running import python, rolloutctl
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -94,8 +93,7 @@ def test_it_is_printed_as_a_file_of_ours_that_means_the_same() -> None:
 def test_a_wrong_value_ends_with_2_and_one_line(tmp_path: Path) -> None:
     file = tmp_path / "profile.yaml"
     file.write_text("rollout: {window: [4, 4]}")
-    command = [sys.executable, "-m", "controlplane.cli", "profile", "explain", str(file)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    shown = rolloutctl("profile", "explain", file)
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr == (
         "rolloutctl: rollout.window is [4, 4]: allowed is two whole numbers [start, end) of which the end is "
@@ -261,5 +259,6 @@ def test_who_runs_the_hook(finish: Finish, whom: str) -> None:
 
 def test_the_contract_is_loaded_without_yaml() -> None:
     code = "import schemas, sys; print(sorted({'yaml', 'zmq', 'anyio', 'click'} & set(sys.modules)))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = python("-c", code)
+    assert shown.returncode == 0, shown.stderr
     assert shown.stdout == "[]\n"

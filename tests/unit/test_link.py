@@ -1,15 +1,12 @@
 """The agent's end of the bus on real sockets, on every event loop: joining, silence, hostile bytes, uploads."""
 
 import logging
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
 import msgspec
 import pytest
-import zmq
 
 from schemas.carriers.sockets import Context
 from schemas.commands import ProfileCommand
@@ -33,17 +30,11 @@ from schemas.wire import (
     encode_header,
     event_decoder,
 )
-from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, recorded, running, until
+from tests.running import python
+from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, reaches, recorded, running
 from workers.agent import Agent
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.fixture
@@ -101,7 +92,7 @@ async def test_hello_is_repeated_until_it_is_answered(
         first = await bus.next(Hello)
         assert await bus.next(Hello) == first
         await bus.admit()
-        await until(agent, lambda state: state.joined)
+        await reaches(agent, lambda state: state.joined)
 
 
 async def test_agent_waits_for_a_bus_that_is_not_there_yet_and_says_so(
@@ -117,7 +108,7 @@ async def test_agent_waits_for_a_bus_that_is_not_there_yet_and_says_so(
             bus = Bus(context, address)
             tasks.start_soon(bus.serve)
             await bus.admit()
-            await until(agent, lambda state: state.joined)
+            await reaches(agent, lambda state: state.joined)
             tasks.cancel_scope.cancel()
     bus.close()
 
@@ -127,13 +118,13 @@ async def test_agent_that_the_bus_does_not_know_any_more_says_hello_again(
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
         hello = await bus.admit()
-        await until(agent, lambda state: state.joined)
+        await reaches(agent, lambda state: state.joined)
         bus.epoch = 2
         bus.greet()
         bus.say(STRANGER)
         again = await bus.admit()
         assert again == hello  # the same life of the same agent
-        await until(agent, lambda state: state.epoch == 2)
+        await reaches(agent, lambda state: state.epoch == 2)
         bus.publish(PAUSE)
         assert isinstance((await bus.outcome(1)).outcome, Acted)
 
@@ -178,7 +169,7 @@ async def test_engine_that_can_not_be_opened_leaves_nothing_open(
             pass
     async with running(bus, context, Engine(), tmp_path) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined)
+        await reaches(agent, lambda state: state.joined)
 
 
 # Lease, hostile bytes, orderly end
@@ -191,12 +182,12 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit()
         bus.publish(PAUSE)
-        await until(agent, lambda state: not state.engine.generating)
-        await until(agent, lambda state: state.diverged and state.engine.generating)
+        await reaches(agent, lambda state: not state.engine.generating)
+        await reaches(agent, lambda state: state.diverged and state.engine.generating)
         bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, bus.seq), b"\xc0")
         await bus.next(Join)
         bus.say(Snapshot(desired=Desired(generation="paused")))
-        await until(agent, lambda state: not state.diverged and not state.engine.generating)
+        await reaches(agent, lambda state: not state.diverged and not state.engine.generating)
 
 
 async def test_malformed_messages_are_counted_said_once_and_change_nothing(
@@ -220,7 +211,7 @@ async def test_malformed_messages_are_counted_said_once_and_change_nothing(
     with caplog.at_level(logging.WARNING):
         async with running(bus, context, engine, tmp_path) as agent:
             await bus.admit()
-            await until(agent, lambda state: state.joined)
+            await reaches(agent, lambda state: state.joined)
             before = agent.state
             for frames in hostile:
                 bus.raw(*frames)
@@ -242,7 +233,7 @@ async def test_unknown_command_is_answered_and_does_not_stop_the_stream(
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         unknown = msgspec.structs.replace(
             bus.envelope(PAUSE), body=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
         )
@@ -262,7 +253,7 @@ async def test_agent_that_ends_says_so_and_leaves_its_decisions(
         await bus.admit()
         bus.publish(PAUSE)
         await bus.outcome(1)
-        await until(agent, lambda state: state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.engine.tokenizer == "present")
     decisions: list[Decision] = []
     await bus.next(Goodbye)
     for message in bus.ignored:
@@ -292,7 +283,7 @@ async def test_decisions_are_uploaded_once_and_in_order(
     log: list[Decision] = []
     async with running(bus, context, engine, tmp_path, SECOND) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         for seq in range(1, 11):
             bus.publish(PAUSE)
             await bus.outcome(seq)
@@ -311,7 +302,7 @@ async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
     log: list[Decision] = []
     async with running(bus, context, engine, tmp_path, SECOND) as agent:
         await bus.admit()
-        await until(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         await take(bus, log, 4)
         bus.publish(PAUSE)
         lost = await bus.next(DecisionBatch)  # and is not kept: the bus dies with it
@@ -324,7 +315,7 @@ async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
         assert again.first == 5 and again.decisions[: len(lost.decisions)] == lost.decisions
         log.extend(again.decisions)
         bus.say(Ack(journal=again.journal, through=len(log)))
-        await until(agent, lambda state: state.epoch == 2)
+        await reaches(agent, lambda state: state.epoch == 2)
         await take(bus, log, 6)
     assert log == recorded(tmp_path, SECOND)[: len(log)]
 
@@ -346,8 +337,8 @@ async def test_agent_whose_disk_lost_what_the_log_holds_does_not_number_anew(
 
 def test_importing_the_package_loads_neither_the_agent_nor_torch() -> None:
     program = "import sys, workers; print([m for m in ('workers.agent', 'anyio', 'zmq', 'torch') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    done = python("-c", program)
     assert done.stdout.strip() == "[]"
     program = "import sys; from workers import Agent, Engine; print(Agent.__name__, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    done = python("-c", program)
     assert done.stdout.strip() == "Agent False"

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,13 @@ from controlplane.record.log import RunLog
 from schemas.carriers.records import RecordFile
 from schemas.events import Decision, Tick
 from schemas.wire import DecisionBatch, encode
+from tests.running import python, rolloutctl
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 
 
-def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=cwd, timeout=60)
-
-
 def log(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return run("controlplane.cli", "log", *map(str, words))
+    return rolloutctl("log", *words)
 
 
 @pytest.fixture
@@ -158,7 +154,7 @@ def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, words: tuple[s
 
 
 def pytest_in(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    return run("pytest", "-q", "-p", "no:cacheprovider", *map(str, words), cwd=folder)
+    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *words, cwd=folder)
 
 
 def test_each_log_becomes_two_tests(tmp_path: Path) -> None:

@@ -11,16 +11,11 @@ import pytest
 
 from controlplane import ControlPlane
 from schemas.config import BusConfig
+from tests.running import rolloutctl
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
 from tests.unit.test_plane import agents
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=100)
-
-
-def rolloutctl(*args: str, bus: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {"ROLLOUTCTL_BUS": bus, "COLUMNS": "200"} if bus is not None else {}
-    command = [sys.executable, "-m", "controlplane.cli", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +35,13 @@ def plane(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> Iterator[
 
 
 def test_status_shows_the_fleet(plane: ControlPlane) -> None:
-    shown = rolloutctl("status", bus=plane.address)
+    shown = rolloutctl("status", env={"ROLLOUTCTL_BUS": plane.address})
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "run.db" in shown.stdout and "0.1" in shown.stdout and "live" in shown.stdout
 
 
 def test_status_for_machines(plane: ControlPlane) -> None:
-    shown = json.loads(rolloutctl("status", "--json", bus=plane.address).stdout)
+    shown = json.loads(rolloutctl("status", "--json", env={"ROLLOUTCTL_BUS": plane.address}).stdout)
     assert [one["agent"] for one in shown["agents"]] == ["0.0", "0.1"]
     assert all(one["status"]["ready"] for one in shown["agents"])
 
@@ -64,7 +59,7 @@ def test_status_for_machines(plane: ControlPlane) -> None:
 def test_an_operation_is_reported_for_every_agent(
     plane: ControlPlane, words: tuple[str, ...], calls: list[str]
 ) -> None:
-    said = rolloutctl(*words, "--json", bus=plane.address)
+    said = rolloutctl(*words, "--json", env={"ROLLOUTCTL_BUS": plane.address})
     assert said.returncode == 0, said.stderr
     outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
     assert outcomes["0.0"]["type"] == "acted"
@@ -75,12 +70,14 @@ def test_an_operation_is_reported_for_every_agent(
 def test_what_fails_is_told_and_ends_with_1(plane: ControlPlane, engine: Engine) -> None:
     engine.raises = RuntimeError("no profiler in this build")
     try:
-        said = rolloutctl("profile", "start", "--step", "3", "--window", "0", "2", bus=plane.address)
+        said = rolloutctl(
+            "profile", "start", "--step", "3", "--window", "0", "2", env={"ROLLOUTCTL_BUS": plane.address}
+        )
     finally:
         engine.raises = None
     assert said.returncode == 1
     assert "engine_error" in said.stdout and "no profiler in this build" in said.stdout
-    assert rolloutctl("profile", "stop", "--step", "3", bus=plane.address).returncode == 0
+    assert rolloutctl("profile", "stop", "--step", "3", env={"ROLLOUTCTL_BUS": plane.address}).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -121,7 +118,7 @@ def test_version_is_the_packages() -> None:
 
 
 def test_traces_of_the_other_nodes_are_asked_for_by_hand(plane: ControlPlane) -> None:
-    said = rolloutctl("profile", "collect", "--step", "3", "--json", bus=plane.address)
+    said = rolloutctl("profile", "collect", "--step", "3", "--json", env={"ROLLOUTCTL_BUS": plane.address})
     outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
     assert outcomes["0.0"] == {"type": "skipped", "reason": "already"}
     assert outcomes["0.1"]["calls"] == ["collect_traces"]
@@ -130,13 +127,13 @@ def test_traces_of_the_other_nodes_are_asked_for_by_hand(plane: ControlPlane) ->
 def test_a_configuration_is_checked_by_hand_and_says_who_is_meant(plane: ControlPlane, tmp_path: Path) -> None:
     (tmp_path / "profiler.yaml").write_text("steps: [1]\nrollout: {ranks: [77]}\nroles: {actor: {ranks: [0]}}\n")
     config = ("--config", str(tmp_path / "profiler.yaml"))
-    said = rolloutctl("profile", "check", *config, "--json", bus=plane.address)
+    said = rolloutctl("profile", "check", *config, "--json", env={"ROLLOUTCTL_BUS": plane.address})
     outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
     assert outcomes["0.0"] == {"type": "skipped", "reason": "rank_not_selected"}
-    said = rolloutctl("profile", "start", "--step", "1", *config, "--ranks", "0", bus=plane.address)
+    said = rolloutctl("profile", "start", "--step", "1", *config, "--ranks", "0", env={"ROLLOUTCTL_BUS": plane.address})
     assert said.returncode == 2 and "--config says all of the plan" in said.stderr
     (tmp_path / "profiler.yaml").write_text("steps: [0]\nrollout: {rank: [77]}\n")
-    said = rolloutctl("profile", "check", *config, bus=plane.address)
+    said = rolloutctl("profile", "check", *config, env={"ROLLOUTCTL_BUS": plane.address})
     assert said.returncode == 2 and "did you mean ranks?" in said.stderr
 
 

@@ -31,8 +31,8 @@ from schemas.profiler.config import ProfilerConfig
 from schemas.safetensors.digest import layout_digest
 from schemas.safetensors.format import TensorSpec
 from schemas.safetensors.manifest import build_manifest, manifest_of
-from tests.unit.rank_sessions import until
 from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine
+from tests.waiting import wait_until
 from workers.agent import Agent
 from workers.traces.node import NodeTraces
 
@@ -158,7 +158,7 @@ def test_agents_that_do_not_come_are_named(plane: ControlPlane, tmp_path: Path) 
     engine = Engine()
     engine.tokenizer = "unknown"
     with agents(plane.address, tmp_path, {PRIMARY: engine}):
-        until(lambda: bool(plane.status().agents))
+        wait_until(lambda: bool(plane.status().agents))
         with pytest.raises(AgentsMissing) as caught:
             plane.wait_for_agents(2, timeout=0.05).wait()
     assert "expected 2 agents within 0.05 s" in str(caught.value)

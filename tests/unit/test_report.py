@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -23,6 +22,7 @@ from schemas.errors import LogCorrupt
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Trace
 from schemas.reports import AgentStatus
 from schemas.wire import encode
+from tests.running import rolloutctl
 from tests.unit.fleets import DONE, Coordinator
 
 REPLAYS = Path(__file__).parents[1] / "replays"
@@ -72,8 +72,7 @@ def recorded(name: str) -> RunReport:
 
 
 def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "controlplane.cli", "report", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+    return rolloutctl("report", *words)
 
 
 # --- recorded runs ----------------------------------------------------------------------------------------------------

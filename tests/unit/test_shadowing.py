@@ -1,6 +1,5 @@
 """Another project's `schemas` or `workers` on the path is refused by name; ours load nothing heavy."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,20 +7,14 @@ from pathlib import Path
 import pytest
 
 from controlplane.shadowing import foreign, refuse_foreign
+from tests.running import python
 
 HOME = Path(__file__).parents[2]
 
 
-def python(code: str, first_on_path: Path) -> subprocess.CompletedProcess[str]:
+def in_folder(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh interpreter that was started in a directory which is therefore first on its import path."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=first_on_path,
-        env={**os.environ, "PYTHONPATH": str(HOME)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return python("-c", code, cwd=folder)
 
 
 def package(folder: Path, text: str = "") -> Path:
@@ -41,7 +34,7 @@ def test_a_foreign_package_is_refused_by_the_name_of_its_file(tmp_path: Path, na
         file.write_text(shout)
     else:
         file = package(tmp_path / name, shout)
-    run = python("import controlplane", tmp_path)
+    run = in_folder(tmp_path, "import controlplane")
     assert run.returncode == 1
     assert "ImportError" in run.stderr
     assert str(file) in run.stderr
@@ -52,7 +45,7 @@ def test_a_foreign_package_is_refused_by_the_name_of_its_file(tmp_path: Path, na
 
 def test_a_foreign_package_that_is_loaded_already_is_refused(tmp_path: Path) -> None:
     file = package(tmp_path / "schemas")
-    run = python("import schemas; import controlplane", tmp_path)
+    run = in_folder(tmp_path, "import schemas; import controlplane")
     assert "ImportError" in run.stderr
     assert str(file) in run.stderr
 
@@ -61,7 +54,7 @@ def test_a_foreign_package_that_is_loaded_already_is_refused(tmp_path: Path) -> 
 def test_workers_refuse_foreign_schemas_too(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "schemas.py" if kind == "module" else package(tmp_path / "schemas")
     file.touch()
-    run = python("import workers", tmp_path)
+    run = in_folder(tmp_path, "import workers")
     assert "ImportError" in run.stderr
     assert str(file) in run.stderr
 
@@ -69,7 +62,7 @@ def test_workers_refuse_foreign_schemas_too(tmp_path: Path, kind: str) -> None:
 def test_a_directory_without_init_does_not_stand_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "workers").mkdir()
     (tmp_path / "schemas").mkdir()
-    run = python("import controlplane, workers; print(workers.__file__)", tmp_path)
+    run = in_folder(tmp_path, "import controlplane, workers; print(workers.__file__)")
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str(HOME / "workers" / "__init__.py")
 
@@ -114,6 +107,6 @@ def test_a_module_made_by_hand_is_foreign(monkeypatch: pytest.MonkeyPatch) -> No
 def test_our_packages_load_no_engine_and_no_tensor_library(tmp_path: Path) -> None:
     heavy = ["torch", "numpy", "safetensors", "ray", "sglang", "vllm", "aiohttp", "fastapi", "uvicorn", "pytest"]
     code = f"import sys, controlplane, schemas, workers; print([one for one in {heavy} if one in sys.modules])"
-    run = python(code, tmp_path)
+    run = in_folder(tmp_path, code)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"

@@ -24,19 +24,9 @@ from schemas.carriers.sockets import (
 )
 from schemas.carriers.wakeup import Wakeup
 from schemas.errors import AddressInUse, BusError
+from tests.waiting import until
 
 ANY_PORT = "tcp://127.0.0.1:0"
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
-        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
-        pytest.param(("trio", {}), id="trio"),
-    ]
-)
-def anyio_backend(request: pytest.FixtureRequest) -> object:
-    return request.param
 
 
 @pytest.fixture(params=["epoll", "no epoll"])
@@ -46,13 +36,6 @@ def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(sockets, "_HAS_EPOLL", False)
     elif not sockets._HAS_EPOLL:
         pytest.skip("no epoll here")
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def pair(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
@@ -80,12 +63,6 @@ def until_readable(sock: EdgeSocket) -> None:
 async def turns(count: int) -> None:
     for _ in range(count):
         await checkpoint()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not true():
-            await checkpoint()
 
 
 # What goes in comes out

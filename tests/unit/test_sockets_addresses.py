@@ -1,23 +1,15 @@
 """Where sockets bind and dial: loopback unless told otherwise, and every refusal says what to do."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zmq
 
 from schemas.carriers.sockets import Context, EdgeSocket, agent_dealer, bus_publisher, bus_router
 from schemas.errors import AddressInUse, BusAddressError, ConfigError
 
 ANY_PORT = "tcp://127.0.0.1:0"
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import json
 import shutil
 import sqlite3
-import subprocess
-import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal
@@ -23,6 +21,7 @@ from schemas.events import Answer, CommandReceived, EngineObserved, Observation
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from schemas.outcomes import Reason as Why
+from tests.running import rolloutctl
 from tests.timeline.trace_events import Event, problems, read
 from tests.timeline.written import FLUSH, MS, START_NS, Written
 from tests.unit.test_report import Recorded as LoggedBus
@@ -261,11 +260,6 @@ def test_records_of_another_version_are_left_out_and_counted(written: Written, t
 
 
 # --- the file and the command -----------------------------------------------------------------------------------------
-
-
-def rolloutctl(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "controlplane.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_nothing_is_written_over_unless_that_is_asked_for(written: Written, tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import gzip
 import hashlib
 import json
-import subprocess
-import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from msgspec import structs
 from controlplane.timeline.file import Timeline, write_timeline
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Trace
+from tests.running import python
 from tests.timeline.trace_events import Event, problems, read
 from tests.timeline.written import MS, Op, Written, placed, torch_trace
 
@@ -336,8 +335,7 @@ def peak(folder: Path, events: int) -> tuple[int, int]:
     written = Written(folder / "run.db")
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     written.profiles(peer, 80, 20, large(folder / "large.trace.json.gz", events))
-    command = [sys.executable, "-c", PEAK, written.close(), folder / "t.json.gz", folder]
-    done = subprocess.run([str(one) for one in command], capture_output=True, text=True, timeout=100)
+    done = python("-c", PEAK, written.close(), folder / "t.json.gz", folder)
     assert done.returncode == 0, done.stderr
     count, nbytes = done.stdout.split()
     return int(count), int(nbytes)

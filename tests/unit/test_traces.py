@@ -17,7 +17,7 @@ from schemas.events import CollectTraces, FinishProfile, Returned
 from schemas.identity import Identity
 from schemas.outcomes import Trace
 from schemas.selection import trace_directory
-from tests.unit.rank_sessions import until
+from tests.waiting import wait_until
 from workers.agent import _fitting
 from workers.traces import node as traces
 from workers.traces.finish_hook import PATIENCE_S
@@ -313,9 +313,9 @@ async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_afte
     assert found == Returned(still_running=True)
     gate.set()
     if fails:
-        until(lambda: "profiling was not finished: the traces in" in caplog.text)
+        wait_until(lambda: "profiling was not finished: the traces in" in caplog.text)
     else:
-        until((tmp_path / "moved").exists)
+        wait_until((tmp_path / "moved").exists)
         assert (tmp_path / "moved").read_text().count("rollout-replica4-globalrank1") == 2
 
 

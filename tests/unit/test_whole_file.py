@@ -1,29 +1,16 @@
 """What reports and timelines are written to: whole or not at all, and never over what they are made from."""
 
 import os
-import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from controlplane.record.atomic_write import atomic_write
+from tests.running import python, rolloutctl
 
 RECORDED = Path(__file__).parents[1] / "replays" / "torn-fleet.db"
 COMMANDS = ("report", "timeline")
-
-
-def rolloutctl(*words: object, most_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    """most_bytes: that a file of the process may have, as on a disk that is full."""
-
-    def limit() -> None:
-        if most_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-
-    line = [sys.executable, "-m", "controlplane.cli", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, preexec_fn=limit)
 
 
 @pytest.fixture
@@ -57,7 +44,7 @@ def test_a_pipe_or_device_is_refused_and_stays(command: str, log: Path, tmp_path
 def test_a_full_disk_leaves_nothing_behind(command: str, name: str, log: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
-    refused = rolloutctl(command, log, "-o", place / name, most_bytes=1_000)
+    refused = rolloutctl(command, log, "-o", place / name, max_file_bytes=1_000)
     assert refused.returncode in (2, 3) and "Traceback" not in refused.stderr
     assert f"{place / name}" in refused.stderr and "File too large" in refused.stderr
     assert list(place.iterdir()) == []
@@ -69,8 +56,7 @@ def test_a_draft_of_a_killed_process_is_in_nobodys_way(command: str, log: Path, 
     # Run as the first process of a container, each time with the same id.
     left = f"import os, sys; open('{tmp_path}/.out.json.%d.partial' % os.getpid(), 'x')"
     script = f"{left}; from controlplane.cli.__main__ import main; main()"
-    line = [sys.executable, "-c", script, command, str(log), "-o", str(out)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    done = python("-c", script, command, log, "-o", out)
     assert done.returncode == 0, done.stderr
     assert out.exists()
 

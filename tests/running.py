@@ -1,0 +1,85 @@
+"""Our commands and small programs, run as processes of their own."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[1]
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of this process with this checkout on the path, and none of our settings but `changes`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUTCTL_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), **(changes or {})}
+
+
+def python(
+    *words: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 100,
+    max_file_bytes: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python with these arguments to its end, and return its exit code and output.
+
+    Args:
+        words: Arguments of the interpreter, such as `"-c", code`.
+        cwd: Working directory.
+        env: Environment variables to set beside the inherited ones.
+        timeout_s: The test fails when the process takes longer.
+        max_file_bytes: Largest file that the process may write, to stand for a full disk.
+    """
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes or 0, max_file_bytes or 0))
+
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        preexec_fn=None if max_file_bytes is None else limit,
+    )
+
+
+def rolloutctl(
+    *words: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    max_file_bytes: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end, with a terminal wide enough for every table."""
+    wide = {"COLUMNS": "200", **(env or {})}
+    return python("-m", "controlplane.cli", *words, cwd=cwd, env=wide, max_file_bytes=max_file_bytes)
+
+
+@contextmanager
+def started(
+    *words: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stderr: IO[bytes] | int | None = None,
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a Python with these arguments, with pipes to its input and output; kill it when the block ends."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=environment(env),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        bufsize=1,
+    )
+    with process:  # closes the pipes and waits
+        try:
+            yield process
+        finally:
+            process.kill()
