@@ -1,6 +1,6 @@
 """An agent registers its engine with an SGLang router, and leaves it: traffic goes where it can be answered.
 
-`routable` and `enters` decide, from the agent's state alone; `Router` tells the router. It remembers nothing that
+`routable` and `may_register` decide, from the agent's state alone; `Router` tells the router. It remembers nothing that
 matters: it looks at what the router holds, compares, and asks for one step. So it does not matter who changed the
 router, or which life of the agent did. Nothing that a router does ends an agent.
 
@@ -35,7 +35,7 @@ from anyio import CancelScope
 
 from schemas.errors import EngineError
 from workers.agent import Agent
-from workers.engines.client import CallRefused, part, text
+from workers.engines.client import CallRefused, mapping_at, text_at
 from workers.engines.http import HttpClient, Route, base_url
 from workers.machine.decide import AgentState, in_sync
 from workers.machine.reconcile import holds_committed, holds_weights
@@ -92,7 +92,7 @@ def routable(state: AgentState) -> bool:
     return engine.generating or not stuck
 
 
-def enters(state: AgentState) -> bool:
+def may_register(state: AgentState) -> bool:
     """Is an engine that is not in the router to be put in? When it generates, is as desired, and nothing is under way.
 
     That is more than to stay: an agent must have brought its engine to what is desired at least once, and the router
@@ -101,9 +101,9 @@ def enters(state: AgentState) -> bool:
     return routable(state) and in_sync(state) and state.engine.generating
 
 
-def belongs(state: AgentState, there: bool) -> bool:
+def should_be_registered(state: AgentState, there: bool) -> bool:
     """Is the engine to be in the router, given whether it is?"""
-    return routable(state) if there else enters(state)
+    return routable(state) if there else may_register(state)
 
 
 class Router:
@@ -157,8 +157,8 @@ class Router:
         ids = await self._listed()
         job = await self._job(ids)
         there = bool(ids)
-        busy = text(job, "status") in ("pending", "processing")
-        adding = text(job, "job_type") == "AddWorker"
+        busy = text_at(job, "status") in ("pending", "processing")
+        adding = text_at(job, "job_type") == "AddWorker"
         if busy and not (there and adding):
             return None
         if wanted(there) == there:
@@ -167,7 +167,7 @@ class Router:
             await self._remove(ids, busy)
         elif adding:  # it is over, and did not put it in
             self._id = None  # said once, and then asked anew
-            said = text(job, "message") or "it gives no reason."
+            said = text_at(job, "message") or "it gives no reason."
             raise CallRefused(f"{self.where} did not take {self.worker}: {said}", None, said)
         else:
             await self._add()
@@ -184,7 +184,7 @@ class Router:
         name = agent.identity.agent
         while True:
             try:
-                there = await self.step(lambda there: belongs(agent.state, there))
+                there = await self.step(lambda there: should_be_registered(agent.state, there))
             except Exception as error:  # nothing that a router answers ends an agent
                 if not told:
                     logger.warning("agent %s: %s It is tried again until it holds.", name, _said(error))
@@ -209,7 +209,7 @@ class Router:
     async def _wait(self, agent: Agent, there: bool) -> None:
         """Until the agent's state wants something else than what is there, or it is time to look."""
         with anyio.move_on_after(self._look_s):
-            await agent.wait_until(lambda state: belongs(state, there) != there)
+            await agent.wait_until(lambda state: should_be_registered(state, there) != there)
 
     async def _leave(self) -> None:
         """Take the worker out, whatever is cancelled, unless that takes too long."""
@@ -236,7 +236,7 @@ class Router:
             raise EngineError(f"{self.where}{_WORKERS} answered no list of workers: is it an SGLang router >= 0.3?")
         found = {}
         for entry in listed:
-            url, its_id = (text(entry, "url"), text(entry, "id")) if isinstance(entry, dict) else (None, None)
+            url, its_id = (text_at(entry, "url"), text_at(entry, "id")) if isinstance(entry, dict) else (None, None)
             if url is not None and its_id is not None and url.partition("@")[0].rstrip("/") == self.worker:
                 found[url] = its_id
         return found
@@ -248,7 +248,7 @@ class Router:
         if its_id is None:
             return {}
         try:
-            return part(await self._front.get(f"{_WORKERS}/{its_id}"), "job_status")
+            return mapping_at(await self._front.get(f"{_WORKERS}/{its_id}"), "job_status")
         except CallRefused as error:
             if error.status != 404:
                 raise
@@ -266,7 +266,7 @@ class Router:
         logger.info("router %s: add %s", self.where, self.worker)
         key = {"api_key": self._worker_key} if self._worker_key else {}
         answer = await self._front.call("add", url=self.worker, **key)
-        self._id = text(answer, "worker_id") if isinstance(answer, dict) else None
+        self._id = text_at(answer, "worker_id") if isinstance(answer, dict) else None
         self._asked_s = anyio.current_time()
 
     async def _remove(self, ids: dict[str, str], adding: bool) -> None:

@@ -190,14 +190,16 @@ def _engine(place: Identity, options: EngineOptions, traces: Path) -> Engine:
         serve, seed = options["serve"], options["seed"]
         return TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=serve, seed=seed)
     from workers.engines.http import api_key
-    from workers.engines.sglang.engine import SGLangEngine, SGLangServer
-    from workers.engines.vllm.engine import VllmEngine, VllmServer
+    from workers.engines.sglang.engine import SGLangEngine
+    from workers.engines.sglang.server import SGLangServer
+    from workers.engines.vllm.engine import VLLMEngine
+    from workers.engines.vllm.server import VLLMServer
 
     url, key = options["url"], api_key(options["api_key_file"])
     if url is None and place.node_rank == 0:
         raise ConfigError(f"--engine {options['kind']} on node rank 0 needs --url http://HOST:PORT of its server.")
     if options["kind"] == "vllm":
-        return VllmEngine(place, VllmServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
+        return VLLMEngine(place, VLLMServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
     return SGLangEngine(place, SGLangServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
 
 

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 import pytest
 
 from tests.engines.sglang_fleet import SGLangFleet
-from tests.engines.vllm_fleet import VllmFleet
+from tests.engines.vllm_fleet import VLLMFleet
 
 
 @pytest.fixture(scope="session")
-def vllm_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFleet]:
+def vllm_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMFleet]:
     with ExitStack() as open_:
-        yield VllmFleet(tmp_path_factory.mktemp("vllm"), open_)
+        yield VLLMFleet(tmp_path_factory.mktemp("vllm"), open_)
 
 
 @pytest.fixture(scope="session")

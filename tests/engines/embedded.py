@@ -44,7 +44,7 @@ from workers.agent import Agent
 from workers.engines.client import EngineClient
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.in_process import TokenizerManagerClient
-from workers.engines.vllm.engine import VllmEngine
+from workers.engines.vllm.engine import VLLMEngine
 from workers.engines.vllm.in_process import AsyncLLMClient
 
 PLACE: Final = Identity(replica=0, node_rank=0)
@@ -78,7 +78,7 @@ class Rollout(ABC):
     """An engine as a trainer uses it: the side that the agent has nothing to do with."""
 
     front: EngineClient
-    adapter: VllmEngine | SGLangEngine
+    adapter: VLLMEngine | SGLangEngine
     ways: tuple[str, ...]
     """How it takes weights on a CPU: from a `checkpoint`, as `tensors`, by `broadcast`."""
 
@@ -107,7 +107,7 @@ class Rollout(ABC):
             await self.round_trip()
 
 
-class Vllm(Rollout):
+class VLLM(Rollout):
     """vLLM's AsyncLLM."""
 
     ways = ("checkpoint",)
@@ -132,7 +132,7 @@ class Vllm(Rollout):
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._requests = 0
         self.front = AsyncLLMClient(self._engine)
-        self.adapter = VllmEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
+        self.adapter = VLLMEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
 
     async def stream(self, count: int) -> AsyncIterator[Answer]:
         from vllm import SamplingParams
@@ -340,7 +340,7 @@ async def seen_from_elsewhere(rollout: Rollout) -> str:
     return said[0] if said else ""
 
 
-async def seen_when_dead(rollout: Vllm) -> dict[str, object]:
+async def seen_when_dead(rollout: VLLM) -> dict[str, object]:
     """What the front says of an engine whose core was killed."""
     rollout.kill()
     said = ""
@@ -374,7 +374,7 @@ async def run(kind: str, folder: Path) -> None:
     save_model(folder / "checkpoints" / "launched", seed=1)
     for place in ("traces", "engine-traces", "state"):
         (folder / place).mkdir()
-    rollout: Rollout = Vllm(folder) if kind == "vllm" else SGLang(folder)
+    rollout: Rollout = VLLM(folder) if kind == "vllm" else SGLang(folder)
     report: dict[str, Any] = {}
     try:
         async with commanded(folder, rollout) as trainer:
@@ -393,7 +393,7 @@ async def run(kind: str, folder: Path) -> None:
                 "after": (await rollout.generate()).tokens,
                 "elsewhere": await seen_from_elsewhere(rollout),
             }
-        if isinstance(rollout, Vllm):
+        if isinstance(rollout, VLLM):
             report |= await seen_when_dead(rollout)
     finally:
         (folder / "report.json").write_text(json.dumps(report, indent=1))

@@ -22,8 +22,10 @@ from tests.engines import wheels
 from tests.engines.release_facts import number
 from tests.engines.strict import Answer, App, strict_app
 from tests.engines.surfaces import read
-from workers.engines.sglang import engine as sglang
-from workers.engines.vllm import engine as vllm
+from workers.engines.sglang.engine import SGLangEngine
+from workers.engines.sglang.server import SGLangServer
+from workers.engines.vllm.engine import VLLMEngine
+from workers.engines.vllm.server import VLLMServer
 
 pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -44,7 +46,7 @@ def fetched() -> None:
 class Bench(NamedTuple):
     """An adapter and the server that it speaks to."""
 
-    engine: sglang.SGLangEngine | vllm.VllmEngine
+    engine: SGLangEngine | VLLMEngine
     app: App
 
     async def said(self, call: EngineCall) -> str:
@@ -95,10 +97,10 @@ async def attached(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterat
     model = save_tensor(folder / "checkpoints" / "launched")
     save_tensor(folder / "checkpoints" / "step_7")
     app = strict_app(read(kind, version), told(kind, version, model, traces))
-    front = sglang.SGLangServer("http://engine") if kind == "sglang" else vllm.VllmServer("http://engine")
+    front = SGLangServer("http://engine") if kind == "sglang" else VLLMServer("http://engine")
     await front._client.aclose()  # the same client, but for the way to the server
     front._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=front.where)
-    adapter = sglang.SGLangEngine if kind == "sglang" else vllm.VllmEngine
+    adapter = SGLangEngine if kind == "sglang" else VLLMEngine
     engine = adapter(PRIMARY, front, checkpoints=folder / "checkpoints", traces=traces)
     await engine.open()
     yield Bench(engine, app)

@@ -102,7 +102,7 @@ async def test_refusal_carries_status_and_words() -> None:
         pytest.raises(CallRefused) as refused,
     ):
         await ask(url, "again")
-    assert refused.value.status == 400 and refused.value.said.startswith("Flush cache failed.")
+    assert refused.value.status == 400 and refused.value.body.startswith("Flush cache failed.")
     assert "/again answered 400: Flush" in str(refused.value) and len(str(refused.value)) < 700
 
 

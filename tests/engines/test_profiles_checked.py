@@ -8,8 +8,10 @@ import pytest
 
 from schemas.commands import Activity, ProfilePlan, Window
 from schemas.errors import UnsupportedError
-from workers.engines.sglang import engine as sglang
-from workers.engines.vllm import engine as vllm
+from workers.engines.sglang.launch import read_launch as read_sglang
+from workers.engines.sglang.profile import profile_arguments as sglang_arguments
+from workers.engines.vllm.launch import read_launch as read_vllm
+from workers.engines.vllm.profile import profile_arguments as vllm_arguments
 
 BOUNDED = frozenset({"profile_prefix", "delay_iterations", "max_iterations"})
 """What a start takes from vLLM 0.32 on."""
@@ -24,15 +26,15 @@ def on_vllm(
     """What a vLLM with this profiler is sent."""
     info = {"version": "0.x", "vllm_config": {"profiler_config": records, "device_config": {"device": device}}}
     methods = {"start_profile": takes, "stop_profile": frozenset[str]()}
-    return vllm.profile_arguments(plan, "step_1/replica_0", vllm.launched(info, methods))
+    return vllm_arguments(plan, "step_1/replica_0", read_vllm(info, methods))
 
 
 def on_sglang(
     plan: ProfilePlan, *, device: str = "cuda", version: str = "0.5.23", takes: frozenset[str] = IDENTIFIED
 ) -> dict[str, object]:
     """What an SGLang on this device is sent."""
-    launch = sglang.launched({"version": version, "device": device}, {"start_profile": takes})
-    return sglang.profile_arguments(plan, "step_1/replica_0", Path("/traces"), launch)
+    launch = read_sglang({"version": version, "device": device}, {"start_profile": takes})
+    return sglang_arguments(plan, "step_1/replica_0", Path("/traces"), launch)
 
 
 def activities(*names: Activity) -> ProfilePlan:
@@ -66,7 +68,7 @@ def test_vllm_up_to_0_31_records_the_window_that_it_was_launched_with_and_no_oth
     assert on_vllm(ProfilePlan(window=window), records, takes=frozenset()) == {}
     for other in (None, Window(0, 2), Window(3, 5)):
         if other != window:
-            with pytest.raises(UnsupportedError, match=r"launch it with delay_iterations=\d and max_iterations=\d, or"):
+            with pytest.raises(UnsupportedError, match=r"Launch it with delay_iterations=\d and max_iterations=\d, or"):
                 on_vllm(ProfilePlan(window=other), records, takes=frozenset())
 
 
@@ -75,17 +77,17 @@ def test_vllm_up_to_0_31_records_the_window_that_it_was_launched_with_and_no_oth
     [
         ({}, ProfilePlan(), "launched without a torch profiler: add --profiler-config"),
         ({"profiler": "cuda"}, ProfilePlan(), "launched without a torch profiler: add --profiler-config"),
-        (TORCH | {"torch_profiler_with_stack": False}, ProfilePlan(with_stack=True), "stack: launch it with"),
-        (TORCH | {"torch_profiler_with_stack": False}, ProfilePlan(with_modules=True), "it names the modules"),
+        (TORCH | {"torch_profiler_with_stack": False}, ProfilePlan(with_stack=True), "stacks: launch it with"),
+        (TORCH | {"torch_profiler_with_stack": False}, ProfilePlan(with_modules=True), "which stacks name: launch it"),
         (TORCH | {"torch_profiler_record_shapes": False}, ProfilePlan(record_shapes=True), "shapes: launch it with"),
         (TORCH | {"torch_profiler_with_memory": False}, activities("cpu", "memory"), "memory: launch it with"),
         (TORCH | {"torch_profiler_activities": ["CPU"]}, activities("cuda"), "activities that have CUDA"),
         (TORCH | {"torch_profiler_activities": ["CUDA"]}, activities("cpu"), "activities that have CPU"),
         (TORCH | {"ignore_frontend": False}, ProfilePlan(), "Launch it with ignore_frontend"),
         (TORCH | {"warmup_iterations": 2}, ProfilePlan(), "launch it without wait_iterations and warmup_iterations"),
-        (TORCH, ProfilePlan(by_stage=True), "vLLM does not write: change the plan"),
-        (TORCH, ProfilePlan(merge=True), "vLLM does not write: change the plan"),
-        (TORCH, ProfilePlan(tool="npu"), "what an NPU does: it runs on a cuda"),
+        (TORCH, ProfilePlan(by_stage=True), "vLLM writes neither. Change the plan"),
+        (TORCH, ProfilePlan(merge=True), "vLLM writes neither. Change the plan"),
+        (TORCH, ProfilePlan(tool="npu"), "an NPU's work: its device is cuda"),
     ],
 )
 def test_vllm_is_not_asked_for_what_it_was_not_launched_for(
@@ -130,11 +132,11 @@ def test_sglang_is_sent_the_plan_in_its_own_words(
 @pytest.mark.parametrize(
     ("plan", "options", "why"),
     [
-        (activities("cpu", "cuda"), {"device": "cpu"}, "cuda: it runs on a CPU. Change the plan"),
-        (activities("cpu", "memory"), {"device": "cpu"}, "memory: it runs on a CPU"),
-        (activities("cpu", "memory"), {"device": "npu"}, "memory: it runs on a NPU"),
-        (activities("cpu", "npu"), {}, "npu: it runs on a CUDA"),
-        (ProfilePlan(tool="npu"), {}, "with tool npu: it runs on a CUDA"),
+        (activities("cpu", "cuda"), {"device": "cpu"}, "cuda: its device is CPU. Change the plan"),
+        (activities("cpu", "memory"), {"device": "cpu"}, "memory: its device is CPU"),
+        (activities("cpu", "memory"), {"device": "npu"}, "memory: its device is NPU"),
+        (activities("cpu", "npu"), {}, "npu: its device is CUDA"),
+        (ProfilePlan(tool="npu"), {}, "with tool npu: its device is CUDA"),
         (activities(), {}, "name at least one activity"),
         (ProfilePlan(window=Window(1, 3)), {}, "Begin the window at 0"),
         (ProfilePlan(window=Window(2)), {}, "Begin the window at 0"),

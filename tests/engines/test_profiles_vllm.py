@@ -31,7 +31,7 @@ from tests.engines.profiles import (
 )
 from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import generate, wait_for
-from tests.engines.vllm_fleet import VllmFleet
+from tests.engines.vllm_fleet import VLLMFleet
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
 
@@ -45,7 +45,7 @@ class Bench:
 
     step = 100
 
-    def __init__(self, fleet: VllmFleet) -> None:
+    def __init__(self, fleet: VLLMFleet) -> None:
         self.plane, self.fleet = fleet.plane, fleet
         self.root = fleet.folder / "traces"
 
@@ -74,7 +74,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(vllm_fleet: VllmFleet) -> Iterator[Bench]:
+def bench(vllm_fleet: VLLMFleet) -> Iterator[Bench]:
     yield Bench(vllm_fleet)
     vllm_fleet.rest()
 

@@ -34,7 +34,7 @@ from workers.agent import Agent
 from workers.engines.client import CallRefused
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
-from workers.router import Router, enters
+from workers.router import Router, may_register
 
 PATIENCE_S = 30
 
@@ -318,7 +318,7 @@ async def test_agent_keeps_its_place(
     assert await router.until(worker) == left
     async with following(Router(router.url, worker.url, look_s=0.05), bus, context, tmp_path) as agent:
         await bus.admit()
-        await reaches(agent, enters)
+        await reaches(agent, may_register)
         for command in (PAUSE, RESUME):
             bus.publish(command)
             await bus.outcome(bus.seq)
@@ -493,7 +493,7 @@ async def test_router_that_fails_is_told_of_once_and_tried_again(
         bus.publish(PAUSE)  # the agent goes on
         await bus.outcome(1)
         bus.publish(RESUME)
-        await reaches(agent, enters)
+        await reaches(agent, may_register)
         failing.reply = None
         await until_taken(failing)
     assert failing.listed == [] and len(told(caplog, logging.WARNING)) == 1

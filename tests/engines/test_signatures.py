@@ -41,7 +41,7 @@ from tests.engines.surfaces import Surface, read
 from workers.engines.client import CallRefused, Unanswered
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.in_process import TokenizerManagerClient
-from workers.engines.vllm.engine import VllmEngine, fingerprint
+from workers.engines.vllm.engine import VLLMEngine, fingerprint
 from workers.engines.vllm.in_process import AsyncLLMClient
 
 pytestmark = [pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio, pytest.mark.one_loop]
@@ -66,7 +66,7 @@ class Bench(NamedTuple):
     """An adapter over an engine in process."""
 
     front: AsyncLLMClient | TokenizerManagerClient
-    adapter: VllmEngine | SGLangEngine
+    adapter: VLLMEngine | SGLangEngine
     standin: StandIn
 
     async def said(self, call: EngineCall) -> str:
@@ -154,7 +154,7 @@ async def attached(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterat
     if kind == "vllm":
         standin = vllm_standin(surface, folder)
         llm = AsyncLLMClient(standin.engine, request_module(surface))
-        bench = Bench(llm, VllmEngine(PLACE, llm, **places), standin)
+        bench = Bench(llm, VLLMEngine(PLACE, llm, **places), standin)
     else:
         standin = sglang_standin(surface, folder)
         manager = TokenizerManagerClient(standin.engine, request_module(surface))

@@ -25,7 +25,7 @@ from tests.engines.servers import (
     probed,
     wait_for,
 )
-from tests.engines.vllm_fleet import VllmFleet
+from tests.engines.vllm_fleet import VLLMFleet
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
 
@@ -39,7 +39,7 @@ BACKLOG = 400
 
 
 @pytest.fixture
-def fleet(vllm_fleet: VllmFleet) -> Iterator[VllmFleet]:
+def fleet(vllm_fleet: VLLMFleet) -> Iterator[VLLMFleet]:
     """At rest before and after."""
     yield vllm_fleet
     vllm_fleet.rest()
@@ -53,7 +53,7 @@ def passes(folder: Path, traces: tuple[Trace, ...]) -> Counter[str]:
     return Counter("prompt" if one[1] != "0" else "token" for one in found if one)
 
 
-def test_probe_tells_what_the_server_is(fleet: VllmFleet) -> None:
+def test_probe_tells_what_the_server_is(fleet: VLLMFleet) -> None:
     code, found = probed(fleet.first.url)
     assert code == 0 and (found["kind"], found["version"], found["tokenizer"]) == ("vllm", "0.32.0", "present")
     assert set(found["has"]) == set(Operation) and found["model"] == fleet.first.model
@@ -62,7 +62,7 @@ def test_probe_tells_what_the_server_is(fleet: VllmFleet) -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet: VllmFleet) -> None:
+def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet: VLLMFleet) -> None:
     launched = fleet.tokens()
     assert launched[0] == launched[1]
     report = fleet.sync("b", content=True)
@@ -79,7 +79,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
     assert fleet.tokens() == launched
 
 
-def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VllmFleet) -> None:
+def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VLLMFleet) -> None:
     before = fleet.tokens()
     fleet.door.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=2, timeout=6)
@@ -107,7 +107,7 @@ def _broken(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut off", "wrong dtype", "wrong shape", "missing tensor", "no directory", "outside"])
-def test_bad_checkpoint_never_reaches_the_engine(fleet: VllmFleet, how: str) -> None:
+def test_bad_checkpoint_never_reaches_the_engine(fleet: VLLMFleet, how: str) -> None:
     before, name = fleet.tokens(), how.replace(" ", "-")
     manifest = build_manifest(fleet.folder / "b", content=False)
     if how == "outside":
@@ -131,7 +131,7 @@ def test_bad_checkpoint_never_reaches_the_engine(fleet: VllmFleet, how: str) -> 
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-def test_paused_engine_starts_no_request(fleet: VllmFleet) -> None:
+def test_paused_engine_starts_no_request(fleet: VLLMFleet) -> None:
     assert set(fleet.plane.pause().wait().acted) == {"0.0", "1.0"}
     assert httpx.get(f"{fleet.first.url}/is_paused").json() == {"is_paused": True}
     request = fleet.request(4)
@@ -142,14 +142,14 @@ def test_paused_engine_starts_no_request(fleet: VllmFleet) -> None:
     assert request.tokens() == 4
 
 
-def test_pause_aborts_requests_in_flight(fleet: VllmFleet) -> None:
+def test_pause_aborts_requests_in_flight(fleet: VLLMFleet) -> None:
     request = fleet.request(ENDLESS).running()
     acted(fleet.plane.pause("abort", replicas=[0]).wait())
     assert request.tokens() < ENDLESS
     acted(fleet.plane.resume(replicas=[0]).wait())
 
 
-def test_pause_keeps_requests_in_flight(fleet: VllmFleet) -> None:
+def test_pause_keeps_requests_in_flight(fleet: VLLMFleet) -> None:
     request = fleet.request(ENDLESS).running()
     acted(fleet.plane.pause("keep", replicas=[0]).wait())
     assert not request.ended, request
@@ -159,14 +159,14 @@ def test_pause_keeps_requests_in_flight(fleet: VllmFleet) -> None:
     assert request.tokens() < ENDLESS
 
 
-def test_pause_waits_for_requests_in_flight(fleet: VllmFleet) -> None:
+def test_pause_waits_for_requests_in_flight(fleet: VLLMFleet) -> None:
     request = fleet.request(LONG).running()
     acted(fleet.plane.pause("wait", replicas=[0], timeout=60).wait())
     assert request.tokens() == LONG
     acted(fleet.plane.resume(replicas=[0]).wait())
 
 
-def test_abort_ends_what_runs_and_pauses_nothing(fleet: VllmFleet) -> None:
+def test_abort_ends_what_runs_and_pauses_nothing(fleet: VLLMFleet) -> None:
     request = fleet.request(ENDLESS).running()
     acted(fleet.plane.abort_requests(replicas=[0]).wait())
     assert request.tokens() < ENDLESS
@@ -176,7 +176,7 @@ def test_abort_ends_what_runs_and_pauses_nothing(fleet: VllmFleet) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: VllmFleet) -> None:
+def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: VLLMFleet) -> None:
     before = fleet.tokens()
     assert acted(fleet.plane.sleep().wait()).calls == ("pause", "sleep")
     assert httpx.get(f"{fleet.first.url}/is_sleeping").json() == {"is_sleeping": True}
@@ -189,7 +189,7 @@ def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: VllmFleet
     assert fleet.tokens() == before
 
 
-def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VllmFleet) -> None:
+def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VLLMFleet) -> None:
     fleet.sync("c")
     before = fleet.tokens()
     acted(fleet.plane.sleep(discard=True).wait())
@@ -200,7 +200,7 @@ def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: Vllm
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VllmFleet) -> None:
+def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VLLMFleet) -> None:
     report = fleet.plane.start_profile(1, replicas=[0]).wait()
     assert acted(report).calls == ("start_profile",)
     assert conclusions(report)["0.1"] == Skipped(Reason.NOT_PRIMARY)
@@ -219,7 +219,7 @@ def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: Vl
     [(2, Window(0, 3), Counter(prompt=1, token=2)), (3, Window(2, 5), Counter(token=3))],
 )
 def test_window_holds_the_forward_passes_that_were_asked_for(
-    fleet: VllmFleet, step: int, window: Window, found: Counter[str]
+    fleet: VLLMFleet, step: int, window: Window, found: Counter[str]
 ) -> None:
     acted(fleet.plane.start_profile(step, ProfilePlan(window=window), replicas=[0]).wait())
     fleet.first.complete(tokens=10)
@@ -228,14 +228,14 @@ def test_window_holds_the_forward_passes_that_were_asked_for(
     assert stopped.auto_stopped
 
 
-def test_session_of_somebody_else_is_reported_and_left_alone(fleet: VllmFleet) -> None:
+def test_session_of_somebody_else_is_reported_and_left_alone(fleet: VLLMFleet) -> None:
     assert httpx.post(f"{fleet.first.url}/start_profile").status_code == 200
     refused = failed(fleet.plane.start_profile(4, replicas=[0]).wait())
     assert refused.error is ErrorKind.ENGINE_ERROR and "409" in refused.message
     assert httpx.post(f"{fleet.first.url}/stop_profile", timeout=120).status_code == 200
 
 
-def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: VllmFleet) -> None:
+def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: VLLMFleet) -> None:
     shapes = failed(fleet.plane.start_profile(5, ProfilePlan(record_shapes=True), replicas=[0]).wait())
     assert "torch_profiler_record_shapes" in shapes.message
     stages = failed(fleet.plane.start_profile(6, ProfilePlan(by_stage=True), replicas=[0]).wait())
@@ -245,7 +245,7 @@ def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: VllmFlee
 # --- servers that hang and die ----------------------------------------------------------------------------------------
 
 
-def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: VllmFleet) -> None:
+def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: VLLMFleet) -> None:
     fleet.door.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=1, timeout=6)
     assert report.status == "committed" and report.quarantined == (0,)
@@ -260,7 +260,7 @@ def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: Vl
 
 
 def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committed_version_when_it_is_back(
-    fleet: VllmFleet,
+    fleet: VLLMFleet,
 ) -> None:
     fleet.door.on["/collective_rpc"] = fleet.first.kill
     report = fleet.sync("b", quorum=1, timeout=20)
@@ -273,7 +273,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
     assert len(set(map(tuple, fleet.tokens()))) == 1
 
 
-def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: VllmFleet) -> None:
+def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: VLLMFleet) -> None:
     assert fleet.sync("a").status == "committed"
     agent = fleet.agents[2]
     server = next(one for one in agent.family() if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
@@ -289,6 +289,6 @@ def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet
     assert alive == []
 
 
-def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: VllmFleet) -> None:
+def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: VLLMFleet) -> None:
     assert list(verify(RunLog.read(fleet.folder / "run.db"))) == []
     assert replay_log(RunLog.read(fleet.folder / "run.db")).compared > 100

@@ -33,7 +33,7 @@ DETAILED: Final = {
 """What the profilers of replica 0 and of replica 1 are launched to record; vLLM can't be told later."""
 
 
-class VllmFleet:
+class VLLMFleet:
     """Two replicas of vLLM, four processes that serve them, and the trainer's end."""
 
     def __init__(self, folder: Path, open_: ExitStack) -> None:

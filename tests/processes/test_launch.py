@@ -23,10 +23,10 @@ from schemas.events import Call, Flush, Observation, Returned
 from tests.waiting import until
 from workers.engine import Engine
 from workers.server import guard
-from workers.server.guard import Restarts
+from workers.server.guard import RestartPolicy
 from workers.server.launch import LaunchedEngine, ServerProcess, ServerStatus
 
-AT_ONCE = Restarts(first_wait_s=0.01)
+AT_ONCE = RestartPolicy(first_wait_s=0.01)
 LONGEST_S = 60.0
 
 QUIET = "import signal; print('up', flush=True); signal.pause()"
@@ -112,7 +112,7 @@ class Servers:
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self.folder, self._stack = folder, stack
 
-    def __call__(self, code: str, *, restarts: Restarts = AT_ONCE, grace_s: float = 20.0) -> ServerProcess:
+    def __call__(self, code: str, *, restarts: RestartPolicy = AT_ONCE, grace_s: float = 20.0) -> ServerProcess:
         server = ServerProcess(
             python(code), log=self.folder / "server.log", name="tiny server", restarts=restarts, grace_s=grace_s
         )
@@ -306,7 +306,7 @@ async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Se
 
 @pytest.mark.anyio
 async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: Servers) -> None:
-    server = servers(QUIET, restarts=Restarts(most=1, first_wait_s=0.01))
+    server = servers(QUIET, restarts=RestartPolicy(most=1, first_wait_s=0.01))
     server.start()
     killed: list[psutil.Process] = []
     while len(killed) < 2:
@@ -365,7 +365,7 @@ child.stdout.readline()
 os.write(1, b"left %d\\n" % child.pid)
 sys.exit(5)
 """
-    server = servers(leaving, restarts=Restarts(most=1, first_wait_s=0.01), grace_s=600)
+    server = servers(leaving, restarts=RestartPolicy(most=1, first_wait_s=0.01), grace_s=600)
     server.start()
     for launch in (1, 2):
         status = await status_when(server, lambda status: status.exit_code == 5 and status.pid is None)
@@ -380,7 +380,7 @@ sys.exit(5)
 
 @pytest.mark.anyio
 async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) -> None:
-    server = servers("import sys; sys.exit('no such model')", restarts=Restarts(most=2, first_wait_s=0.01))
+    server = servers("import sys; sys.exit('no such model')", restarts=RestartPolicy(most=2, first_wait_s=0.01))
     server.start()
     status = await status_when(server, lambda status: status.state == "given up")
     assert (status.launches, status.pid, status.exit_code) == (3, None, 1)
@@ -390,7 +390,7 @@ async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) 
 
 @pytest.mark.anyio
 async def test_a_wait_is_cut_short_by_the_end(servers: Servers) -> None:
-    server = servers("pass", restarts=Restarts(first_wait_s=3000, longest_wait_s=3000))
+    server = servers("pass", restarts=RestartPolicy(first_wait_s=3000, longest_wait_s=3000))
     server.start()
     status = await status_when(server, lambda status: status.state == "waiting to start again")
     assert (status.note, status.last_exit) == ("in 3000 s", "ended with exit code 0")
@@ -398,11 +398,11 @@ async def test_a_wait_is_cut_short_by_the_end(servers: Servers) -> None:
 
 
 def test_waits_grow_and_starts_are_counted_within_the_window() -> None:
-    plain = Restarts(most=7, window_s=100)
+    plain = RestartPolicy(most=7, window_s=100)
     assert [plain.wait_s([0.0] * ends, 0) for ends in range(1, 9)] == [1, 2, 4, 8, 16, 30, 30, None]
     assert plain.wait_s([0.0] * 7 + [100.0], 100) == 1
-    assert Restarts(most=0).wait_s([0.0], 0) is None
-    assert Restarts(most=10_000).wait_s([0.0] * 10_000, 0) == 30
+    assert RestartPolicy(most=0).wait_s([0.0], 0) is None
+    assert RestartPolicy(most=10_000).wait_s([0.0] * 10_000, 0) == 30
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -544,7 +544,7 @@ async def test_no_two_launches_look_the_same(servers: Servers, tmp_path: Path) -
 async def test_that_a_server_stays_down_is_told_once(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = servers("import sys; sys.exit('no such model')", restarts=Restarts(most=0))
+    server = servers("import sys; sys.exit('no such model')", restarts=RestartPolicy(most=0))
     engine = LaunchedEngine(Attached(tmp_path / "sign"), server)
     await engine.open()
     await status_when(server, lambda status: status.state == "given up")

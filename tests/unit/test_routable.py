@@ -15,7 +15,7 @@ from tests.unit import machines
 from workers.engines.http import api_key
 from workers.machine.decide import Activity, AgentState
 from workers.machine.suppressed import Suppressed
-from workers.router import KEY_VARIABLE, Router, belongs, enters, routable
+from workers.router import KEY_VARIABLE, Router, may_register, routable, should_be_registered
 
 SOURCE = Checkpoint("v1")
 ONE = Committed(1, SOURCE, None)
@@ -91,10 +91,10 @@ def test_who_stays_and_who_enters(case: str) -> None:
     state = machines.agent()
     for change in changes:
         state = change(state)
-    assert (routable(state), enters(state)) == expected
-    assert (belongs(state, there=True), belongs(state, there=False)) == expected
+    assert (routable(state), may_register(state)) == expected
+    assert (should_be_registered(state, there=True), should_be_registered(state, there=False)) == expected
     second = replace(state, identity=machines.SECOND)
-    assert not routable(second) and not enters(second)
+    assert not routable(second) and not may_register(second)
 
 
 def test_urls_and_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""What stands between new weights and an engine that would die of bad ones.
+"""Checks of new weights, before an engine that bad ones would kill hears of them.
 
-An engine server loads by itself, from a path. vLLM 0.32's ends when a reload raises in a worker; SGLang falls back to
-unpickling when it finds no safetensors. So the agent reads the files before the engine hears of them: whole, below
-the allowed root, and of the model that the engine was launched with. What is broadcast is described by that model too:
-both sides go through its tensors in ascending order of their names, and the manifest proves that they mean the same.
+An engine server loads by itself, from a path. vLLM 0.32's server ends when a reload raises in a worker; SGLang falls
+back to unpickling when it finds no safetensors. So the agent reads the files first: they must be whole, below the
+allowed root, and of the model that the engine was launched with. A broadcast is described by that model too: both sides
+go through its tensors in ascending order of their names, and the manifest proves that they mean the same ones.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from schemas.safetensors.manifest import check_directory, check_layout, require_
 from schemas.safetensors.paths import resolve_below
 
 BUCKET_BYTES: Final = 512 << 20
-"""Tensors handed over at once. An engine holds a bucket beside its weights for a moment."""
+"""Most bytes of tensors handed over at once. An engine holds a bucket beside its weights for a moment."""
 
 TORCH_DTYPES: Final = {
     "F64": "float64",
@@ -40,62 +40,74 @@ TORCH_DTYPES: Final = {
 Layout = Mapping[str, TensorSpec]
 
 
-class Weights:
-    """Where one engine's new weights come from, and whether they may. root: of the paths that commands name."""
+class SourceChecker:
+    """Checks the sources of one engine's new weights.
+
+    Args:
+        root: Root of the checkpoint paths in commands.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._launched: tuple[str, dict[str, TensorSpec] | None] = ("", None)
 
     def check(self, source: Source, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
-        """Raise CheckpointError unless the engine may take the source.
+        """Check that the engine may load the source.
 
-        model: path that the engine was launched from; what lies there says which tensors it takes. When this node
-        can't read it (a name on a hub), only a manifest can tell a wrong model, so a checkpoint needs one, and nothing
-        can be broadcast.
+        Args:
+            model: Path that the engine was launched from; the files there show which tensors it takes. If this node
+                can't read it (a name on a hub), only a manifest reveals a wrong model: a checkpoint then needs one, and
+                nothing can be broadcast.
+
+        Raises:
+            CheckpointError: It may not.
         """
         if isinstance(source, Checkpoint):
-            self.directory(source, manifest, model)
+            self.checked_directory(source, manifest, model)
         else:
-            self.announced(source, manifest, model, identity)
+            self.checked_layout(source, manifest, model, identity)
 
-    def directory(self, source: Checkpoint, manifest: Manifest | None, model: str | None) -> Path:
-        """The directory of the source, all of it found good. Raises CheckpointError."""
+    def checked_directory(self, source: Checkpoint, manifest: Manifest | None, model: str | None) -> Path:
+        """Return the directory of the source, after checking all of it. Raises CheckpointError."""
         directory = resolve_below(self._root, source.path)
         offered = read_layout(directory)
-        held = self._held(model)
-        if held is not None:
-            require_same_model(directory, held, offered)
+        layout = self._model_layout(model)
+        if layout is not None:
+            require_same_model(directory, layout, offered)
         elif manifest is None:
             raise CheckpointError(
                 f"checkpoint refused: {directory}: the engine was launched from {model or 'an unknown place'}, which "
-                "can't be read here, and the command carries no manifest. Nothing tells whether it is the same model. "
+                "can't be read here, and the command carries no manifest, so nothing shows that it is the same model. "
                 "Nothing was loaded: sync with a manifest."
             )
         if manifest is not None:
             check_directory(directory, manifest)
         return directory
 
-    def announced(self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity) -> Layout:
-        """The tensors that will come, in the order in which they will. Raises CheckpointError."""
+    def checked_layout(
+        self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity
+    ) -> Layout:
+        """Return the tensors that will be broadcast. Raises CheckpointError."""
         if identity.replica not in source.replicas:
             raise CheckpointError(
-                f"broadcast refused: replica {identity.replica} is not in group {source.group!r}, which is for "
+                f"broadcast refused: replica {identity.replica} is not in group {source.group!r}, which has replicas "
                 f"{list(source.replicas)}. Nothing was loaded: make the group with it, or name other replicas."
             )
-        held = self._held(model)
-        if held is None or manifest is None:
+        layout = self._model_layout(model)
+        if layout is None or manifest is None:
             raise CheckpointError(
                 f"broadcast refused: the tensors of {model or 'the model'} can't be read here, or the command carries "
-                "no manifest, so nothing tells what will come. Nothing was loaded: launch the engine from a directory "
-                "that its agent can read, and sync with a manifest."
+                "no manifest, so nothing shows what will arrive. Nothing was loaded: launch the engine from a "
+                "directory that its agent can read, and sync with a manifest."
             )
-        check_layout(Path(str(model)), held, manifest)
-        return held
+        check_layout(Path(str(model)), layout, manifest)
+        return layout
 
-    def _held(self, model: str | None) -> dict[str, TensorSpec] | None:
-        """What the engine's model is made of. Some engines name what they loaded last, which may be gone by now: then
-        what was read before still holds, because no load changes the model.
+    def _model_layout(self, model: str | None) -> dict[str, TensorSpec] | None:
+        """The tensors of the engine's model.
+
+        Some engines name what they loaded last, which may be deleted by now. What was read before is still right then,
+        because no load changes the model.
         """
         if model is not None and self._launched[0] != model and Path(model).is_dir():
             with suppress(CheckpointError):
@@ -104,7 +116,7 @@ class Weights:
 
 
 def buckets(layout: Layout) -> Iterator[list[str]]:
-    """Names in ascending order, in runs of at most BUCKET_BYTES, and at least one."""
+    """Yield the tensors' names in ascending order, at least one and at most BUCKET_BYTES at a time."""
     bucket: list[str] = []
     size = 0
     for name in sorted(layout):
@@ -117,15 +129,15 @@ def buckets(layout: Layout) -> Iterator[list[str]]:
         yield bucket
 
 
-def in_torchs_words(layout: Layout, names: list[str]) -> tuple[list[str], list[list[int]]]:
-    """Dtypes and shapes. Raises EngineError for a dtype that torch has no name for."""
+def torch_dtypes_and_shapes(layout: Layout, names: list[str]) -> tuple[list[str], list[list[int]]]:
+    """Return the dtypes, by torch's names, and the shapes. Raises EngineError for a dtype that torch does not have."""
     for name in names:
         if layout[name].dtype not in TORCH_DTYPES:
             raise EngineError(f"{name} is {layout[name]}: torch has no such dtype to broadcast.")
     return [TORCH_DTYPES[layout[name].dtype] for name in names], [list(layout[name].shape) for name in names]
 
 
-def ranks(source: Broadcast, identity: Identity) -> tuple[int, int]:
-    """First rank of this replica in the group, and the size of the group. The trainer is rank 0."""
+def group_ranks(source: Broadcast, identity: Identity) -> tuple[int, int]:
+    """Return this replica's first rank in the group, and the group's size. The trainer is rank 0."""
     world = identity.nnodes * identity.gpus_per_node
     return 1 + source.replicas.index(identity.replica) * world, 1 + len(source.replicas) * world

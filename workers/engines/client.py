@@ -1,7 +1,7 @@
-"""How an adapter reaches its engine: methods by the names that the engine gives them, over HTTP or in process.
+"""How an adapter reaches its engine: methods by the engine's own names for them, over HTTP or in process.
 
-One adapter serves both ways, and every version, because it asks what is there: `methods` tells each method that this
-engine answers to and the parameters that it takes. Versions are for people; they are never compared.
+One adapter serves both ways and every version, because it asks what is there: `methods` returns each method that this
+engine answers, with the parameters that it takes. Versions are shown to people; they are not compared.
 """
 
 from collections.abc import Mapping
@@ -10,80 +10,92 @@ from typing import Final, Protocol
 from schemas.errors import EngineError
 
 RETRY_S: Final = 0.25
-"""Until that which an engine refused for the moment is asked again."""
+"""Seconds before asking again for something that the engine refuses only for the moment."""
 
 Methods = Mapping[str, frozenset[str]]
-"""What an engine answers to: name of each method, with the names of its parameters as far as they are declared."""
+"""The engine's methods by name, with the names of their parameters as far as they are declared."""
 
 
 class Unanswered(EngineError):
-    """Nobody is there, or nobody answered in time. Whether a call was carried out is not known."""
+    """The engine is not there, or did not answer in time. Whether a call was carried out is not known."""
 
 
 class CallRefused(EngineError):
-    """The engine answered no.   status: of HTTP, None in process.   said: the engine's own words."""
+    """The engine refused a call.
 
-    def __init__(self, message: str, status: int | None, said: str) -> None:
+    Attributes:
+        status: HTTP status; None in process.
+        body: The engine's own words.
+    """
+
+    def __init__(self, message: str, status: int | None, body: str) -> None:
         super().__init__(message)
-        self.status, self.said = status, said
+        self.status, self.body = status, body
 
 
 class EngineClient(Protocol):
-    """The front end of one engine."""
+    """A connection to one engine's front end.
+
+    Attributes:
+        where: The URL, or the class in process, for messages.
+    """
 
     where: str
-    """For messages: the URL, or the class in process."""
 
     async def open(self) -> None:
-        """Raises EngineError when it can't be called from here at all, ever."""
+        """Raise EngineError if the engine can never be called from here."""
         ...
 
     async def methods(self) -> Methods | None:
-        """What it answers to; None while nobody is there. Raises Unanswered when it is there and does not answer."""
+        """Return the engine's methods; None while nobody is there. Raises Unanswered if it is there but silent."""
         ...
 
     async def info(self) -> Mapping[str, object] | None:
-        """How it was launched, in the engine's own words. None when this node has no front end. Raises EngineError."""
+        """Return the engine's launch settings, by its own names. None if this node has no front end.
+
+        Raises:
+            EngineError: The engine did not answer, or refused.
+        """
         ...
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """Call one method of `methods`, with parameters that it takes. Raises CallRefused and Unanswered."""
+        """Call one of `methods` with parameters that it takes. Raises CallRefused and Unanswered."""
         ...
 
     async def read(self, method: str, /) -> object:
-        """The same for one that only reads: given up after some seconds. Raises CallRefused and Unanswered."""
+        """Call a method that only reads; gives up after some seconds. Raises CallRefused and Unanswered."""
         ...
 
     async def close(self) -> None:
-        """Let go of it; the engine goes on."""
+        """Close the connection; the engine keeps running."""
         ...
 
 
-def patience_s(timeout_s: float) -> float:
-    """How long to ask again for what is refused for the moment. The rest of the time is for saying that it was."""
+def retry_time_s(timeout_s: float) -> float:
+    """Seconds to spend on retries, out of `timeout_s`. The rest is left for reporting a refusal in time."""
     return max(0.0, timeout_s - min(1.0, timeout_s / 4))
 
 
 def version_of(label: object) -> int | None:
-    """Number of the weights from the engine's label: 0 as launched, None for a label that is not ours."""
+    """Return the weights' version from the engine's label: 0 as launched, None for a label that is not ours."""
     if label == "default":
         return 0
     return int(label) if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 16 else None
 
 
-def text(mapping: Mapping[str, object], key: str) -> str | None:
-    """A value that is text, else None: what an engine says is never trusted to have a type."""
+def text_at(mapping: Mapping[str, object], key: str) -> str | None:
+    """Return the value if it is a string, else None: the types of an engine's answers are not trusted."""
     value = mapping.get(key)
     return value if isinstance(value, str) else None
 
 
-def number(mapping: Mapping[str, object], key: str) -> int | None:
-    """A value that is an integer, else None."""
+def integer_at(mapping: Mapping[str, object], key: str) -> int | None:
+    """Return the value if it is an integer, else None."""
     value = mapping.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def part(mapping: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """A value that is a mapping, else an empty one."""
+def mapping_at(mapping: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """Return the value if it is a mapping, else an empty one."""
     value = mapping.get(key)
     return value if isinstance(value, Mapping) else {}

@@ -1,10 +1,10 @@
-"""The one HTTP client for engine servers: SGLang's, vLLM's, and the router before them.
+"""The HTTP client for engine servers (SGLang's, vLLM's) and for the router in front of them.
 
-Rule 1  What reads has a timeout and is tried again. What changes an engine is sent once, unless its route says that
-        doing it twice is doing it once; it has no timeout of its own, because giving up would not take it back. The
-        agent's machine reports it as late, and a connection that died is noticed by TCP keep-alive.
-Rule 2  An answer that is not 2xx is an error with the status and the server's words.
-Rule 3  The key comes from the environment or a file, and is in no message and no log.
+Rule 1  A request that reads has a timeout and is retried. A request that changes an engine is sent once, unless its
+        route is marked as repeatable. It has no timeout of its own, because giving up would not undo it: the agent's
+        machine reports it as late, and TCP keep-alive notices a dead connection.
+Rule 2  Any status other than 2xx is an error that carries the status and the server's words.
+Rule 3  The key comes from the environment or a file, and appears in no message and no log.
 """
 
 import os
@@ -25,12 +25,12 @@ READ_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0
 ATTEMPTS: Final = 3
 BACKOFF_S: Final = 0.2
-"""Before the second attempt; doubles, with jitter."""
-SAID_MAX: Final = 500
-"""Letters of a server's words in an error."""
+"""Wait before the second attempt; doubles, with jitter."""
+BODY_MAX: Final = 500
+"""Characters of a server's answer that are quoted in an error."""
 
 KEY_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY"
-"""Holds the engine's key; with `_FILE` at its end, the path of a file that does."""
+"""Holds the engine's key. The same name with `_FILE` appended holds the path of a file that contains the key."""
 
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -41,12 +41,15 @@ _KEEPALIVE: Final = (
 
 
 class Route(NamedTuple):
-    """Where a method of an engine is found on its server.
+    """The route of one engine method.
 
-    query: its arguments go into the URL, else into a JSON body.   answer: key of the JSON answer that holds the result.
-    renamed: what the server calls an argument, where that differs.   repeatable: doing it twice is doing it once.
-    undeclared: parameters that it reads without saying so in its openapi.json.
-    timeout_s: seconds after which nobody waits for the answer any more; None to wait for ever.
+    Attributes:
+        query: The arguments go into the URL; otherwise into a JSON body.
+        answer: Key of the result within the JSON answer; None for the whole answer.
+        renamed: The server's names of arguments, where they differ.
+        repeatable: Idempotent, so it may be retried.
+        undeclared: Parameters that the server reads but does not list in its openapi.json.
+        timeout_s: Seconds to wait for the answer; None to wait without limit.
     """
 
     verb: Literal["GET", "POST", "DELETE"]
@@ -60,10 +63,16 @@ class Route(NamedTuple):
 
 
 class HttpClient:
-    """One server. url: http://HOST:PORT.   routes: the engine's methods by name.   key: sent as a bearer token.
+    """An `EngineClient` of one server.
 
-    info_path: where it tells how it was launched; 404 there means that this node has no front end.
-    Raises ConfigError for a URL that can't be used.
+    Args:
+        url: http://HOST:PORT.
+        routes: The engine's methods by name.
+        info_path: Path of the launch settings; 404 there means that this node has no front end.
+        key: Sent as a bearer token.
+
+    Raises:
+        ConfigError: The URL can't be used.
     """
 
     def __init__(self, url: str, routes: Mapping[str, Route], *, info_path: str, key: str | None = None) -> None:
@@ -74,7 +83,7 @@ class HttpClient:
             base_url=self.where,
             headers=headers,
             timeout=Timeout(None, connect=CONNECT_TIMEOUT_S),
-            # An idle connection is dropped before uvicorn drops it (5 s): else a call could be sent into its end.
+            # Drop an idle connection before uvicorn does (5 s), or a call could be sent into a closing one.
             transport=AsyncHTTPTransport(
                 limits=Limits(max_connections=16, keepalive_expiry=3.0), socket_options=_KEEPALIVE
             ),
@@ -82,10 +91,10 @@ class HttpClient:
         )
 
     async def open(self) -> None:
-        """Nothing to do: a server can be called from anywhere."""
+        """Do nothing: a server can be called from anywhere."""
 
     async def methods(self) -> Methods | None:
-        """From the server's openapi.json. Raises CallRefused when it has none, Unanswered when it does not answer."""
+        """Read the server's openapi.json. Raises CallRefused if it has none, Unanswered if it does not answer."""
         try:
             document = await self.get("/openapi.json")
         except Unanswered as error:
@@ -100,7 +109,7 @@ class HttpClient:
         return found
 
     async def info(self) -> Mapping[str, object] | None:
-        """What the server says of its launch; None when it has no such route. Raises EngineError."""
+        """Return the launch settings; None if the server has no such route. Raises EngineError."""
         try:
             return await self.get(self._info_path)
         except CallRefused as error:
@@ -109,24 +118,24 @@ class HttpClient:
             raise
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """One call. Raises CallRefused and Unanswered."""
+        """Make one call. Raises CallRefused and Unanswered."""
         route = self._routes[method]
         named = {route.renamed.get(name, name): value for name, value in arguments.items()}
         attempts = ATTEMPTS if route.repeatable else 1
         return _result(route, await self._send(route, named, attempts, route.timeout_s))
 
     async def read(self, method: str, /) -> object:
-        """One call that only reads."""
+        """Make one call that only reads. Raises CallRefused and Unanswered."""
         route = self._routes[method]
         return _result(route, await self._send(route, {}, ATTEMPTS, READ_TIMEOUT_S))
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path."""
+        """Return the JSON object at a path. Raises CallRefused and Unanswered."""
         answer = _json(await self._send(Route("GET", path), {}, ATTEMPTS, READ_TIMEOUT_S))
         return answer if isinstance(answer, dict) else {}
 
     async def delete(self, path: str) -> None:
-        """Ask that what is at a path be gone. Raises CallRefused, with status 404 when it is gone, and Unanswered."""
+        """Delete what is at a path. Raises CallRefused, with status 404 if it is already gone, and Unanswered."""
         await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
     async def close(self) -> None:
@@ -138,8 +147,8 @@ class HttpClient:
     ) -> httpx.Response:
         body = None if route.query or route.verb != "POST" else dict(arguments)
         query: Any = dict(arguments) if route.query else None
-        # uvicorn closes a connection after an error that its application did not foresee, in its own time: the call
-        # that comes next over it, and can't be made twice, would be lost.
+        # After an unexpected error of its application uvicorn closes the connection, but not at once. The next call
+        # over it would be lost, and if it can't be repeated, for good.
         alone = {"Connection": "close"} if attempts == 1 else None
         for attempt in range(1, attempts + 1):
             try:
@@ -153,7 +162,7 @@ class HttpClient:
                 )
                 break
             except httpx.TransportError as error:
-                final = isinstance(error, httpx.ConnectError | httpx.TimeoutException)  # nobody listens, or it hangs
+                final = isinstance(error, httpx.ConnectError | httpx.TimeoutException)  # not listening, or hanging
                 if final or attempt == attempts:
                     raise Unanswered(
                         f"{self.where}{route.path} did not answer: {type(error).__name__} {error}".rstrip()
@@ -161,32 +170,38 @@ class HttpClient:
             await anyio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         if response.is_success:
             return response
-        said = response.text.strip()[:SAID_MAX]
+        answer = response.text.strip()[:BODY_MAX]
         raise CallRefused(
-            f"{self.where}{route.path} answered {response.status_code}: {said}", response.status_code, said
+            f"{self.where}{route.path} answered {response.status_code}: {answer}", response.status_code, answer
         )
 
 
 def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:
-    """The URL without a slash at its end. Raises ConfigError unless it is http(s)://HOST[:PORT] and holds no secret.
+    """Return the URL without a trailing slash.
 
-    whose, variable: for the error: whose URL it is, and where its key is to be given.
+    Args:
+        whose: Whose URL it is, for the error.
+        variable: The environment variable for its key, for the error.
+
+    Raises:
+        ConfigError: It is not http(s)://HOST[:PORT], or contains credentials.
     """
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"{whose} URL {url!r}: {error}. Give http://HOST:PORT.") from None
     if parsed.userinfo:
-        raise ConfigError(f"{whose} URL for {parsed.host}: no name or key belongs into it. Give the key by {variable}.")
+        raise ConfigError(f"{whose} URL for {parsed.host} must not contain credentials. Set {variable} instead.")
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
         raise ConfigError(f"{whose} URL {url!r}: give http://HOST:PORT, or https.")
     return str(parsed).rstrip("/")
 
 
 def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | None:
-    """A key: from `file`, else from the file that `<variable>_FILE` names, else from the variable, else None.
+    """Return the key in `file`, else in the file that `<variable>_FILE` names, else in `variable`, else None.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: The file can't be read, or holds no key.
     """
     named = os.environ.get(f"{variable}_FILE")
     file = file or (Path(named) if named else None)
@@ -197,7 +212,7 @@ def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | Non
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key can't be read from {file}: {error}.") from None
     if not key or not key.isprintable() or not key.isascii():
-        raise ConfigError(f"{file} holds no key: one line of printable ASCII letters is expected.")
+        raise ConfigError(f"{file} holds no key: one line of printable ASCII characters is expected.")
     return key
 
 
@@ -216,8 +231,8 @@ def _result(route: Route, response: httpx.Response) -> object:
 
 
 def _parameters(declared: Mapping[str, Any], document: Mapping[str, Any]) -> frozenset[str]:
-    """Names of query parameters and of the fields of the body that one operation of an openapi document declares."""
-    names = {one["name"] for one in declared.get("parameters", ()) if one.get("in") == "query"}
+    """Names of the query parameters and body fields that an operation of an openapi document declares."""
+    names = {parameter["name"] for parameter in declared.get("parameters", ()) if parameter.get("in") == "query"}
     content = declared.get("requestBody", {}).get("content", {}).get("application/json", {})
     schema = content.get("schema", {})
     for option in (schema, *schema.get("anyOf", ())):

@@ -86,7 +86,7 @@ _KEPT: Final[Mapping[tuple[str, str], tuple[frozenset[Tag], ...]]] = {
 """By front end and rollout mode: the regions that verl's methods release, and take back as they were."""
 
 
-class Recorder(Struct, frozen=True, kw_only=True):
+class VerlProfiler(Struct, frozen=True, kw_only=True):
     """The profiler of one server, as verl configured it. start, end: its window, `profile_token_start` and `_end`."""
 
     enabled: bool
@@ -119,7 +119,7 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     frees: bool | None
     level: int | None
     adapters: bool
-    recorder: Recorder | None
+    recorder: VerlProfiler | None
 
 
 class VerlEngine:
@@ -379,7 +379,7 @@ def _finder(server: "ActorHandle | str | Callable[[], ActorHandle]", namespace: 
     return server if callable(server) else lambda: server
 
 
-def require_recorded(plan: ProfilePlan, recorder: Recorder | None) -> None:
+def require_recorded(plan: ProfilePlan, recorder: VerlProfiler | None) -> None:
     """Raise UnsupportedError when a server would not record what the plan asks for; it may record more.
 
     recorder: None for a server that leaves all to the caller.
@@ -388,7 +388,7 @@ def require_recorded(plan: ProfilePlan, recorder: Recorder | None) -> None:
         raise UnsupportedError(f"{why}.")
 
 
-def _unrecorded(plan: ProfilePlan, recorder: Recorder | None) -> str | None:
+def _unrecorded(plan: ProfilePlan, recorder: VerlProfiler | None) -> str | None:
     if plan.window is not None or plan.by_stage:
         return (
             "the plan has a window or asks for stages, and verl's servers take no window from a call. Profile from "
@@ -433,7 +433,7 @@ def arguments(plan: ProfilePlan, directory: Path) -> dict[str, object]:
     }
 
 
-def _bring(recorder: Recorder, directory: Path) -> None:
+def _bring(recorder: VerlProfiler, directory: Path) -> None:
     """Bring what the server wrote since the session's directory was made. verl's own hooks find it where it was.
 
     The directory's own time tells that moment to whoever is asked again, so it is kept. Nothing is written over.

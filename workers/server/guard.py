@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-MARK: Final = "ROLLOUTCTL_SERVER_LOG"
+LOG_VARIABLE: Final = "ROLLOUTCTL_SERVER_LOG"
 """Environment variable that everything a server starts inherits: which log, and so which server, it belongs to."""
 
 KILL_S: Final = 10.0
@@ -46,7 +46,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restarts:
+class RestartPolicy:
     """When a server that ended is started again: at most `most` times in any `window_s`, after a growing wait.
 
     first_wait_s: before the first of them; each further one within the window waits twice as long, up to
@@ -66,11 +66,11 @@ class Restarts:
         return min(self.first_wait_s * 2.0 ** min(recent - 1, 60), self.longest_wait_s)
 
 
-class Order(NamedTuple):
+class GuardOrder(NamedTuple):
     """What the agent wants, as it comes through stdin: a JSON array of these.
 
     log: absolute path.   grace_s: from SIGTERM to SIGKILL.   launches: made by guards before this one.   restarts: the
-    fields of `Restarts`, in their order.
+    fields of `RestartPolicy`, in their order.
     """
 
     command: list[str]
@@ -83,10 +83,10 @@ class Order(NamedTuple):
 class Guard:
     """One guard's life: `run` returns when the tree below it is empty and is not to be started again."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: GuardOrder) -> None:
         self._order = order
         most, window_s, first_wait_s, longest_wait_s = order.restarts
-        self._restarts = Restarts(
+        self._restarts = RestartPolicy(
             most=int(most), window_s=window_s, first_wait_s=first_wait_s, longest_wait_s=longest_wait_s
         )
         self._me = psutil.Process()
@@ -189,7 +189,7 @@ class Guard:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=sys.stderr,
-                env={**os.environ, MARK: self._order.log},
+                env={**os.environ, LOG_VARIABLE: self._order.log},
                 start_new_session=True,
                 preexec_fn=lambda: _die_with(guard),
             )
@@ -303,7 +303,7 @@ def _die_with(parent: int) -> None:
 
 def _mark(process: psutil.Process) -> str | None:
     with suppress(psutil.Error, OSError):
-        return process.environ().get(MARK)
+        return process.environ().get(LOG_VARIABLE)
     return None
 
 
@@ -331,7 +331,7 @@ def main() -> None:
         if not chunk:
             return  # the agent died before it gave one
         line += chunk
-    Guard(Order(*json.loads(line))).run()
+    Guard(GuardOrder(*json.loads(line))).run()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from schemas.errors import ConfigError
 from schemas.events import EngineCall, Observation, Returned
 from workers.engine import Engine
 from workers.server import guard
-from workers.server.guard import Order, Restarts
+from workers.server.guard import GuardOrder, RestartPolicy
 
 logger = logging.getLogger("rolloutctl.launch")
 
@@ -96,12 +96,12 @@ class ServerProcess:
         *,
         log: Path,
         name: str = "the server",
-        restarts: Restarts | None = None,
+        restarts: RestartPolicy | None = None,
         grace_s: float = 20.0,
     ) -> None:
         self.name, self.log = name, log.absolute()
         self._command, self._grace_s = tuple(command), grace_s
-        self._restarts = restarts or Restarts()
+        self._restarts = restarts or RestartPolicy()
         self._guard: subprocess.Popen[bytes] | None = None
         self._partial = b""
         self._last = ServerStatus(state="ended", since_s=time.monotonic(), note="never started")
@@ -147,7 +147,7 @@ class ServerProcess:
     def _start_guard(self) -> None:
         restarts = self._restarts
         limits = [restarts.most, restarts.window_s, restarts.first_wait_s, restarts.longest_wait_s]
-        order = Order(list(self._command), str(self.log), self._grace_s, self._last.launches, limits)
+        order = GuardOrder(list(self._command), str(self.log), self._grace_s, self._last.launches, limits)
         with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, "-P", guard.__file__],

@@ -1,11 +1,11 @@
-"""vLLM within this process: the front of an `AsyncLLM`.
+"""vLLM in this process: a client of an `AsyncLLM`.
 
 A trainer that embeds the engine runs the agent beside the tasks that generate, on the same asyncio event loop:
 
-    engine = VllmEngine(identity, AsyncLLMClient(async_llm), checkpoints=checkpoints, traces=traces)
-    left = NodeTraces(traces, identity)
+    engine = VLLMEngine(identity, AsyncLLMClient(async_llm), checkpoints=checkpoints, traces=traces)
+    node_traces = NodeTraces(traces, identity)
     async with (
-        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=left) as agent,
+        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=node_traces) as agent,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(agent.run)
@@ -13,10 +13,10 @@ A trainer that embeds the engine runs the agent beside the tasks that generate, 
         ...                           # async_llm.generate(...)
         tasks.cancel_scope.cancel()   # and then async_llm.shutdown()
 
-A headless node (node rank above 0) has no `AsyncLLM`: `VllmEngine(identity, None, ...)`.
+A headless node (node rank above 0) has no `AsyncLLM`: `VLLMEngine(identity, None, ...)`.
 
-To be profiled, the engine needs a `profiler_config`; to sleep, `enable_sleep_mode`. Everything else it always has. No
-key and no dev mode are asked for: who can run code in the process owns the engine.
+To be profiled, the engine needs a `profiler_config`; to sleep, `enable_sleep_mode`. Everything else always works. No
+key and no dev mode are needed: whoever can run code in the process owns the engine.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ import anyio
 
 from workers.engines.client import CallRefused, Methods, Unanswered
 from workers.engines.http import READ_TIMEOUT_S
-from workers.engines.in_process import Home, finished, mark, result_of, takes
-from workers.engines.vllm.engine import ROUTES
+from workers.engines.in_process import EngineLoop, call_and_await, instance_id, parameter_names, run_to_end
+from workers.engines.vllm.server import ROUTES
 
 REQUESTS: Final = "vllm.distributed.weight_transfer.base"
 REQUEST_OF: Final[Mapping[str, str]] = {
@@ -42,43 +42,45 @@ REQUEST_OF: Final[Mapping[str, str]] = {
 }
 """Methods that take one request object, with its class."""
 
-LOOK_S: Final = 1.0
-"""How often it is looked whether the engine that owes an answer still lives."""
+HEALTH_CHECK_S: Final = 1.0
+"""Seconds between two health checks of an engine that owes an answer."""
 
 
 class AsyncLLMClient:
-    """An `AsyncLLM` of vLLM's V1 engine, 0.13 or newer.
+    """An `EngineClient` of an `AsyncLLM` (vLLM's V1 engine, 0.13 or newer).
 
-    requests: the module of its request classes; vLLM's own by default.
+    Args:
+        engine: The `AsyncLLM`.
+        requests: The module of its request classes; vLLM's own by default.
     """
 
     where = "AsyncLLM"
 
     def __init__(self, engine: Any, requests: ModuleType | None = None) -> None:
         self._engine, self._requests = engine, requests
-        self._home = Home("vllm's AsyncLLM")
+        self._loop = EngineLoop("vllm's AsyncLLM")
 
     async def open(self) -> None:
-        """Raises EngineError when this is not the engine's event loop."""
-        self._require_home()
+        """Raise EngineError unless this is the engine's event loop."""
+        self._require_loop()
 
     async def methods(self) -> Methods | None:
-        """By their signatures. None when the engine is dead."""
-        self._require_home()
+        """Read the methods' signatures. None if the engine is dead."""
+        self._require_loop()
         if await self._dead() is not None:
             return None
         found = {name: getattr(self._engine, name, None) for name in ROUTES}
-        return {name: self._takes(name, method) for name, method in found.items() if callable(method)}
+        return {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
 
     async def info(self) -> Mapping[str, object]:
-        """What `/server_info?config_format=json` says of the launch, as far as the adapter reads it."""
+        """Return what the adapter reads of `/server_info?config_format=json`."""
         config = self._engine.vllm_config
         model = config.model_config
         return {
             "version": getattr(sys.modules.get("vllm"), "__version__", None),
             "vllm_config": {
-                # A config can be used for two launches, so its own id does not tell them apart.
-                "instance_id": f"{getattr(config, 'instance_id', '')}-{mark(self._engine)}",
+                # A config can be used for two launches, so its own id does not distinguish them.
+                "instance_id": f"{getattr(config, 'instance_id', '')}-{instance_id(self._engine)}",
                 "profiler_config": _mapping(getattr(config, "profiler_config", None)),
                 "model_config": {
                     "model": model.model,
@@ -89,23 +91,23 @@ class AsyncLLMClient:
         }
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """One call, brought to its end. Raises CallRefused, and Unanswered when the engine is dead."""
-        self._require_home()
-        return await finished(self._made(method, arguments))
+        """Make one call, which runs to its end. Raises CallRefused, and Unanswered if the engine is dead."""
+        self._require_loop()
+        return await run_to_end(self._call(method, arguments))
 
     async def read(self, method: str, /) -> object:
-        """One call that only reads. vLLM keeps replies apart, so this one may be given up."""
-        self._require_home()
+        """Make one call that only reads. vLLM matches replies to calls, so this one may be abandoned."""
+        self._require_loop()
         with anyio.move_on_after(READ_TIMEOUT_S):
-            return await self._made(method, {})
+            return await self._call(method, {})
         raise Unanswered(f"{self.where}.{method} did not answer within {READ_TIMEOUT_S:g} s.")
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no connection."""
 
-    def _require_home(self) -> None:
+    def _require_loop(self) -> None:
         task = getattr(self._engine, "output_handler", None)
-        self._home.require(task.get_loop() if isinstance(task, Task) else None)
+        self._loop.require(task.get_loop() if isinstance(task, Task) else None)
 
     async def _dead(self) -> Exception | None:
         try:
@@ -114,8 +116,8 @@ class AsyncLLMClient:
             return error
         return None
 
-    async def _made(self, method: str, arguments: dict[str, object]) -> object:
-        """The one place where something of the engine is awaited."""
+    async def _call(self, method: str, arguments: dict[str, object]) -> object:
+        """The only place that awaits something of the engine."""
         if (died := await self._dead()) is None:
             try:
                 return await self._while_alive(self._translated(method, arguments))
@@ -124,15 +126,15 @@ class AsyncLLMClient:
             except Exception as error:
                 died = await self._dead()
                 if died is None:
-                    said = f"{type(error).__name__}: {error}"
-                    raise CallRefused(f"{self.where}.{method} failed: {said}", None, said) from error
+                    answer = f"{type(error).__name__}: {error}"
+                    raise CallRefused(f"{self.where}.{method} failed: {answer}", None, answer) from error
         raise Unanswered(f"{self.where}.{method}: the engine is dead: {type(died).__name__} {died}".rstrip()) from died
 
     async def _while_alive(self, call: Coroutine[Any, Any, object]) -> object:
-        """The call's result. Raises the engine's own error when it dies first: vLLM would leave the call waiting."""
+        """The call's result. Raises the engine's own error if it dies first, when vLLM would leave the call waiting."""
         task = asyncio.get_running_loop().create_task(call)
         try:
-            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+            while not (await asyncio.wait([task], timeout=HEALTH_CHECK_S))[0]:
                 if (died := await self._dead()) is not None:
                     raise died
             return task.result()
@@ -140,47 +142,48 @@ class AsyncLLMClient:
             task.cancel()
 
     async def _translated(self, method: str, arguments: dict[str, object]) -> object:
-        """What the server's route of this method does."""
+        """Do what the server's route of this method does."""
         if method == "abort" and not arguments:
             await self._abort_all()
             return None
         if method == "compute_weight_checksums":
-            return _one_mapping(await self._engine.compute_weight_checksums())
-        ask = getattr(self._engine, method)
+            return _merged(await self._engine.compute_weight_checksums())
+        function = getattr(self._engine, method)
         if (name := REQUEST_OF.get(method)) is not None:
             self._requests = self._requests or import_module(REQUESTS)
-            return await ask(getattr(self._requests, name)(**arguments))
-        return await result_of(ask, **arguments)
+            return await function(getattr(self._requests, name)(**arguments))
+        return await call_and_await(function, **arguments)
 
     async def _abort_all(self) -> None:
-        """By the engine's own ids, where it has two kinds; a request for several samples has one of each."""
+        """By the engine's internal ids, where it has two kinds; a request for several samples has one of each."""
         tracked = self._engine.output_processor
         ids = [*tracked.request_states, *tracked.parent_requests]
+        internal = {"internal": True} if "internal" in parameter_names(self._engine.abort) else {}
         if ids:
-            await self._engine.abort(ids, **({"internal": True} if "internal" in takes(self._engine.abort) else {}))
+            await self._engine.abort(ids, **internal)
 
-    def _takes(self, name: str, method: Any) -> frozenset[str]:
+    def _parameters(self, name: str, method: Any) -> frozenset[str]:
         if name == "compute_weight_checksums":
             return frozenset({"action"})
         return {
             "init_weight_transfer_engine": frozenset({"init_info"}),
             "update_weights": frozenset({"update_info"}),
-        }.get(name) or takes(method)
+        }.get(name) or parameter_names(method)
 
 
 def _mapping(config: object) -> dict[str, object]:
-    """A config object by the names of its fields, one level deep."""
+    """A config object as a mapping of its fields, one level deep."""
     if not is_dataclass(config):
         return {}
-    return {one.name: getattr(config, one.name, None) for one in fields(config)}
+    return {field.name: getattr(config, field.name, None) for field in fields(config)}
 
 
-def _one_mapping(workers: list[dict[str, str]]) -> dict[str, str]:
-    """The checksums of all workers, as the server's route puts them together. Raises CallRefused when two disagree."""
-    every: dict[str, str] = {}
-    for one in workers:
-        if twice := sorted(every.keys() & one.keys()):
-            said = f"two workers tell of the same tensors: {', '.join(twice[:3])}"
-            raise CallRefused(f"AsyncLLM.compute_weight_checksums: {said}", None, said)
-        every |= one
-    return every
+def _merged(workers: list[dict[str, str]]) -> dict[str, str]:
+    """The checksums of all workers, merged as the server's route does. Raises CallRefused if two report the same."""
+    merged: dict[str, str] = {}
+    for checksums in workers:
+        if twice := sorted(merged.keys() & checksums.keys()):
+            reason = f"two workers report the same tensors: {', '.join(twice[:3])}"
+            raise CallRefused(f"AsyncLLM.compute_weight_checksums: {reason}", None, reason)
+        merged |= checksums
+    return merged

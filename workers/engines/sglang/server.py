@@ -1,0 +1,42 @@
+"""The routes of an SGLang server."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from workers.engines.http import HttpClient, Route
+
+ROUTES: Final[Mapping[str, Route]] = {
+    "start_profile": Route("POST", "/start_profile"),
+    "stop_profile": Route("POST", "/stop_profile"),
+    "pause_generation": Route("POST", "/pause_generation", repeatable=True),
+    "continue_generation": Route("POST", "/continue_generation", repeatable=True),
+    "abort_request": Route("POST", "/abort_request", repeatable=True),
+    "flush_cache": Route("POST", "/flush_cache", query=True, renamed={"timeout_s": "timeout"}, repeatable=True),
+    "release_memory_occupation": Route("POST", "/release_memory_occupation"),
+    "resume_memory_occupation": Route("POST", "/resume_memory_occupation"),
+    "update_weights_from_disk": Route("POST", "/update_weights_from_disk"),
+    "update_weights_from_tensor": Route("POST", "/update_weights_from_tensor"),
+    "update_weights_from_distributed": Route("POST", "/update_weights_from_distributed"),
+    "begin_weight_update": Route("POST", "/begin_weight_update"),
+    "end_weight_update": Route("POST", "/end_weight_update"),
+    "init_weights_update_group": Route("POST", "/init_weights_update_group"),
+    "update_weight_version": Route("POST", "/update_weight_version", repeatable=True),
+    "get_weight_version": Route("GET", "/model_info", answer="weight_version"),
+    "is_ready": Route("GET", "/ready"),
+}
+"""By the names of `TokenizerManager`'s methods (sglang/srt/entrypoints/http_server.py)."""
+
+
+class SGLangServer(HttpClient):
+    """A client of an SGLang server.
+
+    Args:
+        url: http://HOST:PORT.
+        key: The server's admin key, or its API key if it has no admin key.
+
+    Raises:
+        ConfigError: The URL can't be used.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        super().__init__(url, ROUTES, info_path="/server_info", key=key)
