@@ -100,7 +100,7 @@ def test_who_stays_and_who_enters(case: str) -> None:
 def test_urls_and_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router URL 'router:1': give http://HOST:PORT"):
         Router("router:1", "http://engine:1")
-    with pytest.raises(ConfigError, match=f"router URL for router: no name or key.*{KEY_VARIABLE}"):
+    with pytest.raises(ConfigError, match=f"router URL for router must not contain credentials.*{KEY_VARIABLE}"):
         Router("http://me:secret@router:1", "http://engine:1")
     with pytest.raises(ConfigError, match="engine URL"):
         Router("http://router:1", "engine:1")

@@ -52,7 +52,7 @@ from workers.engines.checkpoint import SourceChecker, buckets, group_ranks, torc
 from workers.engines.client import RETRY_S, EngineClient, retry_time_s, version_of
 from workers.engines.vllm.launch import VLLMLaunch, operations, read_launch
 from workers.engines.vllm.profile import profile_arguments
-from workers.traces.node import collect_traces, make_fresh, moved, require_writable
+from workers.traces.node import collect_traces, make_fresh, move_trace, require_writable
 
 
 class VLLMEngine:
@@ -248,7 +248,7 @@ class VLLMEngine:
         """Move what the session left in the engine's directory to the session's."""
         if profiles_to is not None:
             for name in sorted(_files(profiles_to) - self._files_before):
-                moved(profiles_to / name, self._traces / call.directory)
+                move_trace(profiles_to / name, self._traces / call.directory)
         return collect_traces(self._traces, call.directory, call.session.plan, self._identity)
 
 
