@@ -13,7 +13,6 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator import describe
 from controlplane.machine.profiling import (
     checking,
     collecting,
@@ -28,6 +27,7 @@ from controlplane.machine.profiling import (
 from controlplane.tickets import Ticket
 from schemas.commands import ProfileCommand, Target
 from schemas.errors import ConfigError, RolloutctlError
+from schemas.formatting import describe
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing
 from schemas.profiler.config import ProfilerConfig, checked

@@ -1,20 +1,38 @@
-"""What the bus tells a trainer or an operator: the report of a command or a sync, and the state of the fleet."""
+"""What the bus tells a trainer or an operator: the report of a command or a sync, and the state of the fleet.
 
+Reports and the fleet's status print as a few lines (`schemas.formatting`).
+"""
+
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import Struct
 
 from schemas.commands import Command
 from schemas.errors import CommandFailed
-from schemas.identity import Count, Name, Positive, Text, replica_and_node
+from schemas.formatting import (
+    Line,
+    Printable,
+    agent_order,
+    count_outcomes,
+    describe,
+    format_agents,
+    format_replicas,
+    group_outcomes,
+    is_trouble,
+)
+from schemas.identity import ROLLOUT, Count, Name, Positive, Text, identity_of, replica_and_node
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 
 
 class Clock(Struct, frozen=True, kw_only=True):
-    """An agent's clocks, as measured against the bus's. For timelines: no decision rests on it.
+    """An agent's clocks, measured against the bus's. For timelines; no decision depends on it.
 
-    at_ms, wall_ns: one moment, on the agent's monotonic clock (that of its events) and on its node's wall clock.
-    offset_ns: what to add to the node's wall clock for the bus's.   error_ns: by how much that may be wrong then.
+    Attributes:
+        at_ms: A moment on the agent's monotonic clock, which its events use.
+        wall_ns: The same moment on the wall clock of its node.
+        offset_ns: What to add to the node's wall clock to get the bus's.
+        error_ns: By how much `offset_ns` may have been wrong at that moment.
     """
 
     at_ms: int
@@ -24,10 +42,16 @@ class Clock(Struct, frozen=True, kw_only=True):
 
 
 class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
-    """The heartbeat: what an agent is. Its header's seq is the last command applied.
+    """The heartbeat: what an agent and its engine are doing. The header's seq is the last command applied.
 
-    ready: the engine is as desired and may serve.   activity: the engine call under way, and since how long.
-    clock: the last estimate that said something new; None before the first.
+    Attributes:
+        ready: The engine is as desired, and may serve.
+        quarantined: Version that this replica could not follow; 0 if none.
+        torn: A load failed or was cut off, and what the engine holds is unknown.
+        activity: The engine call in flight, and for how long.
+        queued: Commands that wait for the engine.
+        buffered: Commands that arrived out of order, and wait for those before them.
+        clock: The last estimate that differed; None before the first.
     """
 
     ready: bool
@@ -45,11 +69,34 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
     buffered: Count = 0
     clock: Clock | None = None
 
+    def condition(self, role: str = ROLLOUT) -> str:
+        """Return the status in a few words.
+
+        Args:
+            role: Of the agent. A training rank has no weights, and never generates.
+        """
+        parts = [] if self.ready else ["not ready"]
+        parts += [f"quarantined since v{self.quarantined}"] if self.quarantined else []
+        parts += ["torn weights"] if self.torn else []
+        if role != ROLLOUT:
+            parts += ["training"]
+        elif self.tokenizer == "absent":
+            parts += ["follower"]
+        else:
+            parts += [f"v{self.version}", "generating" if self.generating else "paused"]
+        parts += [f"asleep {' '.join(self.asleep)}"] if self.asleep else []
+        parts += [f"profiling step {self.profiling_step}"] if self.profiling_step is not None else []
+        parts += [f"busy: {self.activity}"] if self.activity else []
+        return ", ".join(parts)
+
 
 class AgentLine(Struct, frozen=True, kw_only=True):
     """One agent in `rolloutctl status`.
 
-    silent_ms: since it was last heard; 0 of one that is gone.   waits_for: what it is late with.
+    Attributes:
+        state: joining, live, gone or left.
+        silent_ms: Time since the last message; 0 for an agent that is gone.
+        waits_for: Commands that it has not answered yet.
     """
 
     agent: Name
@@ -61,9 +108,32 @@ class AgentLine(Struct, frozen=True, kw_only=True):
     status: AgentStatus | None
     waits_for: tuple[Text, ...] = ()
 
+    @property
+    def condition(self) -> str:
+        """What the agent is doing, in a few words; of one that is gone, what it was doing."""
+        if self.state == "left":
+            return "left"
+        last = self.status.condition(identity_of(self.agent).role) if self.status is not None else None
+        if self.state == "gone":
+            return "gone" if last is None else f"gone (was: {last})"
+        return last if last is not None else "no heartbeat yet"
 
-class FleetStatus(Struct, frozen=True, kw_only=True, tag="fleet_status"):
-    """Answer to `AskStatus`. open: commands that are not concluded, and who has not answered."""
+    @property
+    def in_trouble(self) -> bool:
+        """Whether the agent is out of the fleet without having left, or not fit to serve."""
+        if self.state not in ("joining", "live"):
+            return self.state == "gone"
+        return self.status is not None and (not self.status.ready or self.status.torn or self.status.quarantined > 0)
+
+
+class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
+    """Answer to `StatusRequest`.
+
+    Attributes:
+        version: Newest committed weights.
+        log: Path of the run's log, on the trainer's machine.
+        open: Commands that are not concluded, and who has not answered.
+    """
 
     run: Name
     epoch: Count
@@ -73,9 +143,31 @@ class FleetStatus(Struct, frozen=True, kw_only=True, tag="fleet_status"):
     agents: tuple[AgentLine, ...]
     open: tuple[Text, ...] = ()
 
+    def lines(self) -> list[Line]:
+        """The run, then agents of the same condition together, those in trouble first, then open commands."""
+        groups: dict[tuple[bool, str], list[str]] = {}
+        for line in sorted(self.agents, key=lambda line: (not line.in_trouble, agent_order(line.agent))):
+            where = f" on {line.host}" if line.in_trouble else ""
+            groups.setdefault((line.in_trouble, f"{line.condition}{where}"), []).append(line.agent)
+        return [
+            Line(f"{self.headline}, {len(self.agents)} agents"),
+            *(Line(f"  {format_agents(names)}: {text}", trouble) for (trouble, text), names in groups.items()),
+            *(Line(f"  open: {text}") for text in self.open),
+        ]
+
+    @property
+    def headline(self) -> str:
+        """The run in one line."""
+        return f"run {self.run}, epoch {self.epoch}, seq {self.seq}, weights v{self.version}, log {self.log}"
+
 
 class AgentOutcome(Struct, frozen=True, kw_only=True):
-    """One line of a report. latency_us: from publishing to the answer's arrival; rule: of the decision table."""
+    """One agent's line in a report.
+
+    Attributes:
+        rule: Row of the decision table that gave the outcome; 0 if none did.
+        latency_us: From publishing to the arrival of the answer.
+    """
 
     agent: Name
     conclusion: Conclusion
@@ -83,8 +175,8 @@ class AgentOutcome(Struct, frozen=True, kw_only=True):
     latency_us: Count = 0
 
 
-class Report(Struct, frozen=True, kw_only=True, tag="report"):
-    """All outcomes of one command: for every agent in the fleet at the time it was issued, exactly one."""
+class Report(Printable, frozen=True, kw_only=True, tag="report"):
+    """All outcomes of one command: exactly one for every agent that was in the fleet when it was issued."""
 
     seq: Count
     origin: Count
@@ -94,42 +186,55 @@ class Report(Struct, frozen=True, kw_only=True, tag="report"):
     @property
     def acted(self) -> tuple[str, ...]:
         """Agents that called their engine and saw the effect hold."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Acted))
+        return self._concluded(Acted)
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """Agents that had nothing to do."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Skipped))
+        return self._concluded(Skipped)
 
     @property
     def failed(self) -> tuple[str, ...]:
         """Agents that should have acted and could not."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Failed))
+        return self._concluded(Failed)
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Agents that did not answer."""
-        return tuple(one.agent for one in self.outcomes if isinstance(one.conclusion, Missing))
+        return self._concluded(Missing)
+
+    def _concluded(self, kind: type[Conclusion]) -> tuple[str, ...]:
+        return tuple(outcome.agent for outcome in self.outcomes if isinstance(outcome.conclusion, kind))
+
+    @property
+    def headline(self) -> str:
+        """The command and how many agents did what, in one line."""
+        answered = [outcome.latency_us for outcome in self.outcomes if not isinstance(outcome.conclusion, Missing)]
+        slowest = f"; slowest {max(answered) // 100 / 10} ms" if answered else ""
+        counts = count_outcomes(outcome.conclusion for outcome in self.outcomes)
+        return f"{describe(self.command)} (seq {self.seq}): {counts}{slowest}"
+
+    def lines(self) -> list[Line]:
+        """The headline, then agents of the same outcome together, failures first."""
+        return [Line(self.headline, bool(self.failed or self.missing)), *_indented(self.outcomes)]
 
     def raise_for_failures(self) -> None:
-        """Raise CommandFailed naming every agent that failed or is missing, and why. Skips are not failures."""
-        lines = []
-        for one in self.outcomes:
-            if isinstance(one.conclusion, Failed):
-                lines.append(f"  {one.agent} failed ({one.conclusion.error}): {one.conclusion.message}")
-            elif isinstance(one.conclusion, Missing):
-                lines.append(f"  {one.agent} missing ({one.conclusion.reason})")
-        if lines:
-            raise CommandFailed(f"command {self.seq} did not succeed everywhere:\n" + "\n".join(lines))
+        """Raise CommandFailed if an agent failed or is missing; says which, and why. Skips are not failures."""
+        troubles = [outcome for outcome in self.outcomes if is_trouble(outcome.conclusion)]
+        if troubles:
+            lines = [f"command {self.seq} did not succeed everywhere:", *(line.text for line in _indented(troubles))]
+            raise CommandFailed("\n".join(lines))
 
 
-class SyncReport(Struct, frozen=True, kw_only=True, tag="sync_report"):
+class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
     """How a weight sync ended.
 
-    committed: the fleet serves `version`.   aborted: too few replicas could; the fleet serves what it served.
-    stale: every replica holds this version or a newer one already.
-    loaded: replicas that serve it.   quarantined: replicas out of service until a later sync or a restart.
-    phases: the report of each phase, in order.
+    Attributes:
+        status: `committed`: the fleet serves `version`. `aborted`: too few replicas could load it, and the fleet
+            serves what it served before. `stale`: every replica has this version or a newer one already.
+        loaded: Replicas that serve it.
+        quarantined: Replicas that are out of service until a later sync or a restart.
+        phases: The report of each phase, in order.
     """
 
     version: Positive
@@ -138,17 +243,43 @@ class SyncReport(Struct, frozen=True, kw_only=True, tag="sync_report"):
     quarantined: tuple[Count, ...]
     phases: tuple[Report, ...]
 
+    @property
+    def headline(self) -> str:
+        """How it ended, in one line."""
+        serving = f" on {format_replicas(self.loaded)}" if self.loaded else ""
+        quarantined = f"; quarantined: {format_replicas(self.quarantined)}" if self.quarantined else ""
+        return f"weights v{self.version} {self.status}{serving}{quarantined}"
+
+    def lines(self) -> list[Line]:
+        """The headline, then what failed in each phase, then the count of every phase."""
+        return [
+            Line(self.headline, self.status == "aborted" or bool(self.quarantined)),
+            *self._failures(),
+            *(Line(f"  {phase.headline}") for phase in self.phases),
+        ]
+
+    def _failures(self) -> list[Line]:
+        return [
+            Line(f"  {describe(phase.command)}: {line.text}", trouble=True)
+            for phase in self.phases
+            for line in group_outcomes(_pairs(phase.outcomes))
+            if line.trouble
+        ]
+
     def raise_for_failures(self) -> None:
         """Raise CommandFailed unless every replica that syncs at all serves the new version."""
-        troubled = [one.agent for one in self.phases[-1].outcomes if isinstance(one.conclusion, Failed | Missing)]
-        places = [replica_and_node(agent) for agent in troubled]
-        down = any(place is not None and place[1] == 0 for place in places)
-        if self.status == "committed" and not self.quarantined and not down:
+        last = self.phases[-1]
+        places = [replica_and_node(agent) for agent in (*last.failed, *last.missing)]
+        primary_down = any(place is not None and place[1] == 0 for place in places)
+        if self.status == "committed" and not self.quarantined and not primary_down:
             return
-        lines = [f"sync to version {self.version} {self.status}; out of service: {list(self.quarantined) or 'none'}"]
-        for report in self.phases:
-            try:
-                report.raise_for_failures()
-            except CommandFailed as failed:
-                lines.append(str(failed))
-        raise CommandFailed("\n".join(lines))
+        headline = f"weight sync did not succeed everywhere: {self.headline}"
+        raise CommandFailed("\n".join([headline, *(line.text for line in self._failures())]))
+
+
+def _pairs(outcomes: Iterable[AgentOutcome]) -> list[tuple[str, Conclusion]]:
+    return [(outcome.agent, outcome.conclusion) for outcome in outcomes]
+
+
+def _indented(outcomes: Iterable[AgentOutcome]) -> list[Line]:
+    return [Line(f"  {line.text}", line.trouble) for line in group_outcomes(_pairs(outcomes))]

@@ -30,7 +30,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from controlplane.bus.inbox import Inbox
-from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide, fleet_status, next_deadline
+from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide, next_deadline
 from controlplane.machine.events import (
     Closed,
     Conclude,
@@ -48,6 +48,7 @@ from controlplane.machine.events import (
     TimerFired,
 )
 from controlplane.machine.fleet import member_at
+from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas.carriers.sockets import Context, Sent, bus_publisher, bus_router

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import assert_never
 
-from controlplane.machine.coordinator import describe
 from controlplane.machine.events import (
     AnswersReceived,
     Closed,
@@ -44,6 +43,7 @@ from schemas.events import (
     Started,
     Tick,
 )
+from schemas.formatting import describe
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from controlplane.machine.coordinator import describe
+from schemas.formatting import describe
 from schemas.identity import ROLLOUT, Operation, identity_of, replica_and_node
 from schemas.outcomes import Acted, Failed, Missing, Skipped
 from schemas.reports import AgentLine, AgentOutcome, FleetStatus, Report

@@ -44,13 +44,13 @@ from controlplane.machine.events import (
     SyncRequested,
     TimerFired,
 )
-from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, Member, OpenCommand, Why
+from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, OpenCommand, Why
 from controlplane.machine.weights import Sync, first_phase, next_phase
-from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, Target, WeightSync
+from schemas.commands import Command, EpochStart, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired, desired_after
-from schemas.identity import ROLLOUT, Identity, identity_of
+from schemas.identity import Identity, identity_of
 from schemas.outcomes import Failed
-from schemas.reports import AgentLine, AgentOutcome, FleetStatus, Report, SyncReport
+from schemas.reports import AgentOutcome, Report, SyncReport
 from schemas.wire import MAX_COMMAND_BYTES, CommandRecord, Envelope, Rejoin, Replay, encode
 
 LOGIC = 3
@@ -60,7 +60,7 @@ EPOCH_START_TIMEOUT_MS = 60_000
 STRANGER = Identity(replica=2**31 - 1, node_rank=0)
 """Stands for a replica that was never seen: no quarantine and no set of ranks names it."""
 
-__all__ = ["LOGIC", "CoordinatorState", "decide", "describe", "fleet_status", "next_deadline"]
+__all__ = ["LOGIC", "CoordinatorState", "decide", "next_deadline"]
 
 Decided = tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]
 
@@ -99,58 +99,6 @@ def decide(state: CoordinatorState, event: CoordinatorEvent) -> Decided:
 def next_deadline(state: CoordinatorState) -> int | None:
     """When the machine wants a `TimerFired`, in µs of the bus's clock; None when nothing is pending."""
     return min((min(one.deadline_us, one.retransmit_us) for one in state.open), default=None)
-
-
-def fleet_status(state: CoordinatorState, now_us: int, log: str, heard: dict[str, int]) -> FleetStatus:
-    """The fleet as one message. heard: when each peer was last heard (µs); the shell keeps that."""
-    late = {name: [one for one in state.open if name in one.waiting] for name in state.members}
-    lines = tuple(
-        AgentLine(
-            agent=name,
-            incarnation=member.hello.incarnation,
-            host=member.hello.host,
-            state=member.state,
-            silent_ms=max(0, now_us - heard.get(member.peer, now_us)) // 1000,
-            seq=member.seq,
-            status=member.status,
-            waits_for=tuple(f"{describe(one.command)} (seq {one.record.seq})" for one in late[name]),
-        )
-        for name, member in sorted(state.members.items(), key=lambda item: _place(item[1]))
-    )
-    waiting = tuple(
-        f"{describe(one.command)} (seq {one.record.seq}) waits for {', '.join(sorted(one.waiting))}"
-        for one in state.open
-    )
-    return FleetStatus(
-        run=state.run,
-        epoch=state.epoch,
-        seq=state.seq,
-        version=state.default_desired.version,
-        log=log,
-        agents=lines,
-        open=waiting,
-    )
-
-
-def describe(command: Command) -> str:
-    """A command in a few words, for people."""
-    match command:
-        case ProfileCommand():
-            return f"profile {command.action} step {command.step}"
-        case EpochStart():
-            return "epoch start"
-        case WeightSync():
-            return f"weights {command.phase} v{command.version}"
-        case EngineCommand():
-            return command.operation
-        case _:
-            assert_never(command)
-
-
-def _place(member: Member) -> tuple[bool, str, int, int]:
-    """Replicas first, then training ranks by role."""
-    identity = member.hello.identity
-    return identity.role != ROLLOUT, identity.role, identity.replica, identity.node_rank
 
 
 # --- issuing ----------------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from controlplane.machine.coordinator import describe
 from controlplane.report.fleet import place
 from controlplane.report.histogram import Spread
 from schemas.commands import Command, ProfileCommand, Target, UnknownCommand, WeightSync
 from schemas.events import Observation
+from schemas.formatting import describe
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped, Trace
 from schemas.reports import AgentOutcome
 

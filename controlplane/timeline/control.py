@@ -11,7 +11,6 @@ moved within its millisecond: no decision is drawn before the one that came befo
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from controlplane.machine.coordinator import describe
 from controlplane.machine.events import (
     AnswersReceived,
     Conclude,
@@ -52,6 +51,7 @@ from schemas.events import (
     StopProfile,
     Wake,
 )
+from schemas.formatting import describe
 from schemas.identity import ROLLOUT
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 from schemas.reports import Report, SyncReport

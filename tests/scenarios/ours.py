@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator import fleet_status
 from controlplane.machine.events import Conclude, SyncRequested
+from controlplane.machine.status import fleet_status
 from controlplane.record.entries import coordinator_effects_decoder
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, Target
 from schemas.identity import Identity

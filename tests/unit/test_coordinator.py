@@ -2,11 +2,13 @@
 
 import pytest
 
-from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide, describe, fleet_status
+from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide
 from controlplane.machine.coordinator import next_deadline as wants
 from controlplane.machine.events import Conclude, Publish
+from controlplane.machine.status import fleet_status
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
+from schemas.formatting import describe
 from schemas.outcomes import Reason, Skipped
 from schemas.reports import AgentStatus
 from schemas.wire import MAX_COMMAND_BYTES, Rejoin, Replay, Snapshot, decode_command

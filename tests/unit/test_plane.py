@@ -193,7 +193,7 @@ def test_a_missing_or_forbidden_checkpoint_is_refused_before_anything_is_publish
 def test_a_sync_that_no_replica_follows_is_aborted(plane: ControlPlane, tmp_path: Path) -> None:
     report = plane.sync_weights(1, checkpoint(tmp_path / "one"), timeout=1).wait()
     assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())
-    with pytest.raises(CommandFailed, match="sync to version 1 aborted"):
+    with pytest.raises(CommandFailed, match="weights v1 aborted"):
         report.raise_for_failures()
 
 

@@ -1,7 +1,7 @@
 """Training ranks in the fleet: what is desired of them, what they owe, and what they have no part in."""
 
-from controlplane.machine.coordinator import fleet_status
 from controlplane.machine.events import Conclude
+from controlplane.machine.status import fleet_status
 from schemas.commands import ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired, ProfileSession
 from schemas.outcomes import Reason, Skipped

@@ -114,7 +114,7 @@ def test_who_fails_the_commit_is_named_though_no_phase_comes_after_it() -> None:
     run_phases(bus, ALL, ALL, BUT_2)
     (report,) = bus.synced
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1), (2,))
-    with pytest.raises(CommandFailed, match=r"sync to version 1 committed; out of service: \[2\]"):
+    with pytest.raises(CommandFailed, match="weights v1 committed on replicas 0, 1; quarantined: replica 2"):
         report.raise_for_failures()
 
 
@@ -187,8 +187,8 @@ def test_an_aborted_sync_leaves_nobody_out_of_service_and_says_who_failed() -> N
     assert set(bus.state.desired.values()) == {Desired()}
     with pytest.raises(CommandFailed) as caught:
         report.raise_for_failures()
-    assert str(caught.value).startswith("sync to version 1 aborted; out of service: none")
-    assert "1.0 failed (engine_error): It burns." in str(caught.value)
+    assert str(caught.value).startswith("weight sync did not succeed everywhere: weights v1 aborted\n")
+    assert "1.0, 2.0: failed engine_error: It burns." in str(caught.value)
 
 
 def test_a_version_that_was_aborted_may_be_tried_again_from_another_place() -> None:
@@ -375,5 +375,5 @@ def test_a_replica_that_came_back_and_does_not_serve_is_told() -> None:
     bus.time(40_000_000)
     (report,) = bus.synced
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1), ())
-    with pytest.raises(CommandFailed, match=r"2\.0 missing"):
+    with pytest.raises(CommandFailed, match=r"2\.0: missing"):
         report.raise_for_failures()

@@ -1,0 +1,206 @@
+"""Commands, outcomes and agents as text for people: the one place for their wording, order and grouping. Pure.
+
+Reports print by `Printable`: plain lines, colour in a terminal that rich writes to, HTML in a notebook.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, assert_never
+
+from msgspec import Struct
+
+from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.identity import ROLLOUT, identity_of
+from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
+
+MAX_LINES: Final = 20
+"""Lines that a report prints at most."""
+MAX_WIDTH: Final = 400
+"""Characters of a printed line."""
+MAX_LISTED: Final = 8
+"""Names in a list, before `and N more`."""
+
+_KINDS: Final = {Failed: "failed", Missing: "missing", Acted: "acted", Skipped: "skipped"}
+"""Conclusions in the order in which they are shown: trouble first."""
+_MARKUP: Final = re.compile(r"(\\*)(\[[a-z#/@][^[]*?])")
+"""What rich would take for a tag, as in `rich.markup.escape`."""
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def describe(command: Command | UnknownCommand) -> str:
+    """Return a command in a few words."""
+    match command:
+        case ProfileCommand():
+            return f"profile {command.action} step {command.step}"
+        case EpochStart():
+            return "epoch start"
+        case WeightSync():
+            return f"weights {command.phase} v{command.version}"
+        case EngineCommand():
+            return command.operation
+        case UnknownCommand():
+            return f"unknown command {command.tag}"
+        case _:
+            assert_never(command)
+
+
+def format_outcome(outcome: Conclusion) -> str:
+    """Return one outcome in one line."""
+    match outcome:
+        case Acted():
+            return _format_acted(outcome)
+        case Skipped(reason=reason):
+            return f"skipped {reason}"
+        case Failed(error=error, message=message):
+            return f"failed {error}: {message}"
+        case Missing(reason=reason):
+            return f"missing ({reason})"
+        case _:
+            assert_never(outcome)
+
+
+def _format_acted(acted: Acted) -> str:
+    parts = [f"acted ({', '.join(acted.calls) or 'nothing to call'})"]
+    parts += [f"version {acted.version}"] if acted.version is not None else []
+    parts += ["the engine had stopped by itself"] if acted.auto_stopped else []
+    parts += ["still running"] if acted.still_running else []
+    parts += [f"{len(acted.traces)} trace{'s'[: len(acted.traces) != 1]}"] if acted.traces else []
+    parts += [f"no trace of ranks {format_list(acted.ranks_without_trace)}"] if acted.ranks_without_trace else []
+    return "; ".join(parts)
+
+
+def is_trouble(outcome: Conclusion) -> bool:
+    """Return whether the agent should have acted, and did not."""
+    return isinstance(outcome, Failed | Missing)
+
+
+# --- order and grouping -----------------------------------------------------------------------------------------------
+
+
+def agent_order(agent: str) -> tuple[bool, str, int, int]:
+    """Sort key of agents' names: replicas first, by node rank, then training ranks by role."""
+    identity = identity_of(agent)
+    return identity.role != ROLLOUT, identity.role, identity.replica, identity.node_rank
+
+
+def format_list(items: Iterable[object], limit: int = MAX_LISTED) -> str:
+    """Return the items separated by commas, those beyond `limit` as `and N more`."""
+    names = [str(item) for item in items]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def format_agents(agents: Iterable[str], limit: int = MAX_LISTED) -> str:
+    """Return agents' names in order; three or more of consecutive replicas are shown as `first … last`."""
+    rows: dict[tuple[bool, str, int], list[int]] = {}
+    for training, role, first, node_rank in sorted(agent_order(agent) for agent in agents):
+        rows.setdefault((training, role, node_rank), []).append(first)
+    names = []
+    for (training, role, node_rank), numbers in sorted(rows.items()):
+        before, after = (f"{role}.", "") if training else ("", f".{node_rank}")
+        names += _format_runs(numbers, before, after)
+    return format_list(names, limit)
+
+
+def format_replicas(replicas: Iterable[int | str]) -> str:
+    """Return replicas, by index, and training ranks, by name: `replicas 0 … 3, 7 and actor.1`."""
+    units = list(replicas)
+    numbers = sorted(unit for unit in units if isinstance(unit, int))
+    ranks = [unit for unit in units if isinstance(unit, str)]
+    parts = [f"replica{'s'[: len(numbers) != 1]} {format_list(_format_runs(numbers))}"] if numbers else []
+    parts += [format_agents(ranks)] if ranks else []
+    return " and ".join(parts)
+
+
+def _format_runs(numbers: Sequence[int], before: str = "", after: str = "") -> list[str]:
+    """Ascending numbers, runs of three and more as `first … last`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    names: list[str] = []
+    for run in runs:
+        named = [f"{before}{number}{after}" for number in run]
+        names += named if len(run) < 3 else [f"{named[0]} … {named[-1]}"]
+    return names
+
+
+def count_outcomes(outcomes: Iterable[Conclusion]) -> str:
+    """Return how many outcomes there are of each kind: `1 failed, 3 acted`."""
+    kinds = [type(outcome) for outcome in outcomes]
+    counts = [f"{kinds.count(kind)} {name}" for kind, name in _KINDS.items() if kind in kinds]
+    return ", ".join(counts) or "no agents"
+
+
+def group_outcomes(outcomes: Iterable[tuple[str, Conclusion]]) -> list["Line"]:
+    """Return one line for each different outcome, with the agents that had it; failures first.
+
+    Args:
+        outcomes: Pairs of an agent's name and what it concluded.
+    """
+    groups: dict[tuple[int, str], list[str]] = {}
+    order = list(_KINDS)
+    for agent, outcome in outcomes:
+        groups.setdefault((order.index(type(outcome)), format_outcome(outcome)), []).append(agent)
+    lines = [
+        (kind, min(agent_order(agent) for agent in agents), f"{format_agents(agents)}: {text}")
+        for (kind, text), agents in groups.items()
+    ]
+    return [Line(text, order[kind] in (Failed, Missing)) for kind, _, text in sorted(lines)]
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """One printed line.
+
+    Attributes:
+        text: The line, without markup.
+        trouble: It names something that is wrong, and is shown in red.
+    """
+
+    text: str
+    trouble: bool = False
+
+
+class Printable(Struct, frozen=True):
+    """Prints as a few plain lines. A subclass gives the lines; the first is the headline."""
+
+    def lines(self) -> list[Line]:
+        """Return everything there is to say, the most important first."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(line.text for line in _shorten(self.lines()))
+
+    def __rich__(self) -> str:
+        lines = [(_MARKUP.sub(r"\1\1\\\2", line.text), line.trouble) for line in _shorten(self.lines())]
+        return "\n".join(f"[red]{text}[/red]" if trouble else text for text, trouble in lines)
+
+    def _repr_html_(self) -> str:
+        lines = [(_escape_html(line.text), line.trouble) for line in _shorten(self.lines())]
+        marked = [f'<span style="color:#b00020">{text}</span>' if trouble else text for text, trouble in lines]
+        return "<pre>" + "\n".join(marked) + "</pre>"
+
+
+def _shorten(lines: list[Line]) -> list[Line]:
+    """At most MAX_LINES, each of them one line: the text of an outcome comes from an engine, and may hold anything."""
+    lines = [Line(_one_line(line.text), line.trouble) for line in lines]
+    left_out = lines[MAX_LINES - 1 :]
+    if len(left_out) <= 1:
+        return lines
+    more = f"  … {len(left_out)} more lines"
+    return [*lines[: MAX_LINES - 1], Line(more, any(line.trouble for line in left_out))]
+
+
+def _one_line(text: str) -> str:
+    line = "".join(char if char.isprintable() else " " for char in text)
+    return line if len(line) <= MAX_WIDTH else f"{line[:MAX_WIDTH]} …"
+
+
+def _escape_html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
