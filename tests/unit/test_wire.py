@@ -139,7 +139,7 @@ def test_a_skip_is_no_failure_and_a_missing_agent_is_one() -> None:
     report(Acted(calls=()), Skipped(Reason.NOT_PRIMARY)).raise_for_failures()
     with pytest.raises(CommandFailed, match=r"0\.0: missing \(deadline\)"):
         report(Missing("deadline")).raise_for_failures()
-    with pytest.raises(CommandFailed, match=r"0\.0 failed \(engine_error\): it burns"):
+    with pytest.raises(CommandFailed, match=r"0\.0: failed engine_error: it burns"):
         report(Failed(ErrorKind.ENGINE_ERROR, "it burns")).raise_for_failures()
 
 
