@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from controlplane.timeline.file import Timeline, write_timeline
+from controlplane.timeline.perfetto import Timeline, write_timeline
 
 
 @click.command(short_help="A run and its traces in one file for Perfetto.")

@@ -31,7 +31,7 @@ from controlplane.machine.events import (
 )
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import Violation, verify
-from controlplane.report.fleet import AgentFacts, Fleet, Quarantine, ReplicaTime, place
+from controlplane.report.fleet_history import AgentFacts, Fleet, Quarantine, ReplicaTime, place
 from controlplane.report.histogram import Spread
 from controlplane.report.model import (
     CommandFacts,

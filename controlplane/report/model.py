@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from controlplane.report.fleet import place
+from controlplane.report.fleet_history import place
 from controlplane.report.histogram import Spread
 from schemas.commands import Command, ProfileCommand, Target, UnknownCommand, WeightSync
 from schemas.events import Observation

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from msgspec import Struct
 
 from controlplane.report.collect import RunReport
-from controlplane.report.fleet import AgentFacts, ReplicaTime
+from controlplane.report.fleet_history import AgentFacts, ReplicaTime
 from controlplane.report.histogram import UNKNOWN, Painted
 from controlplane.report.model import CommandFacts, Phase, Said
 

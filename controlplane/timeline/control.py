@@ -24,7 +24,7 @@ from controlplane.machine.events import (
     Refuse,
 )
 from controlplane.record.entries import LogEntry
-from controlplane.timeline.clocks import BusRecord, Survey, decoded
+from controlplane.timeline.alignment import BusRecord, Survey, decoded
 from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, Lanes, Span, TraceEvent, us
 from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import (

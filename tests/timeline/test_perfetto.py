@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.timeline.file import Timeline, write_timeline
+from controlplane.timeline.perfetto import Timeline, write_timeline
 from tests.timeline.environment import Row, ask
 from tests.timeline.real_run import record
 

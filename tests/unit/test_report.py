@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.report.collect import KEPT_COMMANDS, STEP_COMMANDS, RunReport, gather
-from controlplane.report.fleet import place
+from controlplane.report.fleet_history import place
 from controlplane.report.histogram import COLUMNS, Lanes, Spread
 from controlplane.report.page import write_page
 from schemas.commands import EngineCommand, ProfileCommand

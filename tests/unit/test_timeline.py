@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from controlplane.record.log import RunLog
-from controlplane.timeline.clocks import Survey
-from controlplane.timeline.file import Draft, Timeline, write_timeline
+from controlplane.timeline.alignment import Survey
+from controlplane.timeline.perfetto import Draft, Timeline, write_timeline
 from controlplane.timeline.tracks import TraceEvent
 from schemas.carriers.records import RecordFile
 from schemas.commands import ProfileCommand
@@ -286,7 +286,7 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(
     def full(_: object) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("controlplane.timeline.file._encoder", type("Full", (), {"encode": staticmethod(full)}))
+    monkeypatch.setattr("controlplane.timeline.perfetto._encoder", type("Full", (), {"encode": staticmethod(full)}))
     with pytest.raises(LogError, match="No space left on device"):
         write_timeline(log, place / "out.json.gz")
     assert list(place.iterdir()) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from controlplane.timeline.file import Timeline, write_timeline
+from controlplane.timeline.perfetto import Timeline, write_timeline
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Trace
 from tests.running import python
@@ -302,7 +302,7 @@ def test_traces_without_a_root_are_told(written: Written, tmp_path: Path) -> Non
 PEAK = """
 import resource, sys
 from pathlib import Path
-from controlplane.timeline.file import write_timeline
+from controlplane.timeline.perfetto import write_timeline
 log, out, root = map(Path, sys.argv[1:])
 told = write_timeline(log, out, [root])
 assert told.warnings == (), told.warnings
@@ -387,7 +387,7 @@ def test_a_number_that_is_none_does_not_end_a_trace(
     written: Written, tmp_path: Path, number: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python writes one into what a user says of a run, and torch wrote one as the bandwidth of what took no time."""
-    monkeypatch.setattr("controlplane.timeline.traces.READ_BYTES", size)
+    monkeypatch.setattr("controlplane.timeline.torch_traces.READ_BYTES", size)
     named = Op(rf"f(\"x\": {number}, 1)", 60, 10)
     content = torch_trace([named, *OPS[1:]]).replace(b'"External id": 1,', f'"GB/s" : {number} ,'.encode())
     content = content.replace(b'"schemaVersion"', f'"loss":{number},"schemaVersion"'.encode())
@@ -404,7 +404,7 @@ def test_a_text_that_is_not_utf_8_does_not_end_a_trace(
     written: Written, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Perfetto shows such a trace when it is alone."""
-    monkeypatch.setattr("controlplane.timeline.traces.READ_BYTES", size)
+    monkeypatch.setattr("controlplane.timeline.torch_traces.READ_BYTES", size)
     content = torch_trace([Op("größe", 60, 1), Op("XY", 62, 1), *OPS]).replace(b"XY", b"caf\xe9")
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json.gz", content))

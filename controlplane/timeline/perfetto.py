@@ -20,9 +20,9 @@ from msgspec import Struct, json, structs
 from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from controlplane.timeline.clocks import MS, AgentClock, Survey
+from controlplane.timeline.alignment import MS, AgentClock, Survey
 from controlplane.timeline.control import Control
-from controlplane.timeline.traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
+from controlplane.timeline.torch_traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
 from controlplane.timeline.tracks import Lanes, TraceEvent
 from schemas.errors import ConfigError, LogError
 from schemas.identity import ROLLOUT

@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, NamedTuple
 
-from controlplane.timeline.clocks import ToldTrace
+from controlplane.timeline.alignment import ToldTrace
 
 READ_BYTES: Final = 1 << 20
 FIRST_PID: Final = 100_000
