@@ -26,7 +26,8 @@ PURE = (
     *("controlplane/record/entries.py", "controlplane/record/replay.py", "controlplane/record/invariants.py"),
     *("controlplane/report/model.py", "controlplane/report/histogram.py", "controlplane/report/fleet_history.py"),
     "controlplane/report/collect.py",
-    *("controlplane/timeline/alignment.py", "controlplane/timeline/control.py", "controlplane/timeline/tracks.py"),
+    *("controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),
+    *("controlplane/timeline/fleet_tracks.py", "controlplane/timeline/tracks.py"),
     *("workers/machine/*.py", "workers/engine.py", "workers/link/clocks.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no chance. A name may be ahead of its file."""

@@ -1,11 +1,10 @@
-"""One file for Perfetto: a run's log and the traces that it names, on the bus's clock.
+"""Writes a run's log and the traces that it names as one file for Perfetto, on the bus's clock.
 
-Theory of operation. The log is read twice: once for its clocks, places and traces (`clocks`), once for what
-happened (`control`). Then each trace is checked and streamed (`traces`). Events are written as they
-come; the viewer sorts them. What can't be had is left out, named and said why: a timeline with a hole is of use, one
-that hides it is not.
+Theory of operation. The log is read twice: once for its clocks, agents and traces (`survey`), once for what happened
+(`fleet_tracks`). Then each trace is checked and streamed (`torch_traces`). Events are written as they come; the viewer
+sorts them. Whatever can't be drawn is left out, and a warning says why.
 
-The file appears when it is whole, under its name, in one step; nothing is ever written over unless that is asked for.
+The file appears under its name in one step when it is complete. It never replaces another file unless asked to.
 """
 
 import gzip
@@ -20,21 +19,22 @@ from msgspec import Struct, json, structs
 from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from controlplane.timeline.alignment import MS, AgentClock, Survey
-from controlplane.timeline.control import Control
-from controlplane.timeline.torch_traces import Numbers, TorchTrace, TraceFile, found, is_torch_trace
-from controlplane.timeline.tracks import Lanes, TraceEvent
+from controlplane.timeline.alignment import MS, AgentClock
+from controlplane.timeline.fleet_tracks import FleetTracks
+from controlplane.timeline.survey import LogSurvey
+from controlplane.timeline.torch_traces import FoundTrace, JsonEvent, Numbers, TorchTrace, find_trace, is_torch_trace
+from controlplane.timeline.tracks import ProcessTracks, TraceEvent
 from schemas.errors import ConfigError, LogError
 from schemas.identity import ROLLOUT
 
 WRITE_BYTES: Final = 1 << 20
 COMPRESSION: Final = 3
-"""Four fifths of what the best gives, in half the time."""
+"""Saves four fifths of what the best level saves, in half the time."""
 BUS_PID: Final = 1
 FRONT_END: Final = ".async_llm."
-"""In the name of what vLLM's front end leaves, beside the traces of its ranks."""
+"""In the name of the trace that vLLM's front end writes beside those of its ranks."""
 SORTS: Final = 10
-"""Places of an agent and its traces in the order of processes."""
+"""Positions reserved for an agent and its traces in the order of processes."""
 
 _encoder = json.Encoder(decimal_format="number")
 
@@ -42,9 +42,13 @@ _encoder = json.Encoder(decimal_format="number")
 class ClockLine(Struct, frozen=True, kw_only=True):
     """What is known of the clocks of one agent's incarnation.
 
-    offset_ns: from its node's wall clock to the bus's, at the end; None when it was never measured. Then the agent's
-    events are placed by commands and answers, and its node's traces as they are.   error_ns: by how much what is known
-    may be wrong, there or where a trace begins; None when nothing is known.   estimates: how often it was told.
+    Attributes:
+        agent: Its name.
+        incarnation: Its life.
+        offset_ns: From its node's wall clock to the bus's, at the end of the log. None if it was never measured: the
+            agent's events are then placed by commands and answers, and its node's traces keep their own times.
+        error_ns: Bound of the error, there and where its traces begin; None if nothing is known.
+        estimates: Number of estimates that it reported.
     """
 
     agent: str
@@ -57,14 +61,23 @@ class ClockLine(Struct, frozen=True, kw_only=True):
         error = f"± {self.error_ns / MS:.3f} ms" if self.error_ns is not None else "± unknown"
         if self.offset_ns is None:
             return f"agent {self.agent}: clock offset unknown; events placed by commands and answers, {error}"
-        told = f"{self.estimates} estimate{'s' if self.estimates > 1 else ''}"
-        return f"agent {self.agent}: clock offset {self.offset_ns / MS:+.3f} ms {error} ({told})"
+        count = f"{self.estimates} estimate{'s' if self.estimates > 1 else ''}"
+        return f"agent {self.agent}: clock offset {self.offset_ns / MS:+.3f} ms {error} ({count})"
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """What was written. control_events: of the log.   traced_events: of `traces`.   warnings: what is left out.
+    """What was written.
 
-    whole: the log could be read to its end.
+    Attributes:
+        run: The run's id.
+        path: The file.
+        nbytes: Its size.
+        control_events: Events from the log.
+        traced_events: Events from `traces`, without names.
+        traces: The trace files in it.
+        clocks: Of every incarnation.
+        warnings: What was left out or may be misplaced.
+        whole: The log was read to its end.
     """
 
     run: str
@@ -86,23 +99,31 @@ def write_timeline(
     force: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> Timeline:
-    """Write the timeline of a run's log. roots: where the agents' traces lie, or copies of them.
+    """Write the timeline of a run's log. A damaged log is drawn up to the damage.
 
-    force: write over what is there.   say: told of each trace that is read, since that may take long.
-    Compressed if the name ends with `.gz`. A damaged log is drawn up to there. Raises ConfigError, LogError (also when
-    it can't be written), LogCorrupt for what is no log.
+    Args:
+        log: The log.
+        out: The file to write; compressed if its name ends with `.gz`.
+        roots: Folders below which the agents' traces lie, or copies of them.
+        force: Replace `out` if it exists.
+        say: Called with a line for each trace that is read, since that may take long.
+
+    Raises:
+        ConfigError: `out` exists, is an input, or a root does not exist.
+        LogCorrupt: `log` is no log.
+        LogError: `out` can't be written.
     """
     check_destination(out, force, [log])
     for root in roots:
         if not root.is_dir():
             raise ConfigError(f"--traces {root}: there is no such folder")
     run = RunLog.header(log).run
-    draft = Draft(run, Survey(RunLog.read(log)))
+    draft = TimelineDraft(run, LogSurvey(RunLog.read(log)))
     try:
-        with _packed(out, force) as stream:  # first, for traces may take minutes, and then there may be no such place
-            files = draft.check(roots, say)
+        with _compressed(out, force) as stream:  # opened first: traces take minutes, and only then would it fail
+            files = draft.find_traces(roots, say)
             check_destination(out, force, [file.path for file in files])
-            _write(stream, draft.head(), chain(draft.control(RunLog.read(log)), draft.traced(files, say)))
+            _write(stream, draft.head(), chain(draft.fleet_events(RunLog.read(log)), draft.trace_events(files, say)))
         nbytes = out.stat().st_size
     except OSError as error:
         raise LogError(f"the timeline {out} was not written: {error.strerror or error}") from error
@@ -119,130 +140,135 @@ def write_timeline(
     )
 
 
-class Draft:
-    """What goes into one timeline. control_events, traced_events: how many were given so far.
+class TimelineDraft:
+    """The content of one timeline.
 
-    clocks: of every incarnation in the log.   warnings: what is left out, and why.   survey: that it is made from.
+    Attributes:
+        survey: The first pass over the log.
+        clocks: Of every incarnation.
+        control_events, traced_events: Numbers of events yielded so far.
+        warnings: What is left out or may be misplaced, and why.
     """
 
-    def __init__(self, run: str, survey: Survey) -> None:
+    def __init__(self, run: str, survey: LogSurvey) -> None:
         self.control_events = self.traced_events = 0
-        self.clocks = tuple(_clock_line(one, [survey.last_ns]) for one in survey.clocks.values())
+        self.clocks = tuple(_clock_line(clock, [survey.last_ns]) for clock in survey.clocks.values())
         self.warnings: list[str] = []
         self._run, self.survey = run, survey
         self._zero_ns = survey.begins_ns
-        self._sort = {name: i for i, name in enumerate(sorted(survey.agents, key=self._in_order), start=1)}
+        self._position = {name: i for i, name in enumerate(sorted(survey.agents, key=self._sort_key), start=1)}
         if survey.damage:
             self.warnings.append(f"cut off: the log after its record {survey.last}. {survey.damage}")
         if survey.unreadable:
             count, first = len(survey.unreadable), survey.unreadable[0]
-            self.warnings.append(f"left out: {count} records of the log that another version wrote, from {first} on")
+            self.warnings.append(f"left out: {count} log records of another version, the first at position {first}")
 
-    def check(self, roots: Sequence[Path], say: Callable[[str], object]) -> list[TraceFile]:
-        """The traces that can be had, in the order in which they were told."""
-        files: list[TraceFile] = []
-        told = [one for one in self.survey.traces.values() if is_torch_trace(one.trace.path)]
-        if told and not roots:
-            self.warnings.append(f"left out: {len(told)} traces that the log names; give --traces with their root")
+    def find_traces(self, roots: Sequence[Path], say: Callable[[str], object]) -> list[FoundTrace]:
+        """Return the traces that match the log, in the order in which they were reported."""
+        files: list[FoundTrace] = []
+        reported = [trace for trace in self.survey.traces.values() if is_torch_trace(trace.trace.path)]
+        if reported and not roots:
+            self.warnings.append(f"left out: {len(reported)} traces that the log names; --traces says where they are")
             return files
-        for one in told:
-            say(f"checking {one.trace.path}")
-            had = found(one, roots)
-            if isinstance(had, TraceFile):
-                files.append(had)
+        for trace in reported:
+            say(f"checking {trace.trace.path}")
+            found = find_trace(trace, roots)
+            if isinstance(found, FoundTrace):
+                files.append(found)
             else:
-                self.warnings.append(f"left out: the trace {had}")
+                self.warnings.append(f"left out: trace {found}")
         moments = {peer: [self.survey.last_ns] for peer in self.survey.clocks}
         for file in files:
-            moments.setdefault(file.told.peer, [self.survey.last_ns]).append(self._begins_ns(file))
+            moments[file.reported.peer].append(self._begin_ns(file))
         self.clocks = tuple(_clock_line(self.survey.clock(peer), at_ns) for peer, at_ns in moments.items())
         return files
 
     def head(self) -> bytes:
-        """The object up to its events."""
-        clocks = [structs.asdict(one) for one in self.clocks]
+        """The JSON object up to its events."""
+        clocks = [structs.asdict(line) for line in self.clocks]
         about = {"tool": "rolloutctl", "run": self._run, "clock": "wall clock of the bus", "agents": clocks}
         fields = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._zero_ns, "otherData": about, "traceEvents": []}
         return _encoder.encode(fields).removesuffix(b"]}")
 
-    def control(self, entries: Iterable[LogEntry]) -> Iterator[TraceEvent]:
-        """What the bus and its agents did."""
-        lanes = {"": Lanes(BUS_PID, "bus (trainer)", 0)}
-        for pid, (name, place) in enumerate(self._sort.items(), start=BUS_PID + 1):
-            lanes[name] = Lanes(pid, self._title(name), place * SORTS)
-        control = Control(self.survey, self._zero_ns, lanes)
-        for event in control.events(entries):
+    def fleet_events(self, entries: Iterable[LogEntry]) -> Iterator[TraceEvent]:
+        """Yield what the bus and its agents did."""
+        processes = {"": ProcessTracks(BUS_PID, "bus (trainer)", 0, self._zero_ns)}
+        for name, position in self._position.items():
+            processes[name] = ProcessTracks(BUS_PID + position, self._title(name), position * SORTS, self._zero_ns)
+        tracks = FleetTracks(self.survey, processes)
+        for event in tracks.events(entries):
             self.control_events += 1
             yield event
-        for peer, early_ns in control.early_ns.items():
-            allowed_ns = (self.survey.clock(peer).most_error_ns or 0) + MS  # agents' moments are whole milliseconds
+        for peer, early_ns in tracks.early_ns.items():
+            allowed_ns = (self.survey.clock(peer).max_error_ns or 0) + MS  # agents' moments are whole milliseconds
             if early_ns > allowed_ns:
                 self.warnings.append(
-                    f"agent {peer}: commands seemed to be received up to {early_ns / MS:.3f} ms before they were "
-                    f"issued, and its clock allows {allowed_ns / MS:.3f} ms: a clock was set, or is wrong"
+                    f"agent {peer}: commands seem to be received up to {early_ns / MS:.3f} ms before they were issued, "
+                    f"but its clock error is at most {allowed_ns / MS:.3f} ms; a clock was set, or is wrong"
                 )
 
-    def traced(self, files: Sequence[TraceFile], say: Callable[[str], object]) -> Iterator[dict[str, object]]:
-        """What their engines and ranks did."""
+    def trace_events(self, files: Sequence[FoundTrace], say: Callable[[str], object]) -> Iterator[JsonEvent]:
+        """Yield what engines and training ranks recorded."""
         numbers = Numbers()
         for file in files:
             say(f"reading {file.path}")
-            name = file.told.peer.partition("/")[0]
-            clock = self.survey.clock(file.told.peer)
-            wall = clock.wall(self._begins_ns(file))
-            if wall.error_ns is None:
-                self.warnings.append(f"{file.path}: on its node's own clock, whose offset is unknown")
+            name = file.reported.peer.partition("/")[0]
+            wall = self.survey.clock(file.reported.peer).wall(self._begin_ns(file))
             shift_ns = file.base_ns + wall.offset_ns - self._zero_ns
-            trace = TorchTrace(file, self._whose(name, file), shift_ns, self._sort[name] * SORTS + 1, numbers)
+            trace = TorchTrace(file, self._owner(name, file), shift_ns, self._position[name] * SORTS + 1, numbers)
             yield from trace.events()
-            if trace.fault is not None:
-                self.warnings.append(
-                    f"cut off: {file.path} is no trace any more after {trace.count} events: {trace.fault}"
-                )
-            elif not trace.count and not trace.odd:
-                self.warnings.append(f"{file.path} has no events: is it a trace of torch's?")
-            if trace.odd:
-                self.warnings.append(f"left out: {trace.odd} events of {file.path} without a place that can be told")
             self.traced_events += trace.count
-            if trace.before:
-                what = f"{trace.before} of its {trace.count} events lie before the run began, where Perfetto draws none"
-                self.warnings.append(f"{file.path}: {what}; is the clock of its node right?")
-            then = clock.wall(self._zero_ns + trace.last_ns)
-            moved_ns, allowed_ns = then.offset_ns - wall.offset_ns, (then.error_ns or 0) + (wall.error_ns or 0)
-            if abs(moved_ns) > allowed_ns:
-                self.warnings.append(
-                    f"{file.path}: the clock of its node moved by {moved_ns / MS:+.3f} ms against the bus's meanwhile, "
-                    "and the trace is placed by its begin"
-                )
+            self.warnings += self._trace_warnings(file, trace)
 
-    def _begins_ns(self, file: TraceFile) -> int:
-        """When a trace begins, on the bus's clock; when it was told, if it does not say. It was not told before."""
-        told_ns = file.told.told_ns
+    def _trace_warnings(self, file: FoundTrace, trace: TorchTrace) -> Iterator[str]:
+        clock, path = self.survey.clock(file.reported.peer), file.path
+        begin, end = clock.wall(self._begin_ns(file)), clock.wall(self._zero_ns + trace.last_ns)
+        if begin.error_ns is None:
+            yield f"{path}: on its node's own clock, whose offset is unknown"
+        if trace.fault is not None:
+            yield f"cut off: {path} can't be read after {trace.count} events: {trace.fault}"
+        elif not trace.count and not trace.malformed:
+            yield f"{path} has no events; is it a torch trace?"
+        if trace.malformed:
+            yield f"left out: {trace.malformed} events of {path} without a valid time, process or thread"
+        if trace.before:
+            what = f"{trace.before} of {trace.count} events lie before the run began, where Perfetto draws nothing"
+            yield f"{path}: {what}; is its node's clock right?"
+        moved_ns, allowed_ns = end.offset_ns - begin.offset_ns, (end.error_ns or 0) + (begin.error_ns or 0)
+        if abs(moved_ns) > allowed_ns:
+            yield (
+                f"{path}: its node's clock moved by {moved_ns / MS:+.3f} ms against the bus's during the trace, "
+                "which is placed by its beginning"
+            )
+
+    def _begin_ns(self, file: FoundTrace) -> int:
+        """When a trace begins, on the bus's clock: at the latest when it was reported."""
+        reported_ns = file.reported.reported_ns
         if file.first_ns is None:
-            return told_ns
-        return min(told_ns, file.first_ns + self.survey.clock(file.told.peer).wall(told_ns).offset_ns)
+            return reported_ns
+        return min(reported_ns, file.first_ns + self.survey.clock(file.reported.peer).wall(reported_ns).offset_ns)
 
     def _title(self, name: str) -> str:
-        """Of an agent's process. Its newest clock is named, so that whoever looks knows how sure the places are."""
-        line = next((one for one in reversed(self.clocks) if one.agent == name), None)
+        """Name of an agent's process, with its newest clock so that a viewer sees how exact the times are."""
+        line = next((line for line in reversed(self.clocks) if line.agent == name), None)
         if line is None or line.offset_ns is None:
             return f"agent {name} (clock offset unknown)"
-        error_ms = (line.error_ns or 0) / MS
-        return f"agent {name} (clock {line.offset_ns / MS:+.3f} ± {error_ms:.3f} ms)"
+        return f"agent {name} (clock {line.offset_ns / MS:+.3f} ± {(line.error_ns or 0) / MS:.3f} ms)"
 
-    def _whose(self, name: str, file: TraceFile) -> str:
-        place, rank = self.survey.places.get(name), file.told.trace.rank
-        step = f", step {file.told.step}" if file.told.step is not None else ""
+    def _owner(self, name: str, file: FoundTrace) -> str:
+        place, rank = self.survey.places.get(name), file.reported.trace.rank
+        step = f", step {file.reported.step}" if file.reported.step is not None else ""
         if place is None:
             return f"agent {name}{step}"
         if rank is None and FRONT_END in file.path.name:
             return f"replica {place.replica} front end{step}"
         if rank is None:
             rank = place.global_ranks.start + (file.rank or 0)
-        whose = f"replica {place.replica} rank {rank}" if place.role == ROLLOUT else f"{place.role} rank {rank}"
-        return f"{whose}{step}"
+        owner = f"replica {place.replica}" if place.role == ROLLOUT else place.role
+        return f"{owner} rank {rank}{step}"
 
-    def _in_order(self, name: str) -> tuple[str, int, int]:
+    def _sort_key(self, name: str) -> tuple[str, int, int]:
+        """Replicas first, then training ranks by role, then unknown agents."""
         place = self.survey.places.get(name)
         if place is None:
             return name, 0, 0
@@ -250,36 +276,33 @@ class Draft:
 
 
 def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:
-    """moments_ns: on the bus's clock; the end of the log, and when traces begin."""
-    agent, _, incarnation = clock.peer.partition("/")
-    wall, *others = (clock.wall(at_ns) for at_ns in moments_ns)
-    known = wall.error_ns is not None
+    """Summarize a clock at moments of the bus's clock: the end of the log, then where traces begin."""
+    walls = [clock.wall(at_ns) for at_ns in moments_ns]
+    known = walls[0].error_ns is not None
     return ClockLine(
-        agent=agent,
-        incarnation=incarnation,
-        offset_ns=wall.offset_ns if known else None,
-        error_ns=max(one.error_ns or 0 for one in (wall, *others)) if known else clock.monotonic(0).error_ns,
+        agent=clock.agent,
+        incarnation=clock.incarnation,
+        offset_ns=walls[0].offset_ns if known else None,
+        error_ns=max(wall.error_ns or 0 for wall in walls) if known else clock.monotonic(0).error_ns,
         estimates=clock.estimates,
     )
 
 
-def _write(stream: IO[bytes] | gzip.GzipFile, head: bytes, events: Iterable[TraceEvent | dict[str, object]]) -> None:
-    """The whole object. Raises OSError."""
-    buffer, between = bytearray(head), b"\n"
+def _write(stream: IO[bytes] | gzip.GzipFile, head: bytes, events: Iterable[TraceEvent | JsonEvent]) -> None:
+    buffer, separator = bytearray(head), b"\n"
     for event in events:
-        buffer += between
+        buffer += separator
         buffer += _encoder.encode(event)
-        between = b",\n"
+        separator = b",\n"
         if len(buffer) >= WRITE_BYTES:
             stream.write(buffer)
             buffer.clear()
-    buffer += b"\n]}\n"
-    stream.write(buffer)
+    stream.write(buffer + b"\n]}\n")
 
 
 @contextmanager
-def _packed(out: Path, force: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """A whole file, compressed if its name says so. Raises OSError."""
+def _compressed(out: Path, force: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """A file that appears when it is complete, compressed if its name says so. Raises OSError."""
     with atomic_write(out, force) as file, ExitStack() as stack:
         if out.suffix == ".gz":
             packed = gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=file)

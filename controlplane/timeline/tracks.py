@@ -1,9 +1,10 @@
-"""Tracks of a timeline: which process and thread an event is drawn on, in the Trace Event Format of Chrome. Pure.
+"""Processes, threads and slices of a timeline, in Chrome's Trace Event Format. Pure.
 
-Rule 1  What is drawn on one thread nests. What overlaps goes to another lane: a thread of the same name and a number.
-Rule 2  What is drawn inside of something begins after it and ends before it, if only by a microsecond: viewers differ
-        in what they make of two things that begin at the same moment.
-Rule 3  Numbers of processes and threads are given once, whoever asks: traces of engines get theirs here, too.
+Rule 1  Slices of one thread nest. One that overlaps another goes to a further lane: a thread of the same name with a
+        number.
+Rule 2  A slice inside another begins after it and ends before it, by a microsecond at least: viewers disagree about two
+        slices that begin at the same moment.
+Rule 3  Process and thread numbers are unique in the file; torch's traces are renumbered.
 """
 
 from typing import Final
@@ -12,15 +13,16 @@ from msgspec import Struct
 
 CATEGORY: Final = "rolloutctl"
 THREADS: Final = 1_000
-"""Numbers of threads that belong to one process of ours."""
+"""Thread numbers reserved for each of our processes."""
 SHORTEST_NS: Final = 1_000
-"""Of a slice: an arrow is bound to what has a length."""
+"""Shortest slice: an arrow needs one of some length."""
 
 
 class TraceEvent(Struct, kw_only=True, omit_defaults=True):
-    """One event. ts, dur: µs, from the beginning of the timeline.
+    """One event of the format; `ts` and `dur` in µs since the timeline begins.
 
-    ph: X a slice, i an instant, C a counter, s and f the two ends of an arrow, M a name.
+    Attributes:
+        ph: X for a slice, i an instant, C a counter, s and f the two ends of an arrow, M a name.
     """
 
     ph: str
@@ -36,86 +38,106 @@ class TraceEvent(Struct, kw_only=True, omit_defaults=True):
     args: dict[str, object] = {}
 
 
-class Lanes:
-    """Threads of one process. Each name is a lane; more of that name are opened while things overlap."""
+class ProcessTracks:
+    """One process and its threads.
 
-    def __init__(self, pid: int, name: str, sort: int) -> None:
+    Args:
+        pid: Its number.
+        title: Its name in the viewer.
+        sort: Its position among all processes.
+        zero_ns: Beginning of the timeline, on the bus's clock. All other moments are of that clock too.
+    """
+
+    def __init__(self, pid: int, title: str, sort: int, zero_ns: int) -> None:
         self.pid = pid
-        self._sort = sort
-        self._busy: dict[str, list[int | None]] = {}  # by name: until when each lane is taken; None while it is open
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._zero_ns = zero_ns
+        self._busy: dict[str, list[int | None]] = {}  # by thread: end of the last slice of each lane; None while open
+        self._tids: dict[tuple[str, int], int] = {}
         self.names = [
-            TraceEvent(ph="M", pid=pid, tid=0, name="process_name", args={"name": name}),
+            TraceEvent(ph="M", pid=pid, tid=0, name="process_name", args={"name": title}),
             TraceEvent(ph="M", pid=pid, tid=0, name="process_sort_index", args={"sort_index": sort}),
         ]
 
-    def tid(self, name: str, lane: int = 0) -> int:
-        """The number of a lane."""
-        known = self._numbers.get((name, lane))
-        if known is None:
-            known = self._numbers[name, lane] = self.pid * THREADS + len(self._numbers) + 1
-            shown = f"{name} ({lane + 1})" if lane else name
-            self.names.append(TraceEvent(ph="M", pid=self.pid, tid=known, name="thread_name", args={"name": shown}))
-        return known
+    def tid(self, thread: str, lane: int = 0) -> int:
+        """The number of a lane; names it on first use."""
+        tid = self._tids.get((thread, lane))
+        if tid is None:
+            tid = self._tids[thread, lane] = self.pid * THREADS + len(self._tids) + 1
+            name = f"{thread} ({lane + 1})" if lane else thread
+            self.names.append(TraceEvent(ph="M", pid=self.pid, tid=tid, name="thread_name", args={"name": name}))
+        return tid
 
-    def take(self, name: str, at_ns: int) -> int:
-        """A lane on which nothing is drawn from `at_ns` on."""
-        lanes = self._busy.setdefault(name, [])
-        for lane, until in enumerate(lanes):
-            if until is not None and until <= at_ns:
-                lanes[lane] = None
-                return lane
-        lanes.append(None)
-        return len(lanes) - 1
+    def take_lane(self, thread: str, at_ns: int) -> int:
+        """Occupy the first lane that is free at a moment."""
+        lanes = self._busy.setdefault(thread, [])
+        lane = next((lane for lane, end_ns in enumerate(lanes) if end_ns is not None and end_ns <= at_ns), len(lanes))
+        lanes[lane : lane + 1] = [None]
+        return lane
 
-    def free(self, name: str, lane: int, at_ns: int) -> None:
-        """What was drawn on a lane ends."""
-        self._busy[name][lane] = at_ns
+    def free_lane(self, thread: str, lane: int, at_ns: int) -> None:
+        """Free a lane from a moment on."""
+        self._busy[thread][lane] = at_ns
+
+    def slice(self, tid: int, name: str, begin_ns: int, end_ns: int, args: dict[str, object]) -> TraceEvent:
+        """A slice on a thread."""
+        ts, dur = self.us(begin_ns), (end_ns - begin_ns) / 1000
+        return TraceEvent(ph="X", pid=self.pid, tid=tid, name=name, cat=CATEGORY, ts=ts, dur=dur, args=args)
+
+    def instant(self, thread: str, name: str, at_ns: int, args: dict[str, object] | None = None) -> TraceEvent:
+        """A mark on a thread."""
+        tid, ts = self.tid(thread), self.us(at_ns)
+        return TraceEvent(ph="i", pid=self.pid, tid=tid, name=name, cat=CATEGORY, ts=ts, s="t", args=args or {})
+
+    def counter(self, name: str, value: int, at_ns: int) -> TraceEvent:
+        """A counter of the process takes a value."""
+        ts, args = self.us(at_ns), {"value": value}
+        return TraceEvent(ph="C", pid=self.pid, tid=self.pid, name=name, cat=CATEGORY, ts=ts, args=dict(args))
+
+    def us(self, at_ns: int) -> float:
+        """Convert to the format's unit; exact to the nanosecond within a hundred days."""
+        return (at_ns - self._zero_ns) / 1000
 
 
-class Span:
-    """Something that has begun. `end` draws it. inside: what it is a part of; it is drawn on the same lane."""
+class OpenSlice:
+    """A slice that has begun and not ended. `end` returns its event.
+
+    Args:
+        process: Where it is drawn.
+        thread: Name of its thread.
+        name: Its own name.
+        at_ns: When it begins.
+        args: What the viewer shows when it is selected; may be added to until it ends.
+        inside: The slice that it is a part of; both are drawn on the same lane.
+    """
 
     def __init__(
         self,
-        lanes: Lanes,
+        process: ProcessTracks,
         thread: str,
         name: str,
         at_ns: int,
         args: dict[str, object] | None = None,
-        inside: "Span | None" = None,
+        inside: "OpenSlice | None" = None,
     ) -> None:
-        self.lanes, self.thread, self.name = lanes, thread, name
-        self.args = args or {}
-        self.at_ns: int = at_ns if inside is None else max(at_ns, inside.at_ns + SHORTEST_NS, inside.inner_ns)
-        self.inside = inside
-        self.inner_ns: int = 0  # until when it was filled
-        self.lane: int = lanes.take(thread, at_ns) if inside is None else inside.lane
+        self._process, self._thread = process, thread
+        self.name, self.args, self.inside = name, args or {}, inside
+        self.begin_ns: int = at_ns if inside is None else max(at_ns, inside.begin_ns + SHORTEST_NS, inside.filled_ns)
+        self.filled_ns: int = 0  # end of the last slice inside
+        self._lane: int = process.take_lane(thread, at_ns) if inside is None else inside._lane
+        self.tid: int = process.tid(thread, self._lane)
 
-    @property
-    def tid(self) -> int:
-        """The thread it is drawn on."""
-        return self.lanes.tid(self.thread, self.lane)
-
-    def end(self, at_ns: int, zero_ns: int) -> TraceEvent:
-        """The slice. zero_ns: the beginning of the timeline."""
-        until = max(at_ns, self.at_ns + SHORTEST_NS, self.inner_ns + SHORTEST_NS)
+    def end(self, at_ns: int) -> TraceEvent:
+        """End it, after everything inside it."""
+        end_ns = max(at_ns, self.begin_ns + SHORTEST_NS, self.filled_ns + SHORTEST_NS)
         if self.inside is None:
-            self.lanes.free(self.thread, self.lane, until)
+            self._process.free_lane(self._thread, self._lane, end_ns)
         else:
-            self.inside.inner_ns = until
-        return TraceEvent(
-            ph="X",
-            pid=self.lanes.pid,
-            tid=self.tid,
-            name=self.name,
-            cat=CATEGORY,
-            ts=us(self.at_ns - zero_ns),
-            dur=us(until - self.at_ns),
-            args=self.args,
-        )
+            self.inside.filled_ns = end_ns
+        return self._process.slice(self.tid, self.name, self.begin_ns, end_ns, self.args)
 
 
-def us(ns: int) -> float:
-    """Nanoseconds in the unit of the format; exact to the nanosecond within a hundred days."""
-    return ns / 1000
+def arrow(number: int, start: TraceEvent, end: TraceEvent) -> tuple[TraceEvent, TraceEvent]:
+    """The two ends of an arrow from one slice to another."""
+    s = TraceEvent(ph="s", name="command", cat=CATEGORY, id=number, pid=start.pid, tid=start.tid, ts=start.ts)
+    f = TraceEvent(ph="f", name="command", cat=CATEGORY, id=number, bp="e", pid=end.pid, tid=end.tid, ts=end.ts)
+    return s, f

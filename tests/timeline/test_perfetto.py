@@ -40,9 +40,9 @@ class Seen:
         self.slices, self.counters, self.arrows, self.faults = ask(out, SLICES, COUNTERS, ARROWS, FAULTS)
 
     def named(self, process: str, thread: str) -> list[Row]:
-        """Slices of the thread of a name, of processes whose names begin so; without the marks of issues."""
-        mine = [one for one in self.slices if one["process"].startswith(process) and one["thread"] == thread]
-        return [one for one in mine if not one["name"].startswith("issue ")]
+        """Slices of one thread, without issue marks. `process` is the beginning of its name."""
+        slices = [row for row in self.slices if row["process"].startswith(process) and row["thread"] == thread]
+        return [row for row in slices if not row["name"].startswith("issue ")]
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +51,22 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def names(rows: list[Row]) -> list[Any]:
-    return [one["name"] for one in rows]
+    return [row["name"] for row in rows]
 
 
-def test_it_loads_without_a_fault(seen: Seen) -> None:
+def test_the_file_loads_without_errors(seen: Seen) -> None:
     assert seen.faults == []
     assert seen.written.warnings == ()
 
 
 def test_weight_syncs_are_spans_with_their_phases_inside(seen: Seen) -> None:
     drawn = seen.named("bus", "weight syncs")
-    assert [one["name"].partition(" (")[0] for one in drawn] == [
+    assert [row["name"].partition(" (")[0] for row in drawn] == [
         *("sync to v1: committed", "weights prepare v1", "weights load v1", "weights commit v1"),
         *("sync to v2: committed", "weights prepare v2", "weights load v2", "weights commit v2"),
     ]
-    assert [one["depth"] for one in drawn] == [0, 1, 1, 1] * 2
-    assert {one["category"] for one in drawn} == {"rolloutctl"}
+    assert [row["depth"] for row in drawn] == [0, 1, 1, 1] * 2
+    assert {row["category"] for row in drawn} == {"rolloutctl"}
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -76,28 +76,28 @@ def test_pauses_sleeps_sessions_and_calls_are_spans_of_each_agent(seen: Seen, re
     assert names(seen.named(agent, "memory")) == ["asleep: kv_cache weights"]
     assert names(seen.named(agent, "profile session")) == [f"profile step {replica + 1}"]
     calls = names(seen.named(agent, "engine calls"))
-    assert [one for one in calls if one.startswith("load")] == ["load v1", "load v2"]
+    assert [call for call in calls if call.startswith("load")] == ["load v1", "load v2"]
     assert {"pause", "resume", "sleep", "wake", "start_profile", "stop_profile"} <= set(calls)
     (asleep,) = seen.named(agent, "memory")
     assert any(
-        one["ts"] <= asleep["ts"] and asleep["ts"] + asleep["dur"] <= one["ts"] + one["dur"]
-        for one in seen.named(agent, "generation")
+        paused["ts"] <= asleep["ts"] and asleep["ts"] + asleep["dur"] <= paused["ts"] + paused["dur"]
+        for paused in seen.named(agent, "generation")
     ), "a sleeping engine is paused"
 
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_the_weight_version_of_each_replica_is_a_counter(seen: Seen, replica: int) -> None:
-    mine = [one for one in seen.counters if one["process"].startswith(f"agent {replica}.0")]
-    assert [one["value"] for one in mine] == [0, 1, 2]
-    assert {one["name"] for one in mine} == {f"replica {replica} weight version value"}
+    counters = [row for row in seen.counters if row["process"].startswith(f"agent {replica}.0")]
+    assert [row["value"] for row in counters] == [0, 1, 2]
+    assert {row["name"] for row in counters} == {f"replica {replica} weight version value"}
 
 
 def test_an_arrow_leads_from_each_command_to_each_decision(seen: Seen) -> None:
-    issued = [one["name"] for one in seen.slices if one["name"].startswith("issue ")]
-    issued.remove("issue (seq 1)")  # the start of the epoch: nobody was there
-    decided = [one for one in seen.slices if one["process"].startswith("agent") and one["thread"] == "commands"]
+    issued = [row["name"] for row in seen.slices if row["name"].startswith("issue ")]
+    issued.remove("issue (seq 1)")  # the start of the epoch, before any agent
+    decided = [row for row in seen.slices if row["process"].startswith("agent") and row["thread"] == "commands"]
     assert len(seen.arrows) == len(decided) == 2 * len(issued)
-    assert sorted(one["issued"] for one in seen.arrows) == sorted(2 * issued)
+    assert sorted(row["issued"] for row in seen.arrows) == sorted(2 * issued)
     for arrow in seen.arrows:
         assert arrow["from_process"].startswith("bus"), arrow
         assert arrow["to_process"].startswith("agent"), arrow
@@ -106,18 +106,18 @@ def test_an_arrow_leads_from_each_command_to_each_decision(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_what_torch_recorded_lies_in_its_session(seen: Seen, replica: int) -> None:
+def test_torch_slices_lie_within_their_session(seen: Seen, replica: int) -> None:
     torch = [
-        one
-        for one in seen.slices
-        if one["process"].startswith(f"replica {replica} rank {replica}, step {replica + 1}: ")
-        and one["category"] != "Trace"
+        row
+        for row in seen.slices
+        if row["process"].startswith(f"replica {replica} rank {replica}, step {replica + 1}: ")
+        and row["category"] != "Trace"
     ]
     (session,) = seen.named(f"agent {replica}.0", "profile session")
-    (clock,) = [one for one in seen.written.clocks if one.agent == f"{replica}.0"]
+    (clock,) = [clock for clock in seen.written.clocks if clock.agent == f"{replica}.0"]
     assert clock.error_ns is not None
     slack = clock.error_ns + 1_000_000  # an agent's moments are whole milliseconds
     assert len(torch) > 1_000
-    assert {one["category"] for one in torch} == {"cpu_op", "user_annotation"}
-    assert session["ts"] - slack <= min(one["ts"] for one in torch)
-    assert max(one["ts"] + one["dur"] for one in torch) <= session["ts"] + session["dur"] + slack
+    assert {row["category"] for row in torch} == {"cpu_op", "user_annotation"}
+    assert session["ts"] - slack <= min(row["ts"] for row in torch)
+    assert max(row["ts"] + row["dur"] for row in torch) <= session["ts"] + session["dur"] + slack

@@ -1,4 +1,4 @@
-"""What a viewer of trace events relies on, checked: each event well formed, slices nested, arrows bound, times sane."""
+"""Checks what viewers of trace events rely on: well-formed events, nested slices, bound arrows, plausible times."""
 
 import gzip
 import json
@@ -28,14 +28,14 @@ HOURS_US = 24 * 3600 * 1e6
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The whole object. Numbers with a fraction are exact."""
+    """Load a file. Numbers with a fraction are exact."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     found: dict[str, Any] = json.loads(text, parse_float=Decimal)
     return found
 
 
 def problems(events: list[Event]) -> list[str]:
-    """All that is wrong."""
+    """Return everything that is wrong."""
     return [*_malformed(events), *_not_nested(events), *_unbound(events), *_unnamed(events)]
 
 
@@ -64,7 +64,7 @@ def _is_name(kind: str, value: object) -> bool:
 
 
 def _not_nested(events: list[Event]) -> list[str]:
-    """On one thread a slice lies inside of another, or beside it."""
+    """On one thread a slice lies inside another or beside it."""
     found = []
     threads = defaultdict(list)
     for event in events:
@@ -72,18 +72,18 @@ def _not_nested(events: list[Event]) -> list[str]:
             threads[event["pid"], event["tid"]].append(event)
     for slices in threads.values():
         around: list[Decimal] = []
-        for one in sorted(slices, key=lambda one: (one["ts"], -one["dur"])):
-            ts, end = Decimal(str(one["ts"])), Decimal(str(one["ts"])) + Decimal(str(one["dur"]))
+        for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
+            ts, end = Decimal(str(event["ts"])), Decimal(str(event["ts"])) + Decimal(str(event["dur"]))
             while around and around[-1] <= ts:
                 around.pop()
             if around and end > around[-1]:
-                found.append(f"{one} reaches out of the slice around it, which ends at {around[-1]}")
+                found.append(f"{event} outlasts the slice around it, which ends at {around[-1]}")
             around.append(end)
     return found
 
 
 def _unbound(events: list[Event]) -> list[str]:
-    """An arrow has two ends, the second not before the first, and each lies in a slice."""
+    """An arrow has two ends in order, and each lies in a slice."""
     ends: dict[object, dict[str, Event]] = defaultdict(dict)
     slices = defaultdict(list)
     for event in events:
@@ -113,4 +113,4 @@ def _unnamed(events: list[Event]) -> list[str]:
             named[event["name"]].add(key)
     processes = {event["pid"] for event in events} - named["process_name"]
     threads = {(event["pid"], event["tid"]) for event in events if event["ph"] in "Xi"} - named["thread_name"]
-    return [f"process {one} has no name" for one in processes] + [f"thread {one} has no name" for one in threads]
+    return [f"process {pid} has no name" for pid in processes] + [f"thread {tid} has no name" for tid in threads]

@@ -1,4 +1,4 @@
-"""A log written by hand, and traces as torch writes them: for timelines of runs that are hard to bring about."""
+"""Logs written by hand, and traces as torch writes them: for timelines of runs that are hard to reproduce."""
 
 import gzip
 import hashlib
@@ -30,14 +30,16 @@ START_NS = 1_800_000_000_000_000_000
 """When the run begins, on the bus's clock."""
 MS = 1_000_000
 BASE_NS = START_NS - 40_000_000_000_000_000
-"""Of the traces' `ts`, as torch chooses one: some months ago."""
+"""Base of the traces' `ts`. Torch chooses one some months ago."""
 FLUSH = EngineCommand(operation="flush")
 
 
 class Written:
     """A log. All moments are milliseconds after the start, on the bus's clock.
 
-    zero_ms: what an agent's monotonic clock shows at the start.
+    Args:
+        path: The file.
+        zero_ms: What an agent's monotonic clock shows at the start.
     """
 
     def __init__(self, path: Path, zero_ms: int = 5_000) -> None:
@@ -48,7 +50,7 @@ class Written:
         self._numbers: dict[str, int] = {}
 
     def commit(self) -> Path:
-        """What was written can be read, and more may come."""
+        """Make readable what was written so far. More may follow."""
         self._log.commit()
         return self.path
 
@@ -60,14 +62,14 @@ class Written:
         self._log.note(event, effects, START_NS + int(at_ms * MS))
 
     def decides(self, agent: str, event: Event, *effects: Effect) -> None:
-        """A decision of an agent, which the bus gets to know half a second after."""
+        """A decision of an agent, which the bus receives half a second later."""
         number = self._numbers[agent] = self._numbers.get(agent, 0) + 1
         decision = Decision(Raw(encode(event)), Raw(encode(effects)))
         batch = DecisionBatch(journal=f"j{agent}", first=number, decisions=(decision,))
         assert self._log.take(agent, batch, START_NS + (event.at_ms - self.zero_ms + 500) * MS) == number
 
     def joins(self, place: Identity, at_ms: float = 1, clocks: tuple[Clock, ...] = ()) -> str:
-        """An agent starts and says hello; then it tells what it knows of its clocks. Returns its routing id."""
+        """An agent starts, says hello and reports its clocks. Returns its routing id."""
         peer = f"{place.agent}/i"
         hello = Hello(identity=place, incarnation="i", journal=f"j{place.agent}", host="node", pid=1)
         self.bus(at_ms, HelloReceived(at_us=0, peer=peer, hello=hello, recorded_decisions=0))
@@ -77,7 +79,7 @@ class Written:
         return peer
 
     def clock(self, at_ms: int, offset_ns: int = 0, error_ns: int = 1_000) -> Clock:
-        """A true estimate of an agent whose node's wall clock is that far from the bus's."""
+        """A correct estimate by an agent whose node's wall clock is that far from the bus's."""
         wall_ns = START_NS + at_ms * MS - offset_ns
         return Clock(at_ms=self.zero_ms + at_ms, wall_ns=wall_ns, offset_ns=offset_ns, error_ns=error_ns)
 
@@ -89,7 +91,7 @@ class Written:
         command: EngineCommand | ProfileCommand = FLUSH,
         replicas: frozenset[int] | None = None,
     ) -> int:
-        """A command for some replicas, or all, that one agent receives. Returns its seq."""
+        """A command for some replicas, or all, which one agent receives. Returns its seq."""
         self._seq += 1
         seq, agent = self._seq, peer.partition("/")[0]
         self._asked[seq] = command
@@ -101,7 +103,7 @@ class Written:
         return seq
 
     def answer(self, peer: str, seq: int, done_ms: float, concluded_ms: float, outcome: Outcome) -> None:
-        """Its end: the agent answers, the bus concludes."""
+        """End a command: the agent answers, the bus concludes."""
         agent, command = peer.partition("/")[0], self._asked[seq]
         self.decides(agent, self._received(seq, done_ms), Answer(epoch=1, seq=seq, outcome=outcome, rule=10))
         lines = (AgentOutcome(agent=agent, conclusion=outcome, rule=10),)
@@ -113,7 +115,7 @@ class Written:
     def commands(
         self, peer: str, at_ms: float, took_ms: float, outcome: Outcome, command: EngineCommand | ProfileCommand = FLUSH
     ) -> None:
-        """A whole command: received after a quarter of the time that it took, answered a quarter before its end."""
+        """A whole command: received after a quarter of the time it takes, answered a quarter before its end."""
         seq = self.issue(peer, at_ms, at_ms + took_ms / 4, command)
         self.answer(peer, seq, at_ms + took_ms * 3 / 4, at_ms + took_ms, outcome)
 
@@ -122,13 +124,13 @@ class Written:
         return CommandReceived(at_ms=at, epoch=1, origin=1, seq=seq, ttl_ms=1, command=command)
 
     def profiles(self, peer: str, at_ms: float, took_ms: float, *traces: Trace) -> None:
-        """The stop of a session, whose answer tells of traces."""
+        """Stop a session. The answer reports traces."""
         stop = ProfileCommand(action="stop", step=1)
         self.commands(peer, at_ms, took_ms, Acted(calls=("stop_profile",), traces=traces), stop)
 
 
 class Op(Struct):
-    """One event of a trace. at_ms: after the start of the run, on the node's own wall clock."""
+    """One event of a trace. `at_ms` counts from the start of the run, on the node's own wall clock."""
 
     name: str
     at_ms: float
@@ -139,7 +141,14 @@ class Op(Struct):
 
 
 def torch_trace(ops: list[Op], *, rank: int | None = None, base_last: bool = False, arrows: bool = False) -> bytes:
-    """As torch 2.13 writes it. base_last: the base stands after the events.   arrows: from each event to the next."""
+    """A trace as torch 2.13 writes it.
+
+    Args:
+        ops: Its slices.
+        rank: Its rank; None if it does not say.
+        base_last: The base stands after the events.
+        arrows: Draw an arrow from each slice to the next.
+    """
     head = f'"distributedInfo": {{"backend": "nccl", "rank": {rank}, "world_size": 8}},\n' if rank is not None else ""
     base = f'"baseTimeNanoseconds": {BASE_NS}'
     events = [_named("process_name", {"name": "python"}), _named("process_labels", {"labels": "CPU"})]
@@ -159,7 +168,7 @@ def torch_trace(ops: list[Op], *, rank: int | None = None, base_last: bool = Fal
 
 
 def placed(root: Path, name: str, content: bytes) -> Trace:
-    """Put a trace below a root; compressed if its name says so."""
+    """Write a trace below a root, compressed if its name says so."""
     file = root / name
     file.parent.mkdir(parents=True, exist_ok=True)
     data = gzip.compress(content) if name.endswith(".gz") else content

@@ -1,4 +1,4 @@
-"""Timelines of recorded runs: well formed, in order, honest about clocks; and the command that writes them."""
+"""Timelines of recorded runs: well-formed, ordered, exact about clocks; and the command that writes them."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from controlplane.record.log import RunLog
-from controlplane.timeline.alignment import Survey
-from controlplane.timeline.perfetto import Draft, Timeline, write_timeline
+from controlplane.timeline.perfetto import Timeline, TimelineDraft, write_timeline
+from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.tracks import TraceEvent
 from schemas.carriers.records import RecordFile
 from schemas.commands import ProfileCommand
@@ -32,7 +32,7 @@ FLUSHED = Acted(calls=("flush",))
 
 
 def timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
-    """What was written, and its events; they are well formed."""
+    """Write a timeline. Returns what was written, and its events, which are well-formed."""
     out = log.with_suffix(".perfetto.json.gz")
     written = write_timeline(log, out, roots)
     events: list[Event] = read(out)["traceEvents"]
@@ -42,21 +42,21 @@ def timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
 
 
 def slices(events: list[Event], process: str, thread: str) -> list[Event]:
-    """By time: those on the threads of a name, of the processes whose names begin so. Without the marks of issues."""
+    """Slices and instants of one thread in time order, without issue marks. `process` is the beginning of its name."""
     named: dict[str, dict[int, str]] = {"process_name": {}, "thread_name": {}}
     for event in events:
         if event["ph"] == "M" and event["name"] in named:
             key = event["pid"] if event["name"] == "process_name" else event["tid"]
             named[event["name"]][key] = event["args"]["name"]
     found = [
-        one
-        for one in events
-        if one["ph"] in "Xi"
-        and one.get("args", {}).get("kind") != "issue"
-        and named["process_name"][one["pid"]].startswith(process)
-        and named["thread_name"][one["tid"]] == thread
+        event
+        for event in events
+        if event["ph"] in "Xi"
+        and event.get("args", {}).get("kind") != "issue"
+        and named["process_name"][event["pid"]].startswith(process)
+        and named["thread_name"][event["tid"]] == thread
     ]
-    return sorted(found, key=lambda one: Decimal(str(one["ts"])))
+    return sorted(found, key=lambda event: Decimal(str(event["ts"])))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def written(tmp_path: Path) -> Written:
 # --- recorded runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recorded", REPLAYS, ids=lambda one: one.stem)
+@pytest.mark.parametrize("recorded", REPLAYS, ids=lambda path: path.stem)
 def test_every_recorded_run_gives_a_timeline(recorded: Path, tmp_path: Path) -> None:
     _, events = timeline(Path(shutil.copy(recorded, tmp_path / "run.db")))
     kinds = {event["args"]["kind"] for event in events if "kind" in event.get("args", {})}
@@ -76,12 +76,12 @@ def test_every_recorded_run_gives_a_timeline(recorded: Path, tmp_path: Path) -> 
     assert [event for event in events if event["ph"] == "C"]
 
 
-def test_a_log_without_estimates_is_placed_by_its_commands_and_says_so(written: Written) -> None:
+def test_agents_without_clock_estimates_are_placed_by_their_commands(written: Written) -> None:
     peer = written.joins(PRIMARY)
     for i in range(20):
         written.commands(peer, 100 + 10 * i + i / 7, 4, FLUSHED)
-    told, events = timeline(written.close())
-    (line,) = told.clocks
+    drawn, events = timeline(written.close())
+    (line,) = drawn.clocks
     assert (line.offset_ns, line.estimates) == (None, 0)
     assert line.error_ns is not None and line.error_ns < 2 * MS
     assert str(line).startswith("agent 0.0: clock offset unknown; events placed by commands and answers, ± ")
@@ -90,32 +90,32 @@ def test_a_log_without_estimates_is_placed_by_its_commands_and_says_so(written: 
         assert abs(decided["ts"] - true_us) <= line.error_ns / 1000 + 1000
 
 
-def test_an_answer_that_was_told_again_does_not_move_the_first(written: Written) -> None:
+def test_an_answer_sent_again_does_not_move_the_first(written: Written) -> None:
     peer = written.joins(PRIMARY)
     written.commands(peer, 100, 4, FLUSHED)
     again = CommandReceived(at_ms=written.zero_ms + 9_000, epoch=1, origin=1, seq=1, ttl_ms=1, command=FLUSH)
     written.decides("0.0", again, Answer(epoch=1, seq=1, outcome=FLUSHED, rule=2))
-    told, events = timeline(written.close())
-    assert told.clocks[0].error_ns is not None and told.clocks[0].error_ns < 3 * MS
+    drawn, events = timeline(written.close())
+    assert drawn.clocks[0].error_ns is not None and drawn.clocks[0].error_ns < 3 * MS
     assert abs(slices(events, "agent 0.0", "commands")[0]["ts"] - 100_000) < 3_000  # the agent joined at 1 ms
-    assert told.warnings == ()
+    assert drawn.warnings == ()
 
 
 # --- placing ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset_ns", [0, -37_000 * MS, 5_003_000_123])
-def test_an_agents_decisions_lie_where_they_were_on_the_buss_clock(written: Written, offset_ns: int) -> None:
+def test_decisions_are_placed_on_the_clock_of_the_bus(written: Written, offset_ns: int) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(10, offset_ns), written.clock(60_010, offset_ns)))
     written.commands(peer, 30_000, 400, FLUSHED)
-    told, events = timeline(written.close())
+    drawn, events = timeline(written.close())
     (decided,) = slices(events, "agent 0.0", "commands")
     assert (decided["ts"], decided["dur"]) == (Decimal("30099000.0"), 200_000)  # the agent joined at 1 ms
-    assert told.clocks[0].offset_ns == offset_ns
-    assert read(Path(told.path))["baseTimeNanoseconds"] == START_NS + 1 * MS
+    assert drawn.clocks[0].offset_ns == offset_ns
+    assert read(Path(drawn.path))["baseTimeNanoseconds"] == START_NS + 1 * MS
 
 
-def test_between_estimates_that_contradict_each_other_a_line_is_drawn(written: Written) -> None:
+def test_contradicting_estimates_are_interpolated(written: Written) -> None:
     drifted = structs.replace(written.clock(60_000), offset_ns=6 * MS)  # a hundred ppm, much more than clocks do
     peer = written.joins(PRIMARY, clocks=(written.clock(0), drifted))
     written.commands(peer, 20_000, 400, FLUSHED)
@@ -124,11 +124,11 @@ def test_between_estimates_that_contradict_each_other_a_line_is_drawn(written: W
     assert abs(decided["ts"] - (20_099_000 + 2_010)) < 1  # 6 ms in 60 s make 2.01 ms in 20.1 s
 
 
-def test_an_estimate_of_before_a_clock_was_set_is_not_believed_again(written: Written) -> None:
+def test_an_estimate_from_before_a_clock_was_set_is_not_used_after(written: Written) -> None:
     """Clocks may drift by more in ten minutes than this one was set by."""
     was_set = structs.replace(written.clock(60_000), offset_ns=6 * MS)
     peer = written.joins(PRIMARY, clocks=(written.clock(59_000), was_set))
-    clock = Survey(RunLog.read(written.close())).clock(peer)
+    clock = LogSurvey(RunLog.read(written.close())).clock(peer)
     before, after = clock.monotonic(written.zero_ms + 500), clock.monotonic(written.zero_ms + 601_000)
     zero_ns = START_NS - written.zero_ms * MS
     assert before.offset_ns - zero_ns == 0 and after.offset_ns - zero_ns == 6 * MS
@@ -139,20 +139,20 @@ def test_a_poor_estimate_does_not_spoil_a_good_one(written: Written) -> None:
     poor = structs.replace(written.clock(1), offset_ns=9 * MS, error_ns=10 * MS)
     peer = written.joins(PRIMARY, clocks=(poor, written.clock(500)))
     written.commands(peer, 100, 8, FLUSHED)
-    told, events = timeline(written.close())
+    drawn, events = timeline(written.close())
     (decided,) = slices(events, "agent 0.0", "commands")
     assert abs(decided["ts"] - 101_000) < 10
-    assert told.warnings == ()
+    assert drawn.warnings == ()
 
 
-def test_a_clock_that_is_wrong_is_found_out_by_its_commands(written: Written) -> None:
+def test_a_wrong_clock_is_noticed_by_its_commands(written: Written) -> None:
     wrong = structs.replace(written.clock(0), offset_ns=-50 * MS)
     peer = written.joins(PRIMARY, clocks=(wrong,))
     written.commands(peer, 100, 8, FLUSHED)
-    told, _ = timeline(written.close())
-    (warning,) = told.warnings
-    assert warning.startswith("agent 0.0/i: commands seemed to be received up to 48.")
-    assert warning.endswith("and its clock allows 1.001 ms: a clock was set, or is wrong")
+    drawn, _ = timeline(written.close())
+    (warning,) = drawn.warnings
+    assert warning.startswith("agent 0.0/i: commands seem to be received up to 48.")
+    assert warning.endswith("but its clock error is at most 1.001 ms; a clock was set, or is wrong")
 
 
 def test_a_decision_is_never_drawn_before_its_command_nor_before_the_one_before_it(written: Written) -> None:
@@ -163,10 +163,10 @@ def test_a_decision_is_never_drawn_before_its_command_nor_before_the_one_before_
     issued, decided = slices(events, "bus", "commands"), slices(events, "agent 0.0", "commands")
     assert len(issued) == len(decided) == 5
     assert all(late["ts"] >= early["ts"] for early, late in zip(issued, decided, strict=True))
-    assert [one["args"]["seq"] for one in decided] == [1, 2, 3, 4, 5]
+    assert [event["args"]["seq"] for event in decided] == [1, 2, 3, 4, 5]
 
 
-def test_what_overlaps_is_drawn_on_lanes(written: Written) -> None:
+def test_overlapping_commands_are_drawn_on_lanes(written: Written) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     first = written.issue(peer, 10, 12)
     second = written.issue(peer, 20, 22)
@@ -176,42 +176,42 @@ def test_what_overlaps_is_drawn_on_lanes(written: Written) -> None:
     written.answer(peer, third, 60, 62, FLUSHED)
     _, events = timeline(written.close())
     for process in ("bus", "agent 0.0"):
-        assert [one["args"]["seq"] for one in slices(events, process, "commands")] == [1, 3]
-        assert [one["args"]["seq"] for one in slices(events, process, "commands (2)")] == [2]
+        assert [event["args"]["seq"] for event in slices(events, process, "commands")] == [1, 3]
+        assert [event["args"]["seq"] for event in slices(events, process, "commands (2)")] == [2]
 
 
-def test_a_run_that_was_cut_off_ends_its_spans_with_the_log(written: Written) -> None:
+def test_open_commands_of_an_interrupted_run_end_with_the_log(written: Written) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     written.commands(peer, 10, 400, FLUSHED)
     path = written.close()
     with RecordFile.open(path) as file:
-        kept = [one for one in file.records() if one.kind != "answers"]
+        kept = [record for record in file.records() if record.kind != "answers"]
         header = file.header
     cut = path.with_name("cut.db")
     with RecordFile.open(cut, header) as file:
-        for one in kept:
-            file.append(one.kind, one.agent, one.at_ns, one.body)
+        for record in kept:
+            file.append(record.kind, record.agent, record.at_ns, record.body)
     _, events = timeline(cut)
     (open_,) = slices(events, "bus", "commands")
     assert open_["args"]["unfinished"] is True
 
 
-def test_a_pause_that_never_ended_lasts_to_the_end_and_says_so(written: Written) -> None:
+def test_a_pause_that_never_ended_is_marked_unfinished(written: Written) -> None:
     for replica in (0, 1):
         written.joins(Identity(replica=replica, node_rank=0), 0, (written.clock(0),))
         paused = Observation(engine="tiny", tokenizer="present", generating=False)
         written.decides(f"{replica}.0", EngineObserved(at_ms=written.zero_ms + 10, observation=paused))
     runs = structs.replace(paused, generating=True)
     written.decides("1.0", EngineObserved(at_ms=written.zero_ms + 90, observation=runs))
-    told, events = timeline(written.close())
+    drawn, events = timeline(written.close())
     (never,) = slices(events, "agent 0.0", "generation")
     assert never["args"] == {"unfinished": True}
-    assert never["ts"] + never["dur"] == 590_000, "the log ends when the bus had the last decision"
+    assert never["ts"] + never["dur"] == 590_000, "the log ends when the bus received the last decision"
     (ended,) = slices(events, "agent 1.0", "generation")
     assert (ended["dur"], "args" in ended) == (80_000, False)
 
 
-def test_replicas_that_are_profiled_by_themselves_have_sessions_of_their_own(written: Written) -> None:
+def test_replicas_that_are_profiled_separately_have_separate_sessions(written: Written) -> None:
     peers = [written.joins(Identity(replica=replica, node_rank=0), at_ms=0) for replica in (0, 1)]
 
     def command(action: Literal["start", "stop"], step: int, at_ms: float) -> None:
@@ -227,8 +227,8 @@ def test_replicas_that_are_profiled_by_themselves_have_sessions_of_their_own(wri
     command("start", 4, 50)
     command("start", 6, 60)  # which has the replica stop the one before
     _, events = timeline(written.close())
-    lanes = [one for lane in ("profiling", "profiling (2)") for one in slices(events, "bus", lane)]
-    assert [(one["name"][-1], one["ts"], one["dur"], "args" in one) for one in lanes] == [
+    lanes = [event for lane in ("profiling", "profiling (2)") for event in slices(events, "bus", lane)]
+    assert [(event["name"][-1], event["ts"], event["dur"], "args" in event) for event in lanes] == [
         ("2", 10_000, 25_000, False),
         ("4", 50_000, 10_000, True),
         ("6", 60_000, 502_000, True),
@@ -236,14 +236,14 @@ def test_replicas_that_are_profiled_by_themselves_have_sessions_of_their_own(wri
     ]
 
 
-def test_a_run_that_goes_on_is_drawn_as_far_as_its_clocks_were_read(written: Written) -> None:
+def test_a_running_run_is_drawn_as_far_as_it_was_surveyed(written: Written) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     written.commands(peer, 10, 4, FLUSHED)
     path = written.commit()
-    draft = Draft("written", Survey(RunLog.read(path)))
-    whole = list(draft.control(RunLog.read(path)))
+    draft = TimelineDraft("written", LogSurvey(RunLog.read(path)))
+    whole = list(draft.fleet_events(RunLog.read(path)))
     written.joins(Identity(replica=7, node_rank=0), at_ms=60)  # while traces are checked, which may take minutes
-    assert list(draft.control(RunLog.read(written.close()))) == whole
+    assert list(draft.fleet_events(RunLog.read(written.close()))) == whole
 
 
 def test_records_of_another_version_are_left_out_and_counted(written: Written, tmp_path: Path) -> None:
@@ -253,16 +253,16 @@ def test_records_of_another_version_are_left_out_and_counted(written: Written, t
     with RecordFile.open(path) as file:
         kept, header = list(file.records()), file.header
     with RecordFile.open(tmp_path / "newer.db", header) as file:
-        for one in kept:
-            file.append(one.kind, one.agent, one.at_ns, one.body.replace(b"\xa7started", b"\xa7painted"))
-    told, _ = timeline(tmp_path / "newer.db")
-    assert told.warnings == ("left out: 1 records of the log that another version wrote, from 2 on",)
+        for record in kept:
+            file.append(record.kind, record.agent, record.at_ns, record.body.replace(b"\xa7started", b"\xa7painted"))
+    drawn, _ = timeline(tmp_path / "newer.db")
+    assert drawn.warnings == ("left out: 1 log records of another version, the first at position 2",)
 
 
 # --- the file and the command -----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_written_over_unless_that_is_asked_for(written: Written, tmp_path: Path) -> None:
+def test_a_file_is_replaced_only_by_force(written: Written, tmp_path: Path) -> None:
     written.joins(PRIMARY)
     log, out = written.close(), tmp_path / "there.json"
     out.write_text("precious")
@@ -273,7 +273,7 @@ def test_nothing_is_written_over_unless_that_is_asked_for(written: Written, tmp_
     assert problems(read(out)["traceEvents"]) == []
 
 
-def test_a_file_that_can_not_be_written_leaves_nothing_behind(
+def test_a_failed_write_leaves_nothing_behind(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written.joins(PRIMARY)
@@ -292,7 +292,7 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(
     assert list(place.iterdir()) == []
 
 
-def test_the_command_tells_of_each_clock_and_of_what_it_wrote(written: Written, tmp_path: Path) -> None:
+def test_the_command_prints_each_clock_and_what_it_wrote(written: Written, tmp_path: Path) -> None:
     written.joins(PRIMARY, clocks=(written.clock(5, -2_500_000, 40_000),))
     log, out = written.close(), tmp_path / "t.json.gz"
     done = rolloutctl("timeline", log, "-o", out)
@@ -315,12 +315,12 @@ def test_the_command_tells_of_each_clock_and_of_what_it_wrote(written: Written, 
     assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"
 
 
-def test_what_a_trainer_left_open_is_concluded_by_its_next_life() -> None:
+def test_commands_left_open_by_a_trainer_are_concluded_by_the_next() -> None:
     bus = LoggedBus("0.0", "1.0")
     bus.issue(FLUSH)
     bus.answer(a0_0=FLUSHED)
     bus.open()
-    (left,) = [one for one in drawn(bus) if one.ph == "X" and one.name.startswith("flush")]
+    (left,) = [event for event in draw(bus) if event.ph == "X" and event.name.startswith("flush")]
     assert left.args == {
         "kind": "command",
         "seq": 2,
@@ -330,11 +330,11 @@ def test_what_a_trainer_left_open_is_concluded_by_its_next_life() -> None:
     }
 
 
-def drawn(bus: LoggedBus) -> list[TraceEvent]:
-    return list(Draft("run", Survey(bus.entries)).control(bus.entries))
+def draw(bus: LoggedBus) -> list[TraceEvent]:
+    return list(TimelineDraft("run", LogSurvey(bus.entries)).fleet_events(bus.entries))
 
 
-def test_a_damaged_log_is_drawn_up_to_there_and_that_is_said(tmp_path: Path) -> None:
+def test_a_damaged_log_is_drawn_up_to_the_damage(tmp_path: Path) -> None:
     log = Path(shutil.copy(REPLAYS[0], tmp_path / "run.db"))
     whole, _ = timeline(log)
     with sqlite3.connect(log) as connection:
@@ -348,7 +348,7 @@ def test_a_damaged_log_is_drawn_up_to_there_and_that_is_said(tmp_path: Path) -> 
     assert problems(events) == [] and 50 < len(events) < whole.control_events
 
 
-def test_a_traces_root_that_is_not_there_and_a_file_that_is_no_log_are_named(written: Written, tmp_path: Path) -> None:
+def test_a_missing_traces_root_and_a_file_that_is_no_log_are_named(written: Written, tmp_path: Path) -> None:
     log = written.close()
     wrong = rolloutctl("timeline", log, "--traces", tmp_path / "no")
     assert (wrong.returncode, wrong.stderr) == (2, f"rolloutctl: --traces {tmp_path}/no: there is no such folder\n")

@@ -1,0 +1,383 @@
+"""Draws what the bus and its agents did as events of a timeline, in the order of the log. Pure.
+
+The bus is one process: its commands from issue to conclusion, weight syncs with their phases, profiling sessions,
+answers. Each agent is one process: its commands from receipt to answer, its engine calls, and when the engine was
+paused, asleep or profiled, and which weights it held. An arrow leads from the issue of each command to each agent's
+decision about it.
+
+An agent's decisions are known to the millisecond, so one may seem to precede its cause. It is moved within that
+millisecond: no decision is drawn before the one that precedes it, and no receipt before its issue.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from typing import NamedTuple
+
+from controlplane.machine import events as bus_events
+from controlplane.record.entries import LogEntry
+from controlplane.timeline.survey import BusRecord, LogSurvey, decode_entries
+from controlplane.timeline.tracks import SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent, arrow
+from schemas import events
+from schemas.commands import ProfileCommand, WeightSync
+from schemas.formatting import describe
+from schemas.identity import ROLLOUT
+from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
+from schemas.reports import Report, SyncReport
+from schemas.wire import decode_command
+
+Events = Iterator[TraceEvent]
+
+
+class ProfiledSpan(NamedTuple):
+    """A profiling session as the bus commanded it; `replicas` is None for all."""
+
+    step: int
+    replicas: frozenset[int] | None
+    slice: OpenSlice
+
+    def overlaps(self, replicas: frozenset[int] | None) -> bool:
+        """Whether a replica belongs to both."""
+        return self.replicas is None or replicas is None or not self.replicas.isdisjoint(replicas)
+
+
+class BusTracks:
+    """The bus's process.
+
+    Attributes:
+        issued: By seq, the mark at which each command was issued, from which its arrows lead.
+        issued_until_ns: By seq, the end of that mark on the bus's clock.
+    """
+
+    def __init__(self, process: ProcessTracks) -> None:
+        self.issued: dict[int, TraceEvent] = {}
+        self.issued_until_ns: dict[int, int] = {}
+        self._process = process
+        self._last_ns = 0
+        self._open: dict[int, OpenSlice] = {}
+        self._sync: tuple[int, OpenSlice] | None = None  # with its version
+        self._sessions: list[ProfiledSpan] = []
+        self._stopping: dict[int, list[ProfiledSpan]] = {}  # by seq of the stop
+
+    def draw(
+        self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
+    ) -> Events:
+        """Draw one record."""
+        at_ns = self._last_ns = max(at_ns, self._last_ns)  # a wall clock can be set back
+        yield from self._draw_event(event, effects, at_ns)
+        for effect in effects:
+            match effect:
+                case bus_events.Publish():
+                    yield from self._publish(effect, at_ns)
+                case bus_events.Conclude(report=Report() as report):
+                    yield from self._conclude(report, at_ns)
+                case bus_events.Conclude(report=SyncReport() as sync):
+                    args = {"status": sync.status, "loaded": sync.loaded, "quarantined": sync.quarantined}
+                    yield from self._end_sync(at_ns, args)
+                case bus_events.Refuse():
+                    yield self._process.instant("fleet", f"refused: {effect.reason}", at_ns)
+
+    def end(self, at_ns: int) -> Events:
+        """End everything that is open as unfinished: this life of the bus is over, or the log."""
+        for seq in list(self._open):
+            yield from self._close(seq, at_ns, {"unfinished": True})
+        yield from self._end_sync(at_ns, {"unfinished": True})
+        stopping = [session for sessions in self._stopping.values() for session in sessions]
+        for session in (*stopping, *self._sessions):
+            session.slice.args["unfinished"] = True
+            yield session.slice.end(at_ns)
+        self._stopping, self._sessions = {}, []
+
+    def _draw_event(
+        self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
+    ) -> Events:
+        match event:
+            case bus_events.Opened():  # concludes what the previous life left open
+                for effect in effects:
+                    if isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
+                        yield from self._conclude(effect.report, at_ns)
+                yield from self.end(at_ns)
+                yield self._process.instant("fleet", f"bus of run {event.run} opens", at_ns)
+            case bus_events.HelloReceived():
+                text = f"hello from {event.hello.identity.agent} on {event.hello.host}"
+                yield self._process.instant("fleet", text, at_ns)
+            case bus_events.JoinReceived():
+                yield self._process.instant("fleet", f"{_agent(event.peer)} joins", at_ns)
+            case bus_events.PeerLost():
+                yield self._process.instant("fleet", f"{_agent(event.peer)} is lost: {event.reason}", at_ns)
+            case bus_events.AnswersReceived():
+                for answer in event.answers:
+                    text = f"{_agent(answer.peer)} {_short(answer.outcome)} (seq {answer.seq})"
+                    args = {"kind": "outcome", "seq": answer.seq, **_outcome_args(answer.outcome)}
+                    yield self._process.instant("outcomes", text, at_ns, args)
+
+    def _publish(self, effect: bus_events.Publish, at_ns: int) -> Events:
+        command, seq, replicas = decode_command(effect.envelope.body), effect.seq, effect.envelope.target.replicas
+        thread, inside = "commands", None
+        if isinstance(command, WeightSync):
+            thread = "weight syncs"
+            if self._sync is None or self._sync[0] != command.version:
+                yield from self._end_sync(at_ns, {"unfinished": True})
+                self._sync = command.version, OpenSlice(self._process, thread, f"sync to v{command.version}", at_ns)
+            inside = self._sync[1]
+        if isinstance(command, ProfileCommand):
+            yield from self._profile(seq, command, replicas, at_ns)
+        args: dict[str, object] = {"kind": "command", "seq": seq, "epoch": effect.epoch}
+        if replicas is not None:
+            args["replicas"] = sorted(replicas, key=str)
+        name = f"{describe(command)} (seq {seq})"
+        opened = self._open[seq] = OpenSlice(self._process, thread, name, at_ns, args, inside)
+        # Viewers draw an arrow from the end of its first slice. The command ends too late for that, so its issue is
+        # marked by a slice inside it.
+        begin_ns, opened.filled_ns = opened.begin_ns + SHORTEST_NS, opened.begin_ns + 2 * SHORTEST_NS
+        mark_args: dict[str, object] = {"kind": "issue", "seq": seq}
+        mark = self._process.slice(opened.tid, f"issue (seq {seq})", begin_ns, opened.filled_ns, mark_args)
+        self.issued[seq], self.issued_until_ns[seq] = mark, opened.filled_ns
+        yield mark
+
+    def _conclude(self, report: Report, at_ns: int) -> Events:
+        yield from self._close(report.seq, at_ns, {line.agent: _short(line.conclusion) for line in report.outcomes})
+        for session in self._stopping.pop(report.seq, ()):
+            yield session.slice.end(at_ns)
+
+    def _profile(self, seq: int, command: ProfileCommand, replicas: frozenset[int] | None, at_ns: int) -> Events:
+        """Open or stop sessions. A start for another step ends what its replicas have open."""
+        overlapping = [session for session in self._sessions if session.overlaps(replicas)]
+        same_step = [session for session in overlapping if session.step == command.step]
+        if command.action == "stop":
+            self._stopping[seq] = same_step
+            self._sessions = [session for session in self._sessions if session not in same_step]
+        elif command.action == "start" and not same_step:
+            for session in overlapping:
+                session.slice.args["unfinished"] = True
+                yield session.slice.end(at_ns)
+            opened = OpenSlice(self._process, "profiling", f"profile step {command.step}", at_ns)
+            others = [session for session in self._sessions if session not in overlapping]
+            self._sessions = [*others, ProfiledSpan(command.step, replicas, opened)]
+
+    def _close(self, seq: int, at_ns: int, args: Mapping[str, object]) -> Events:
+        opened = self._open.pop(seq, None)
+        if opened is not None:
+            opened.args.update(args)
+            yield opened.end(at_ns)
+
+    def _end_sync(self, at_ns: int, args: Mapping[str, object]) -> Events:
+        if self._sync is None:
+            return
+        _, sync = self._sync
+        self._sync = None
+        for seq in [seq for seq, opened in self._open.items() if opened.inside is sync]:
+            yield from self._close(seq, at_ns, {"unfinished": True})
+        sync.args.update(args)
+        if "status" in args:
+            sync.name = f"{sync.name}: {args['status']}"
+        yield sync.end(at_ns)
+
+
+class AgentTracks:
+    """One agent's process, over all its incarnations.
+
+    Args:
+        process: Where to draw.
+        counter: Name of the counter of its weight version; empty for none.
+        issued: Marks of the issued commands, by seq.
+        arrows: Numbers for arrows.
+    """
+
+    def __init__(
+        self, process: ProcessTracks, counter: str, issued: Mapping[int, TraceEvent], arrows: Iterator[int]
+    ) -> None:
+        self._process, self._counter, self._issued, self._arrows = process, counter, issued, arrows
+        self._peer = ""
+        self._last_ns = 0
+        self._open: dict[int, OpenSlice] = {}
+        self._call: tuple[events.Perform, OpenSlice] | None = None
+        self._conditions: dict[str, OpenSlice] = {}  # by thread
+        self._version: int | None = None
+
+    def draw(self, peer: str, event: events.Event, effects: tuple[events.Effect, ...], at_ns: int) -> Events:
+        """Draw one decision. `at_ns` is on the bus's clock, known to the millisecond."""
+        at_ns = max(at_ns, self._last_ns + SHORTEST_NS)
+        if peer != self._peer:
+            yield from self.end(at_ns)
+            self._peer = peer
+        self._last_ns = at_ns
+        yield from self._draw_event(event, at_ns)
+        for effect in effects:
+            match effect:
+                case events.Answer():
+                    yield from self._answer(effect, at_ns)
+                case events.Perform(call=call):
+                    tag = call.__struct_config__.tag
+                    name = f"{tag} v{call.version}" if isinstance(call, events.Load) else str(tag)
+                    args: dict[str, object] = {"kind": "effect", "call": effect.call_id}
+                    self._call = effect, OpenSlice(self._process, "engine calls", name, at_ns, args)
+                case events.RequestResend():
+                    yield self._mark(f"requests the records from {effect.first} again", at_ns)
+                case events.RequestSnapshot():
+                    yield self._mark("requests a snapshot", at_ns)
+                case events.Restart():
+                    yield self._mark("restarts", at_ns)
+
+    def end(self, at_ns: int) -> Events:
+        """End everything that is open as unfinished: the incarnation is over, or the log."""
+        calls = [] if self._call is None else [self._call[1]]
+        for opened in (*self._open.values(), *calls, *self._conditions.values()):
+            opened.args["unfinished"] = True
+            yield opened.end(at_ns)
+        self._open, self._call, self._conditions = {}, None, {}
+
+    def _draw_event(self, event: events.Event, at_ns: int) -> Events:
+        match event:
+            case events.Started():
+                yield self._mark(f"starts as incarnation {event.incarnation[:8]}", at_ns)
+            case events.SnapshotReceived():
+                yield self._mark(f"snapshot of the desired state at seq {event.seq}", at_ns)
+            case events.LeaseExpired():
+                yield self._mark("the bus's lease expires", at_ns)
+            case events.CommandReceived() if event.seq not in self._open:
+                args: dict[str, object] = {"kind": "decide", "seq": event.seq, "epoch": event.epoch}
+                name = f"{describe(event.command)} (seq {event.seq})"
+                self._open[event.seq] = OpenSlice(self._process, "commands", name, at_ns, args)
+            case events.EngineReturned():
+                yield from self._end_call(event, at_ns)
+                if event.observation is not None:
+                    yield from self._observe(event.observation, at_ns)
+            case events.EngineObserved():
+                yield from self._observe(event.observation, at_ns)
+
+    def _answer(self, answer: events.Answer, at_ns: int) -> Events:
+        opened = self._open.pop(answer.seq, None)
+        if opened is None:  # sent again, or for a command that a snapshot settled
+            yield self._mark(f"{_short(answer.outcome)} (seq {answer.seq})", at_ns)
+            return
+        opened.name = f"{opened.name}: {_short(answer.outcome)}"
+        opened.args.update({"rule": answer.rule, **_outcome_args(answer.outcome)})
+        decided = opened.end(at_ns)
+        yield decided
+        if answer.seq in self._issued:
+            yield from arrow(next(self._arrows), self._issued[answer.seq], decided)
+
+    def _end_call(self, event: events.EngineReturned, at_ns: int) -> Events:
+        if self._call is None or self._call[0].call_id != event.call_id:
+            return
+        (perform, opened), self._call = self._call, None
+        if isinstance(event.result, events.Fault):
+            opened.name = f"{opened.name}: failed"
+            opened.args.update({"fault": event.result.kind, "message": event.result.message})
+        yield opened.end(at_ns)
+        if not isinstance(event.result, events.Fault):
+            yield from self._apply_call(perform, at_ns)
+
+    def _apply_call(self, perform: events.Perform, at_ns: int) -> Events:
+        """Draw the condition that a call leads to, for engines that can't be observed."""
+        match perform.call:
+            case events.Pause():
+                yield from self._set("generation", "paused", at_ns)
+            case events.Resume():
+                yield from self._set("generation", "", at_ns)
+            case events.Sleep(tags=tags):
+                yield from self._set("memory", f"asleep: {' '.join(sorted(tags))}", at_ns)
+            case events.Wake():
+                yield from self._set("memory", "", at_ns)
+            case events.StartProfile(session=session):
+                yield from self._set("profile session", f"profile step {session.step}", at_ns)
+            case events.StopProfile():
+                yield from self._set("profile session", "", at_ns)
+            case events.Load(version=version):
+                yield from self._count_version(version, at_ns)
+
+    def _observe(self, seen: events.Observation, at_ns: int) -> Events:
+        if seen.generating is not None:
+            yield from self._set("generation", "" if seen.generating else "paused", at_ns)
+        if seen.asleep is not None:
+            yield from self._set("memory", f"asleep: {' '.join(sorted(seen.asleep))}" if seen.asleep else "", at_ns)
+        if seen.profiling is False:
+            yield from self._set("profile session", "", at_ns)
+        if seen.version is not None:
+            yield from self._count_version(seen.version, at_ns)
+
+    def _set(self, thread: str, condition: str, at_ns: int) -> Events:
+        """A condition holds from now on; an empty one ends the last."""
+        opened = self._conditions.get(thread)
+        if opened is not None and opened.name != condition:
+            yield self._conditions.pop(thread).end(at_ns)
+        if condition and thread not in self._conditions:
+            self._conditions[thread] = OpenSlice(self._process, thread, condition, at_ns)
+
+    def _count_version(self, version: int, at_ns: int) -> Events:
+        if self._counter and version != self._version:
+            self._version = version
+            yield self._process.counter(self._counter, version, at_ns)
+
+    def _mark(self, name: str, at_ns: int) -> TraceEvent:
+        return self._process.instant("events", name, at_ns)
+
+
+class FleetTracks:
+    """Everything that the bus and its agents did.
+
+    Args:
+        survey: The first pass over the same log.
+        processes: The process of each agent by name, and of the bus under "".
+
+    Attributes:
+        early_ns: By `agent/incarnation`, how long before its issue a command seemed to be received, at most.
+    """
+
+    def __init__(self, survey: LogSurvey, processes: Mapping[str, ProcessTracks]) -> None:
+        self.early_ns: dict[str, int] = {}
+        self._survey, self._processes = survey, processes
+
+    def events(self, entries: Iterable[LogEntry]) -> Events:
+        """Draw the surveyed part of the log."""
+        survey, bus, arrows = self._survey, BusTracks(self._processes[""]), count(1)
+        agents: dict[str, AgentTracks] = {}
+        for record in decode_entries(survey.same_entries(entries)):
+            if isinstance(record, BusRecord):
+                yield from bus.draw(record.event, record.effects, record.at_ns)
+                continue
+            name, peer, event = record.agent, record.peer, record.event
+            if name not in agents:
+                agents[name] = AgentTracks(self._processes[name], self._counter(name), bus.issued, arrows)
+            at_ns = survey.moment_ns(peer, event.at_ms)
+            issued_ns = bus.issued_until_ns.get(event.seq, 0) if isinstance(event, events.CommandReceived) else 0
+            if issued_ns > at_ns:
+                self.early_ns[peer] = max(issued_ns - at_ns, self.early_ns.get(peer, 0))
+            yield from agents[name].draw(peer, event, record.effects, max(at_ns, issued_ns))
+        yield from bus.end(survey.last_ns)
+        for track in agents.values():
+            yield from track.end(survey.last_ns)
+        for process in self._processes.values():
+            yield from process.names
+
+    def _counter(self, agent: str) -> str:
+        """Name of an agent's weight counter. Training ranks have none, nor have nodes beyond the first."""
+        place = self._survey.places.get(agent)
+        if place is None or place.role != ROLLOUT or place.node_rank > 0:
+            return ""
+        return f"replica {place.replica} weight version"
+
+
+def _agent(peer: str) -> str:
+    return peer.partition("/")[0]
+
+
+def _short(outcome: Conclusion) -> str:
+    match outcome:
+        case Acted(calls=calls):
+            return f"acted ({', '.join(calls)})" if calls else "acted"
+        case Skipped(reason=reason):
+            return f"skipped {reason}"
+        case Failed(error=error):
+            return f"failed {error}"
+        case Missing(reason=reason):
+            return f"missing ({reason})"
+
+
+def _outcome_args(outcome: Conclusion) -> dict[str, object]:
+    args: dict[str, object] = {"outcome": str(outcome.__struct_config__.tag)}
+    if isinstance(outcome, Failed):
+        args["message"] = outcome.message
+    if isinstance(outcome, Acted) and outcome.traces:
+        args["traces"] = [trace.path for trace in outcome.traces]
+    return args

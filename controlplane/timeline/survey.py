@@ -1,0 +1,220 @@
+"""The first pass over a log: its clocks, its agents and the traces that they reported. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple, TypeVar
+
+from controlplane.machine.events import (
+    AnswersReceived,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    HelloReceived,
+    JoinReceived,
+    Publish,
+    StatusReceived,
+)
+from controlplane.record.entries import LogEntry
+from controlplane.timeline.alignment import MS, AgentClock
+from schemas.commands import ProfileCommand
+from schemas.errors import LogCorrupt
+from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
+from schemas.identity import Identity
+from schemas.outcomes import Acted, Outcome, Trace
+from schemas.wire import decode_command
+
+REMEMBERED: Final = 1_000
+"""Commands and answers per agent that wait for their other end, at most."""
+
+K = TypeVar("K")
+
+
+class BusRecord(NamedTuple):
+    """What the bus saw and decided, at a moment of its clock."""
+
+    at_ns: int
+    event: CoordinatorEvent
+    effects: tuple[CoordinatorEffect, ...]
+
+
+class AgentRecord(NamedTuple):
+    """What an agent saw and decided.
+
+    Attributes:
+        at_ns: When the bus received the record, on the bus's clock.
+        peer: `agent/incarnation`.
+    """
+
+    at_ns: int
+    event: Event
+    effects: tuple[Effect, ...]
+    agent: str
+    peer: str
+
+
+class ReportedTrace(NamedTuple):
+    """A trace file, as its agent reported it.
+
+    Attributes:
+        peer: `agent/incarnation`.
+        trace: Size, digest and rank.
+        reported_ns: When it was first reported, on the bus's clock.
+        paths: Relative to the traces root, the newest first; more than one if the file was moved.
+        step: Training step of the session, if the log has it.
+    """
+
+    peer: str
+    trace: Trace
+    reported_ns: int
+    paths: tuple[str, ...]
+    step: int | None
+
+
+def decode_entries(
+    entries: Iterable[LogEntry], unreadable: list[int] | None = None
+) -> Iterator[BusRecord | AgentRecord]:
+    """Yield the records that this version can read.
+
+    Args:
+        entries: The log.
+        unreadable: Receives the positions of all other records.
+    """
+    peers: dict[str, str] = {}
+    for entry in entries:
+        try:
+            event, effects = entry.typed_event(), entry.typed_effects()
+        except LogCorrupt:
+            if unreadable is not None:
+                unreadable.append(entry.position)
+            continue
+        if not entry.agent:
+            yield BusRecord(entry.at_ns, event, effects)  # type: ignore[arg-type]
+            continue
+        if isinstance(event, Started):
+            peers[entry.agent] = f"{entry.agent}/{event.incarnation}"
+        peer = peers.get(entry.agent, f"{entry.agent}/")
+        yield AgentRecord(entry.at_ns, event, effects, entry.agent, peer)  # type: ignore[arg-type]
+
+
+class LogSurvey:
+    """What one pass over a log tells about its clocks, agents and traces.
+
+    Attributes:
+        clocks: By `agent/incarnation`.
+        places: Identity of each agent by name, as far as known.
+        agents: Names of all agents.
+        traces: Reported trace files, each once, by agent and digest.
+        begins_ns: The first moment of the run, on the bus's clock; agents may start before the first record.
+        first_ns, last_ns: Moments of the first and last record.
+        last: Position of the last record.
+        unreadable: Positions of records that another version wrote.
+        damage: Why the log can't be read after `last`; empty if it was read to its end.
+    """
+
+    def __init__(self, entries: Iterable[LogEntry]) -> None:
+        self.clocks: dict[str, AgentClock] = {}
+        self.places: dict[str, Identity] = {}
+        self.agents: set[str] = set()
+        self.traces: dict[tuple[str, str], ReportedTrace] = {}
+        self.first_ns = self.last_ns = self.last = 0
+        self.unreadable: list[int] = []
+        self.damage = ""
+        self._published: OrderedDict[int, int] = OrderedDict()
+        self._answer_arrived: OrderedDict[tuple[str, int], int] = OrderedDict()  # ns of the bus's clock
+        self._answer_sent: OrderedDict[tuple[str, int], int] = OrderedDict()  # ms of the agent's clock
+        self._steps: OrderedDict[int, int] = OrderedDict()
+        self._joined: dict[str, int] = {}
+        self._started: dict[str, int] = {}
+        for record in decode_entries(self._until_damage(entries), self.unreadable):
+            self.first_ns = self.first_ns or record.at_ns
+            self.last_ns = max(self.last_ns, record.at_ns)
+            if isinstance(record, AgentRecord):
+                self._survey_agent(record)
+            else:
+                self._survey_bus(record)
+        starts = (self.moment_ns(peer, at_ms) for peer, at_ms in self._started.items())
+        self.begins_ns = min((self.first_ns, *starts))
+
+    def same_entries(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
+        """Yield the surveyed part of the log, read again: a run that goes on has written more since."""
+        for entry in entries:
+            if entry.position <= self.last:
+                yield entry
+            if entry.position >= self.last:
+                return
+
+    def clock(self, peer: str) -> AgentClock:
+        """The clocks of one incarnation; a new one knows nothing yet."""
+        self.agents.add(peer.partition("/")[0])
+        return self.clocks.setdefault(peer, AgentClock(peer))
+
+    def moment_ns(self, peer: str, at_ms: int) -> int:
+        """Map a moment of an agent's monotonic clock to the bus's clock."""
+        return at_ms * MS + self.clock(peer).monotonic(at_ms).offset_ns
+
+    def _until_damage(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
+        try:
+            for entry in entries:
+                self.last = entry.position
+                yield entry
+        except LogCorrupt as error:
+            self.damage = str(error)
+
+    def _survey_bus(self, record: BusRecord) -> None:
+        event, at_ns = record.event, record.at_ns
+        match event:
+            case StatusReceived(status=status) if status.clock is not None:
+                self.clock(event.peer).add(status.clock)
+            case HelloReceived():
+                self.places[event.hello.identity.agent] = event.hello.identity
+                self.clock(event.peer)
+            case JoinReceived():
+                self._joined.setdefault(event.peer, at_ns)
+            case AnswersReceived():
+                for answer in event.answers:
+                    key = answer.peer, answer.seq
+                    if (sent_ms := self._answer_sent.pop(key, None)) is not None:
+                        self.clock(answer.peer).happened_before(at_ns, sent_ms)
+                    else:
+                        self._remember(self._answer_arrived, key, at_ns)
+                    self._note_traces(answer.peer, answer.seq, answer.outcome, at_ns)
+        for effect in record.effects:
+            if isinstance(effect, Publish):
+                self._remember(self._published, effect.seq, at_ns)
+                command = decode_command(effect.envelope.body)
+                if isinstance(command, ProfileCommand) and command.action != "finish":
+                    self._remember(self._steps, effect.seq, command.step)
+
+    def _survey_agent(self, record: AgentRecord) -> None:
+        event, peer = record.event, record.peer
+        clock = self.clock(peer)
+        clock.happened_before(record.at_ns, event.at_ms)
+        match event:
+            case Started():
+                self.places.setdefault(record.agent, event.identity)
+                self._started[peer] = event.at_ms
+            case CommandReceived() if event.seq in self._published:
+                clock.happened_after(self._published[event.seq], event.at_ms)
+            case SnapshotReceived() if peer in self._joined:
+                clock.happened_after(self._joined[peer], event.at_ms)
+        for effect in record.effects:
+            if isinstance(effect, Answer):
+                key = peer, effect.seq
+                if (arrived_ns := self._answer_arrived.pop(key, None)) is not None:
+                    clock.happened_before(arrived_ns, event.at_ms)
+                else:
+                    self._remember(self._answer_sent, key, event.at_ms)
+                self._note_traces(peer, effect.seq, effect.outcome, record.at_ns)
+
+    def _note_traces(self, peer: str, seq: int, outcome: Outcome, at_ns: int) -> None:
+        for trace in outcome.traces if isinstance(outcome, Acted) else ():
+            key = peer.partition("/")[0], trace.sha256
+            known = self.traces.get(key)
+            if known is None:
+                self.traces[key] = ReportedTrace(peer, trace, at_ns, (trace.path,), self._steps.get(seq))
+            elif trace.path not in known.paths:
+                self.traces[key] = known._replace(paths=(trace.path, *known.paths))
+
+    def _remember(self, known: OrderedDict[K, int], key: K, value: int) -> None:
+        known.setdefault(key, value)
+        if len(known) > REMEMBERED * max(1, len(self.clocks)):
+            known.popitem(last=False)  # a plain dict takes longer to find its first key the more were dropped before it
