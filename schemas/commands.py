@@ -1,7 +1,8 @@
-"""What a trainer may ask of its rollout engines. Pure data; each docstring is the contract of its message.
+"""What a trainer can ask of its rollout engines. Pure data: each docstring is the contract of its message.
 
-Bodies are tagged maps: a tag is for ever, a new field is optional and has a default. `Command` is the closed union
-that travels inside an envelope; a reader that does not know a tag answers `failed(unsupported)`.
+On the wire a command is a tagged map. A tag never changes its meaning, and a new field is optional and has a default.
+`Command` is the closed union that travels inside an envelope; an agent that does not know a tag answers
+`failed(unsupported)`.
 """
 
 from typing import Annotated, Literal
@@ -11,13 +12,15 @@ from msgspec import Meta, Struct
 from schemas.identity import ROLLOUT, Count, Identity, InFlight, Name, Positive, Role, Tag
 
 RelativePath = Annotated[str, Meta(max_length=512)]
-"""A path relative to a root that the *agent* configures. Never absolute, no `..`: the agent refuses both."""
+"""A path below a root that each agent configures. An agent refuses absolute paths and `..`."""
 
 
 class Window(Struct, frozen=True, omit_defaults=True):
-    """Forward steps to record, counted from the session's start, 0-based and half open: [start, end).
+    """Forward steps to record: the half-open range [start, end).
 
-    end: None for the end of the session.
+    Attributes:
+        start: First step, counted from 0 at the start of the session.
+        end: First step not recorded; None to record until the session stops.
     """
 
     start: Count
@@ -32,7 +35,7 @@ class Window(Struct, frozen=True, omit_defaults=True):
 
 
 class Schedule(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Mini-batches of a training rank that torch's profiler records, as `torch.profiler.schedule` counts them."""
+    """Mini-batches of a training rank to record, with the parameters of `torch.profiler.schedule`."""
 
     active: Positive
     wait: Count = 0
@@ -42,9 +45,11 @@ class Schedule(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TorchMemory(Struct, frozen=True, kw_only=True, tag="torch_memory", omit_defaults=True):
-    """Options of tool `torch_memory`: `torch.cuda.memory._record_memory_history`, dumped as a snapshot at the stop.
+    """Options of tool `torch_memory`, which dumps a snapshot of CUDA's memory history at the stop.
 
-    snapshot_steps: profiled steps that one snapshot covers.
+    Attributes:
+        max_entries, context, stacks: As for `torch.cuda.memory._record_memory_history`.
+        snapshot_steps: Profiled steps that one snapshot covers.
     """
 
     max_entries: Positive = 100_000
@@ -54,7 +59,12 @@ class TorchMemory(Struct, frozen=True, kw_only=True, tag="torch_memory", omit_de
 
 
 class Npu(Struct, frozen=True, kw_only=True, tag="npu", omit_defaults=True):
-    """Options of tool `npu` (`torch_npu.profiler`). analysis: parse what was recorded at the stop, which takes long."""
+    """Options of tool `npu` (`torch_npu.profiler`).
+
+    Attributes:
+        level: Profiler level of torch_npu.
+        analysis: Parse the recording at the stop, which takes long.
+    """
 
     level: Literal["level_none", "level0", "level1", "level2"] = "level0"
     analysis: bool = False
@@ -63,8 +73,10 @@ class Npu(Struct, frozen=True, kw_only=True, tag="npu", omit_defaults=True):
 class PrecisionDebugger(Struct, frozen=True, kw_only=True, tag="precision_debugger", omit_defaults=True):
     """Options of tool `precision_debugger` (`msprobe.pytorch.PrecisionDebugger`).
 
-    config_path: on the rank's machine.   stages: those that are watched; None for all.   strict: an unknown stage is
-    an error.
+    Attributes:
+        config_path: Configuration file on the rank's machine.
+        stages: Stages to watch; None for all.
+        strict: Fail on an unknown stage.
     """
 
     config_path: Annotated[str, Meta(max_length=512)] = ""
@@ -77,11 +89,15 @@ Activity = Literal["cpu", "cuda", "memory", "npu"]
 
 
 class Finish(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What becomes of the traces after the last profiled step.
+    """What happens to the traces after the last profiled step.
 
-    relocate: those of the ranks asked for are moved to the traces' root, under names that tell replica and rank.
-    hook: the command that an agent was started with is run, by agents of profiled ranks; hook_all_ranks: by all;
-    hook_ranks: by those that own one of these global ranks. No command ever comes over the bus.
+    The hook is a command that each agent was started with. It never comes over the bus.
+
+    Attributes:
+        relocate: Move the traces of the selected ranks to the traces root, under names with replica and rank.
+        hook: Run the hook on agents of profiled ranks.
+        hook_all_ranks: Run it on all agents.
+        hook_ranks: Run it on agents that own one of these global ranks.
     """
 
     relocate: bool = False
@@ -91,15 +107,28 @@ class Finish(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to profile. Who is profiled is decided from `enabled`, `steps`, `ranks` and `replicas`, by each agent itself.
+    """How to profile, and what. Each agent decides from `enabled`, `steps`, `ranks` and `replicas` if it takes part.
 
-    steps: global training steps that are profiled; None for every step a command names.
-    ranks: global GPU ranks; a replica takes part when it owns one of them, and only their traces are told; None for
-    all.   replicas: instead, or as well: indices of replicas.
-    window: forward steps of an engine; None records from start to stop.
-    discrete: a training rank makes one trace of each annotated stage, instead of one of the whole session. An engine
-    has one session either way.   schedule: of a training rank's mini-batches.
-    layout: of the directories, see `schemas.desired.trace_directory`.
+    Attributes:
+        enabled: False to skip all profiling.
+        tool: Profiling tool, see `schemas.selection`.
+        steps: Global training steps to profile; None for every step that a command names.
+        ranks: Global GPU ranks; None for all. A replica takes part if it owns one of them, and only their traces are
+            reported.
+        replicas: Indices of replicas, instead of or beside `ranks`.
+        window: Forward steps of an engine to record; None to record from start to stop.
+        activities: What torch's profiler records.
+        with_stack: Record Python stacks.
+        with_modules: Record the module hierarchy.
+        record_shapes: Record the shapes of operator inputs.
+        by_stage: Record prefill and decode separately, where the engine can.
+        merge: Merge the traces of all ranks, where the engine can.
+        discrete: On a training rank, write one trace per annotated stage instead of one per session. An engine always
+            has one session.
+        schedule: Mini-batches of a training rank to record.
+        options: Options of the tool, if it has any.
+        layout: Directory layout, see `schemas.selection.trace_directory`.
+        finish: What happens to the traces at the end.
     """
 
     enabled: bool = True
@@ -124,9 +153,10 @@ class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Checkpoint(Struct, frozen=True, tag="checkpoint", omit_defaults=True):
     """A directory of safetensors files on a disk that the trainer and the agents share, or in memory (/dev/shm).
 
-    path: relative to the checkpoint root of each side (`--checkpoints` of the agent, `checkpoints=` of the plane).
-    as_tensors: the agent reads the files and hands tensors to its engine, which then need not see the files. An engine
-    that takes no tensors is given the path.
+    Attributes:
+        path: Relative to the checkpoint root of each side (`--checkpoints` of the agent, `checkpoints=` of the plane).
+        as_tensors: The agent reads the files and passes tensors to its engine, so that the engine need not see the
+            files. An engine that takes no tensors is given the path.
     """
 
     path: RelativePath
@@ -134,14 +164,18 @@ class Checkpoint(Struct, frozen=True, tag="checkpoint", omit_defaults=True):
 
 
 class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_defaults=True):
-    """Weights that the trainer sends over a torch.distributed group, of which it is rank 0; nothing of them on the bus.
+    """Weights that the trainer, as rank 0, broadcasts over a torch.distributed group. No tensor travels on the bus.
 
-    host, port: of the group's store, on the trainer's side.   group: its name; another one whenever it is made anew,
-    and no plain number: torch names groups of its own so.
-    replicas: who is in it, in order: the first has ranks 1 to w, w being the GPUs of a replica, the next w more.
     Tensors are sent one by one, in ascending order of their names, as the engine's own checkpoint names them.
-    path: the same weights as a checkpoint, for replicas that come late or have to go back; without it those wait for
-    the next sync, because a broadcast is over when it is over.
+
+    Attributes:
+        host: Host of the group's store, on the trainer's side.
+        port: Port of that store.
+        group: Name of the group. Use a new name each time the group is created. It must not be a plain number, since
+            torch itself uses those.
+        replicas: Members in order. With w GPUs per replica the first has ranks 1 to w, the next w+1 to 2w.
+        path: The same weights as a checkpoint, for replicas that join late or have to return to them. Without it they
+            wait for the next sync, because a broadcast can't be received later.
     """
 
     host: Name
@@ -157,17 +191,20 @@ Source = Checkpoint | Broadcast
 
 
 def durable_source(source: Source) -> Checkpoint | None:
-    """Where they can be had again at any time, or None."""
+    """Return where these weights can be read at any later time; None if a broadcast has no checkpoint beside it."""
     if isinstance(source, Checkpoint):
         return source
     return Checkpoint(source.path) if source.path else None
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What a source must hold, small enough for the wire whatever the model's size.
+    """What a source must hold. Small enough for the wire, whatever the size of the model.
 
-    layout: sha256 (hex) over the sorted (name, dtype, shape) of all tensors; content: sha256 over the same plus the
-    bytes of each tensor, None when the trainer did not compute it. `schemas.safetensors.format` computes both.
+    Attributes:
+        tensors: Number of tensors.
+        nbytes: Bytes of all tensors together.
+        layout: sha256, in hex, over the sorted (name, dtype, shape) of all tensors. See `schemas.safetensors.digest`.
+        content: sha256 over the same and the bytes of each tensor; None if the trainer did not compute it.
     """
 
     tensors: Positive
@@ -177,24 +214,29 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class Target(Struct, frozen=True, omit_defaults=True):
-    """Which replicas a command is for; None means all, and the training ranks as well."""
+    """Which replicas a command is for. None means all of them, and the training ranks."""
 
     replicas: frozenset[Count] | None = None
 
     def includes(self, identity: Identity) -> bool:
-        """Is the command for the agent at this place?"""
+        """Whether the command is for this agent."""
         return self.replicas is None or identity.unit in self.replicas
 
 
 class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defaults=True):
-    """Open or close one profiling session on every targeted replica and training rank, or see to what it left.
+    """Open or close one profiling session on every targeted replica and training rank, or handle its traces.
 
-    step: global training step, >= 0; it names the directory of the traces.
-    plan: for rollouts.   roles: for training ranks, by role; a role that is not named does not take part.
-    check: can the plan be honoured? Asked when a run begins, so that what can't be is known before the first step.
-    collect: after a stop, each node rank above 0 answers with the traces that its own ranks wrote to its own disk. The
-    outcome of the stop has those of node rank 0.
-    finish: after the last profiled step, what `Finish` says.   profiled_steps: for finish only.
+    Actions:
+        check: Can this plan be recorded? Asked when a run begins, so that problems are known before the first step.
+        start, stop: Open and close a session. The outcome of a stop has the traces of node rank 0.
+        collect: After a stop, each node rank above 0 answers with the traces that its own ranks wrote to its disk.
+        finish: After the last profiled step, do what `Finish` says.
+
+    Attributes:
+        step: Global training step; names the directory of the traces.
+        plan: Plan for rollout engines.
+        roles: Plans for training ranks, by role. A role without a plan does not take part.
+        profiled_steps: For `finish`: the steps that were profiled.
     """
 
     action: Literal["start", "stop", "collect", "check", "finish"]
@@ -204,19 +246,22 @@ class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defa
     profiled_steps: tuple[Count, ...] = ()
 
     def plan_for(self, role: str) -> ProfilePlan | None:
-        """The plan that is meant for an agent of this role, if any."""
+        """Return the plan for agents of this role, or None."""
         return self.plan if role == ROLLOUT else self.roles.get(role)
 
 
 class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults=True):
     """One phase of a weight sync. The coordinator issues the phases in order: prepare, load, then commit or abort.
 
-    version: number of the new weights, larger than any committed before.
-    source, manifest: on `prepare`, and again on `commit`, so that a replica which missed the first can still follow.
-    in_flight: on `prepare`: what becomes of running requests.
-    quarantine: on `load` the replicas that did not prepare, on `commit` those that did not load as well. They stay
-    paused until a later commit leaves them out of this set, an abort of this sync, or a new start of their agent.
-    Every other replica is to serve `version` from the commit on.
+    From the commit on, every replica outside `quarantine` serves `version`.
+
+    Attributes:
+        version: Number of the new weights, larger than any committed before.
+        source: Where the weights are. On `prepare`, and again on `commit` for replicas that missed `prepare`.
+        manifest: What the source must hold, with `source`.
+        in_flight: On `prepare`: what happens to running requests.
+        quarantine: On `load`, the replicas that did not prepare; on `commit`, also those that did not load. They stay
+            paused until a later commit without them in this set, an abort of this sync, or a restart of their agent.
     """
 
     phase: Literal["prepare", "load", "commit", "abort"]
@@ -234,13 +279,16 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
 
 
 class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaults=True):
-    """One operation on the engine itself. Each is idempotent on the state: what holds already is `skipped(already)`.
+    """One operation on the engine itself. Idempotent: if the engine is in that state, the answer is `skipped(already)`.
 
-    mode: for pause only.   tags: for sleep and wake only; empty means all.
-    discard: for sleep only: the weights need not be kept in host memory. They are loaded again after the wake, from
-    what is committed; with nothing committed the engine stays paused until the next sync. A colocated replica, which
-    never syncs, keeps them.
-    A sleeping engine does not generate; it generates again when all its memory is awake and nobody paused it.
+    A sleeping engine does not generate. It generates again once all of its memory is awake and nothing pauses it.
+
+    Attributes:
+        mode: For pause: what happens to running requests.
+        tags: For sleep and wake: regions of memory; empty for all.
+        discard: For sleep: the weights need not be kept in host memory. After the wake the committed weights are loaded
+            again; if none are committed, the engine stays paused until the next sync. A colocated replica, which never
+            syncs, keeps its weights.
     """
 
     operation: Literal["pause", "resume", "sleep", "wake", "flush", "abort"]
@@ -250,7 +298,12 @@ class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaul
 
 
 class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):
-    """First record of a bus's life. What an earlier trainer left half done (pause, sync, profile) ends here."""
+    """First record of an epoch. Ends what an earlier trainer left unfinished: a pause, a sync, a profiling session.
+
+    Attributes:
+        previous_epoch: The epoch before this one; 0 for a new run.
+        logic: Version of the decision logic of this bus.
+    """
 
     previous_epoch: Count
     logic: Positive
@@ -260,6 +313,6 @@ Command = ProfileCommand | WeightSync | EngineCommand | EpochStart
 
 
 class UnknownCommand(Struct, frozen=True, tag="unknown"):
-    """Stands for a command whose tag this version does not know. Never on the wire."""
+    """Stands for a command that this version can't read. Never on the wire."""
 
     tag: Annotated[str, Meta(max_length=64)]

@@ -1,6 +1,6 @@
-"""Settings of the two processes. Strict: an unknown key is an error that names it.
+"""Settings of the bus and of an agent.
 
-Each has a default that is right for a run of some thousand agents on one network; times are in the unit of the name.
+The defaults suit a run of some thousand agents on one network. An unknown key is an error that names it.
 """
 
 from typing import Literal
@@ -11,13 +11,18 @@ from schemas.identity import Positive
 
 
 class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the trainer's side behaves.
+    """Settings of the bus in the trainer.
 
-    head_interval_ms: between two head beacons.   heartbeat_ms: asked of the agents.   agent_timeout_ms: silence after
-    which an agent is out of the fleet.   lease_ms: silence of the bus after which agents go on without the trainer.
-    history: commands kept for replay; an agent that lacks older ones gets a snapshot.   queue: commands the trainer may
-    hand over faster than they are recorded.   retransmit_ms: first repetition of a command that was not answered.
-    durability: `disk` flushes a group of records before it is published; `os` leaves that to the system.
+    Attributes:
+        head_interval_ms: Time between two head beacons.
+        heartbeat_ms: Time between two heartbeats of an agent.
+        agent_timeout_ms: An agent that is silent for this long has left the fleet.
+        lease_ms: Agents that hear nothing from the bus for this long continue without the trainer.
+        history: Commands kept for resending. An agent that needs older ones gets a snapshot.
+        queue: Commands that the trainer may hand over and that are not recorded yet.
+        retransmit_ms: Time until an unanswered command is sent again; doubles with each attempt.
+        durability: `disk` flushes a group of records to the disk before it is published; `os` leaves that to the
+            operating system, so a power cut may lose the last groups.
     """
 
     head_interval_ms: Positive = 1_000
@@ -31,11 +36,14 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an agent behaves; the rest it is told by the bus.
+    """Settings of an agent. Heartbeat and lease come from the bus.
 
-    hello_retry_ms: first pause before it says hello again (doubles, with jitter, up to 30 s).   observe_ms: how often
-    the engine is looked at while nothing is asked of it.   reconcile_timeout_ms: deadline of calls that no command
-    asked for. batch: decisions sent to the log at once.
+    Attributes:
+        hello_retry_ms: First pause before the agent says hello again; doubles, with jitter, up to 30 s.
+        observe_ms: Time between two readings of the engine's state while no call runs.
+        reconcile_timeout_ms: Deadline of an engine call that belongs to no command.
+        batch: Most decisions sent to the log in one message.
+        durability: Of the journal, as in `BusConfig`.
     """
 
     hello_retry_ms: Positive = 200

@@ -1,8 +1,8 @@
-"""What the trainer wants of one replica, as a fold over the commands of the run.
+"""The desired state of one replica: a fold over the commands of the run.
 
-The bus folds every command for every replica and sends the result to late joiners; each agent folds what it applies.
-Both use the function below, so a snapshot and the history that it stands for can't mean different things.
-Nothing here says what an engine *is* doing: that is observed by the agent (`schemas.events.EngineState`).
+The bus folds all commands for each replica and sends the result to agents that join late; an agent folds the commands
+that it applies. Both call `desired_after`, so a snapshot always means the same as the commands that it replaces.
+What an engine is actually doing is not part of it: an agent observes that (`schemas.events.Observation`).
 """
 
 from typing import Literal, assert_never
@@ -28,14 +28,14 @@ ALL_TAGS: frozenset[Tag] = frozenset({"weights", "kv_cache"})
 
 
 class ProfileSession(Struct, frozen=True):
-    """An open profiling session."""
+    """A profiling session that is to be open."""
 
     step: Count
     plan: ProfilePlan
 
 
 class Committed(Struct, frozen=True):
-    """The weights a replica serves: the newest that a commit named."""
+    """The weights of the newest commit."""
 
     version: Positive
     source: Source
@@ -43,7 +43,7 @@ class Committed(Struct, frozen=True):
 
 
 class Syncing(Struct, frozen=True):
-    """A weight sync that is prepared or loading, not committed yet."""
+    """A weight sync that is not committed yet."""
 
     version: Positive
     source: Source
@@ -53,12 +53,18 @@ class Syncing(Struct, frozen=True):
 
 
 class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The state one replica is to be in. The default is that of a run in which nothing was commanded yet.
+    """The state that one replica should be in. The default is that of a run without commands.
 
-    discard: weights that are asleep need not be kept.
-    committed: None stands for the weights the engine was launched with.
-    quarantined: version of the sync that left the replica out, else 0. It is paused until a later commit takes it in,
-    that sync is aborted, or its agent starts anew.
+    Attributes:
+        generation: Whether the replica may generate.
+        pause_mode: What a pause does to running requests.
+        asleep: Regions of memory to release.
+        discard: Sleeping weights need not be kept.
+        profile: Session to have open.
+        committed: Weights to serve; None for those that the engine was launched with.
+        sync: Weight sync in progress.
+        quarantined: Version of the sync that quarantined the replica; 0 if none. The replica stays paused until a later
+            commit includes it, that sync is aborted, or its agent restarts.
     """
 
     generation: Literal["running", "paused"] = "running"
@@ -72,19 +78,19 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def version(self) -> int:
-        """The committed version; 0 is what the engine was launched with."""
+        """The committed version; 0 for the weights of the launch."""
         return self.committed.version if self.committed is not None else 0
 
     @property
     def serving(self) -> bool:
-        """May an engine that meets everything else of this state generate?"""
+        """Whether an engine in this state may generate."""
         return self.generation == "running" and not self.asleep and self.sync is None and self.quarantined == 0
 
 
 def orphaned(desired: Desired) -> Desired:
-    """What holds when the trainer is gone: committed weights, running, no session. Memory stays as it is.
+    """Return what is desired when the trainer is gone: committed weights, running, no session.
 
-    Waking memory could collide with a trainer that lost its bus but still owns the GPU, so only the trainer wakes.
+    Memory stays as it is. A trainer that lost its bus may still use the GPU, so only the trainer wakes memory.
     """
     if desired.generation == "running" and desired.profile is None and desired.sync is None:
         return desired
@@ -92,42 +98,46 @@ def orphaned(desired: Desired) -> Desired:
 
 
 def desired_after(desired: Desired, command: Command | UnknownCommand, targeted: bool, identity: Identity) -> Desired:
-    """What is wanted of the replica, or training rank, after `command`.
+    """Return what is desired of a replica or training rank after `command`.
 
-    targeted: whether the command's target names it. An epoch's start concerns all.
+    Args:
+        desired: The state before.
+        command: The next command of the run.
+        targeted: The target of the command includes this replica or rank. `EpochStart` applies to all.
+        identity: An agent of the replica, or the rank.
     """
     if identity.role != ROLLOUT and not isinstance(command, ProfileCommand | EpochStart):
         return desired
     match command:
         case EngineCommand():
-            unsettled = desired.sync is not None or not targeted
-            return desired if unsettled else _intend_engine(desired, command)
+            ignored = desired.sync is not None or not targeted
+            return desired if ignored else _after_engine_command(desired, command)
         case EpochStart():
             return orphaned(desired)
         case _ if not targeted:
             return desired
         case WeightSync():
-            return _intend_sync(desired, command, identity)
+            return _after_sync(desired, command, identity)
         case ProfileCommand():
-            return _intend_profile(desired, command, identity)
+            return _after_profile(desired, command, identity)
         case UnknownCommand():
             return desired
         case _:
             assert_never(command)
 
 
-def _intend_profile(desired: Desired, command: ProfileCommand, identity: Identity) -> Desired:
+def _after_profile(desired: Desired, command: ProfileCommand, identity: Identity) -> Desired:
     if command.action != "start":
         stopping = command.action == "stop" and desired.profile is not None
         return replace(desired, profile=None) if stopping else desired
     plan = command.plan_for(identity.role)
     if plan is None or profile_skip_reason(plan, command.step, identity) is not None:
         return desired
-    session = ProfileSession(command.step, plan)  # another plan for the same step mends one that was refused
+    session = ProfileSession(command.step, plan)  # a second start of the same step may carry a better plan
     return desired if desired.profile == session else replace(desired, profile=session)
 
 
-def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
+def _after_engine_command(desired: Desired, command: EngineCommand) -> Desired:
     match command.operation:
         case "flush" | "abort":
             return desired
@@ -145,23 +155,23 @@ def _intend_engine(desired: Desired, command: EngineCommand) -> Desired:
             assert_never(command.operation)
 
 
-def _intend_sync(desired: Desired, command: WeightSync, identity: Identity) -> Desired:
+def _after_sync(desired: Desired, command: WeightSync, identity: Identity) -> Desired:
     if identity.mode is RolloutMode.COLOCATED or command.version <= desired.version:
         return desired
     sync, source = desired.sync, command.source
-    left_out = identity.replica in command.quarantine
-    if command.phase == "prepare" and source is not None:
-        return replace(
-            desired, sync=Syncing(command.version, source, command.manifest, command.in_flight, phase="prepare")
-        )
-    if command.phase == "commit" and source is not None:
-        committed = Committed(command.version, source, command.manifest)
-        return replace(desired, committed=committed, sync=None, quarantined=command.version if left_out else 0)
-    if command.phase == "abort":
-        lifted = 0 if desired.quarantined == command.version else desired.quarantined
-        return replace(desired, sync=None, quarantined=lifted)
-    if left_out:
-        return replace(desired, sync=None, quarantined=desired.quarantined or command.version)
-    if sync is None or sync.version != command.version:
-        return desired
-    return replace(desired, sync=replace(sync, phase="load"))
+    quarantined = identity.replica in command.quarantine
+    match command.phase:
+        case "prepare" if source is not None:
+            prepared = Syncing(command.version, source, command.manifest, command.in_flight, phase="prepare")
+            return replace(desired, sync=prepared)
+        case "load" if quarantined:
+            return replace(desired, sync=None, quarantined=desired.quarantined or command.version)
+        case "load" if sync is not None and sync.version == command.version:
+            return replace(desired, sync=replace(sync, phase="load"))
+        case "commit" if source is not None:
+            committed = Committed(command.version, source, command.manifest)
+            return replace(desired, committed=committed, sync=None, quarantined=command.version if quarantined else 0)
+        case "abort":
+            released = desired.quarantined == command.version
+            return replace(desired, sync=None, quarantined=0 if released else desired.quarantined)
+    return desired

@@ -1,32 +1,32 @@
-"""Every error a user of rolloutctl can meet.
+"""Every error that a user of rolloutctl can meet.
 
     RolloutctlError
     ├── ConfigError             an argument, option or file is wrong; nothing was sent
     │   └── BusAddressError     the address can't be used
-    │       └── AddressInUse    somebody else listens there
-    ├── CommandError            the command can't be issued as asked; nothing was sent
-    │   └── SyncInProgress      one weight sync runs already
-    ├── CheckpointError         a checkpoint is missing, cut off, or of another model
+    │       └── AddressInUse    another process listens there
+    ├── CommandError            the command can't be issued; nothing was sent
+    │   └── SyncInProgress      another weight sync has not ended
+    ├── CheckpointError         a checkpoint is missing, cut off, unsafe, or of another model
     ├── BusError                the bus itself
-    │   ├── BusClosed           it was closed, or never opened
-    │   ├── BusFaulted          it can no longer record, so it no longer publishes
-    │   ├── BusOverloaded       the bounded queue towards the bus is full
+    │   ├── BusClosed           it is closed, or was never opened
+    │   ├── BusFaulted          it can't record any more, so it does not publish
+    │   ├── BusOverloaded       the bounded queue to the bus is full
     │   ├── BusUnreachable      nobody answered at that address
     │   └── AgentsMissing       the fleet was not complete in time
-    ├── AgentError              an agent can't start or go on
-    │   └── IdentityTaken       another live agent holds this replica and node rank
+    ├── AgentError              an agent can't start or continue
+    │   └── IdentityTaken       another live agent has this replica and node rank
     ├── WireError               a peer sent bytes that are not a message
-    ├── LogError                a log or journal file
-    │   ├── LogFull             no space: what was recorded before stays readable
-    │   ├── LogCorrupt          damage: says where, and what is readable before it
+    ├── LogError                a log or journal file can't be used
+    │   ├── LogFull             no space left; everything recorded before stays readable
+    │   ├── LogCorrupt          the file is damaged; says where, and what is readable before it
     │   └── LogLocked           another process writes this file
     ├── ReplayDiffers           a replayed decision is not the recorded one
     ├── CommandFailed           `report.raise_for_failures()`: some agents failed or did not answer
     └── EngineError             raised by an engine adapter; becomes `failed(...)` in an outcome
-        └── UnsupportedError    the engine was not called: it can't do what is asked
+        └── UnsupportedError    the engine was not called, because it can't do what is asked
 
-What happens in the fleet is data (`schemas.outcomes`); exceptions are for the caller's own faults and for files and
-sockets that can't be used. Every text says what was asked, what was seen, what holds now and what to do.
+What happens in the fleet is data (`schemas.outcomes`). Exceptions are for mistakes of the caller, and for files and
+sockets that can't be used. Each message says what was asked, what was found, what state things are in and what to do.
 """
 
 
@@ -35,11 +35,11 @@ class RolloutctlError(Exception):
 
 
 class ConfigError(RolloutctlError, ValueError):
-    """A value is wrong. The text names the key, the value and what is allowed."""
+    """A value is wrong. The message names the key, the value and what is allowed."""
 
 
 class BusAddressError(ConfigError):
-    """The address is not one that can be bound or dialled."""
+    """The address can't be bound or dialled."""
 
 
 class AddressInUse(BusAddressError):
@@ -51,11 +51,11 @@ class CommandError(RolloutctlError):
 
 
 class SyncInProgress(CommandError):
-    """A weight sync is running; two at once would split the fleet."""
+    """Another weight sync has not ended; two at once would split the fleet."""
 
 
 class CheckpointError(RolloutctlError):
-    """A checkpoint can't be used: missing, cut off, unsafe format, or another model's."""
+    """A checkpoint can't be used: it is missing, cut off, in an unsafe format, or of another model."""
 
 
 class BusError(RolloutctlError):
@@ -67,31 +67,31 @@ class BusClosed(BusError):
 
 
 class BusFaulted(BusError):
-    """The log can't be written any more. A bus that can't record does not publish."""
+    """The log can't be written any more, so the bus publishes nothing more."""
 
 
 class BusOverloaded(BusError):
-    """The queue between the trainer's thread and the bus is full."""
+    """The bounded queue between the trainer's thread and the bus is full."""
 
 
 class BusUnreachable(BusError):
-    """Nobody answered at the address within the time allowed."""
+    """Nobody answered at the address in time."""
 
 
 class AgentsMissing(BusError):
-    """Fewer agents than expected were ready in time. The text names those that are there and what they wait for."""
+    """Fewer agents than expected were ready in time. The message names those present and what they wait for."""
 
 
 class AgentError(RolloutctlError):
-    """The agent can't start or go on."""
+    """The agent can't start or continue."""
 
 
 class IdentityTaken(AgentError):
-    """A live agent already holds this replica and node rank."""
+    """A live agent already has this replica and node rank."""
 
 
 class WireError(RolloutctlError):
-    """Bytes from a peer are not a message of this protocol."""
+    """A peer sent bytes that are not a message of this protocol."""
 
 
 class LogError(RolloutctlError):
@@ -99,13 +99,15 @@ class LogError(RolloutctlError):
 
 
 class LogFull(LogError):
-    """No space left to record in. Everything recorded before stays readable."""
+    """No space is left for the file. Everything recorded before stays readable."""
 
 
 class LogCorrupt(LogError):
-    """The file is damaged. `position` is the first record that can't be trusted; those before it can.
+    """The file is damaged.
 
-    position: 1-based record position, or 0 when not even the header can be read.
+    Attributes:
+        position: First record that is damaged, counted from 1; the records before it are good. 0 if the header is
+            damaged.
     """
 
     def __init__(self, message: str, position: int = 0) -> None:
@@ -118,7 +120,7 @@ class LogLocked(LogError):
 
 
 class ReplayDiffers(RolloutctlError):
-    """A machine fed with a recorded event decided something other than what was recorded."""
+    """A machine decided something else on a recorded event than the log says."""
 
 
 class CommandFailed(RolloutctlError):
@@ -126,8 +128,8 @@ class CommandFailed(RolloutctlError):
 
 
 class EngineError(RolloutctlError):
-    """An engine refused or failed a call. Raised by adapters; the agent turns it into `failed(engine_error)`."""
+    """An engine refused or failed a call. Adapters raise it; the agent turns it into `failed(engine_error)`."""
 
 
 class UnsupportedError(EngineError):
-    """An engine can't do what is asked, as it was launched or at all. It was not called."""
+    """The engine can't do what is asked, or not as it was launched. It was not called."""

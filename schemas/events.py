@@ -1,8 +1,8 @@
-"""What an agent's machine sees (events), what it asks for (effects), and the engine calls among them.
+"""Events that an agent's machine sees, the effects that it returns, and the engine calls among them.
 
-They are logged as they are: a `Decision` is one event with the effects that the machine gave back, and folding the
-machine over the recorded events must give the recorded effects, byte for byte. So an event carries everything that
-the decision needs: the time, ids, what the engine answered. `at_ms` is the agent's monotonic clock.
+Both are logged as they are. A `Decision` is one event with the effects that followed, and folding the machine over the
+recorded events must give the recorded effects again, byte for byte. An event therefore carries everything that the
+decision needs: the time, ids, the answer of the engine. `at_ms` is the agent's monotonic clock in milliseconds.
 """
 
 from typing import Literal
@@ -14,11 +14,11 @@ from schemas.desired import Desired, ProfileSession
 from schemas.identity import Count, Identity, InFlight, Name, Operation, Positive, Tag, Text
 from schemas.outcomes import Outcome, Trace
 
-# --- calls: what a machine asks its engine to do, one at a time ------------------------------------------------------
+# --- calls, made one at a time ----------------------------------------------------------------------------------------
 
 
 class CheckSource(Struct, frozen=True, tag="check_source"):
-    """Look whether the source of `version` can be loaded, without touching the engine."""
+    """Check that the source of `version` can be loaded, without touching the engine."""
 
     source: Source
     manifest: Manifest | None
@@ -26,7 +26,7 @@ class CheckSource(Struct, frozen=True, tag="check_source"):
 
 
 class Pause(Struct, frozen=True, tag="pause"):
-    """Stop generating. Returns when no request runs."""
+    """Stop generating. Returns when no request is running."""
 
     mode: InFlight
 
@@ -36,20 +36,20 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep", omit_defaults=True):
-    """Release memory. The engine is paused when this is called.   discard: weights need not be kept for the wake."""
+    """Release memory of a paused engine. With `discard`, the weights need not be kept for the wake."""
 
     tags: frozenset[Tag]
     discard: bool = False
 
 
 class Wake(Struct, frozen=True, tag="wake"):
-    """Take memory back. Every tag is one that was released."""
+    """Allocate memory again. Every tag is one that was released."""
 
     tags: frozenset[Tag]
 
 
 class Load(Struct, frozen=True, tag="load"):
-    """Replace the weights; the engine is paused and its weights awake. Returns the digest of what it holds."""
+    """Replace the weights of a paused engine whose weights are awake. Returns the digest of what it holds."""
 
     version: Positive
     source: Source
@@ -57,42 +57,42 @@ class Load(Struct, frozen=True, tag="load"):
 
 
 class Flush(Struct, frozen=True, tag="flush"):
-    """Drop every cached prefix: what old weights computed is of no use to new ones."""
+    """Drop every cached prefix: it was computed with the old weights."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    """Abort the requests that run or wait."""
+    """Abort all running and waiting requests."""
 
 
 class StartProfile(Struct, frozen=True, tag="start_profile"):
-    """Open a session. directory: relative to the agent's traces root; fresh, and made by the agent."""
+    """Open a session. The agent creates `directory`, which must be new, below its traces root."""
 
     session: ProfileSession
     directory: Text
 
 
 class StopProfile(Struct, frozen=True, tag="stop_profile"):
-    """Close the session, whether or not the engine has closed it by itself. Returns the traces."""
+    """Close the session, even if the engine may have closed it already. Returns the traces."""
 
     session: ProfileSession
     directory: Text
 
 
 class CollectTraces(Struct, frozen=True, tag="collect_traces"):
-    """Look for the traces of this node's ranks in the directory of a session that was stopped. Calls no engine."""
+    """Find the traces that this node's ranks left in the directory of a stopped session. Calls no engine."""
 
     session: ProfileSession
     directory: Text
 
 
 class CheckProfile(Struct, frozen=True, tag="check_profile"):
-    """Can this engine, as it was launched, record what the plan asks? Nothing is started."""
+    """Check that this engine, as it was launched, can record what the plan asks. Starts nothing."""
 
     plan: ProfilePlan
 
 
 class FinishProfile(Struct, frozen=True, tag="finish_profile"):
-    """Relocate the traces in these directories, and run the hook, as `plan.finish` says. Calls no engine."""
+    """Move the traces in these directories and run the hook, as `plan.finish` says. Calls no engine."""
 
     plan: ProfilePlan
     directories: tuple[Text, ...]
@@ -105,16 +105,22 @@ EngineCall = (
 DiskCall = CollectTraces | FinishProfile
 Call = EngineCall | DiskCall
 
-# --- what the engine is seen to be ------------------------------------------------------------------------------------
+# --- what is known of the engine --------------------------------------------------------------------------------------
 
 
 class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an adapter read from its engine. None means that this engine can't tell.
+    """State that an adapter read from its engine. None where this engine can't tell.
 
-    tokenizer: present, absent, or unknown while the engine still launches.
-    version: the label of the weights it holds (0 as launched); digest: sha256 of the weights themselves.
-    generating: false when paused.   asleep: tags released.   profiling: a session is open.
-    instance: differs between two launches of the engine; a change means that all it was told is forgotten.
+    Attributes:
+        engine: Name and version of the engine.
+        instance: Identifies one launch of the engine. A change means that the engine has lost all earlier state.
+        tokenizer: `present`, `absent`, or `unknown` while the engine is launching.
+        operations: What this engine can do.
+        generating: False when paused.
+        asleep: Regions of memory that are released.
+        profiling: A session is open.
+        version: Version label of the weights; 0 for those of the launch.
+        digest: sha256 of the weights themselves.
     """
 
     engine: Name
@@ -129,10 +135,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
-    """What a call gave back. digest: after Load. auto_stopped: after StopProfile.
-
-    traces, ranks_without_trace, still_running: after StopProfile, CollectTraces and FinishProfile, as in `Acted`.
-    """
+    """Result of a call that succeeded. Each field means the same as in `Acted`."""
 
     digest: Name | None = None
     auto_stopped: bool = False
@@ -142,7 +145,7 @@ class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
 
 
 class Fault(Struct, frozen=True, tag="fault"):
-    """A call that failed. kind: refused before the engine was touched (the source, the operation), or by the engine."""
+    """Result of a call that failed. Only `engine_error` means that the engine was touched."""
 
     kind: Literal["source_refused", "unsupported", "engine_error"]
     message: Text
@@ -154,8 +157,9 @@ class Fault(Struct, frozen=True, tag="fault"):
 class Settings(Struct, frozen=True, kw_only=True):
     """Limits of one machine.
 
-    max_buffered: commands kept for their turn, and as many behind a hole.   settle_ms: for calls that no command asked
-    for.
+    Attributes:
+        max_buffered: Most commands queued, and most commands buffered behind a hole.
+        reconcile_timeout_ms: Deadline of an engine call that belongs to no command.
     """
 
     max_buffered: Positive = 256
@@ -163,7 +167,7 @@ class Settings(Struct, frozen=True, kw_only=True):
 
 
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
-    """First event of every incarnation. After a restart the journal's events have been folded before it."""
+    """First event of every incarnation. After a restart it follows the events replayed from the journal."""
 
     at_ms: int
     identity: Identity
@@ -172,7 +176,16 @@ class Started(Struct, frozen=True, kw_only=True, tag="started"):
 
 
 class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):
-    """A command, live or replayed. epoch: of the sender, which fences; origin: of the record, which does not."""
+    """A command, live or resent.
+
+    Attributes:
+        epoch: Epoch of the sender, which fences.
+        origin: Epoch in which the command was recorded, which does not fence.
+        seq: Position of the command in the run.
+        ttl_ms: Time left to act.
+        command: The command; `UnknownCommand` if this version can't read it.
+        target: Whom the command is for.
+    """
 
     at_ms: int
     epoch: Positive
@@ -184,7 +197,7 @@ class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):
 
 
 class HeadSeen(Struct, frozen=True, kw_only=True, tag="head"):
-    """The newest seq of the bus."""
+    """A head beacon: the newest seq of the bus."""
 
     at_ms: int
     epoch: Positive
@@ -192,7 +205,7 @@ class HeadSeen(Struct, frozen=True, kw_only=True, tag="head"):
 
 
 class SnapshotReceived(Struct, frozen=True, kw_only=True, tag="snapshot"):
-    """What is desired of this replica as of `seq`, in place of the commands up to it."""
+    """The desired state of this replica as of `seq`. Replaces the commands up to there."""
 
     at_ms: int
     epoch: Positive
@@ -201,14 +214,14 @@ class SnapshotReceived(Struct, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class EngineObserved(Struct, frozen=True, kw_only=True, tag="observed"):
-    """What the engine is, read without a call: after start, and while it launches."""
+    """The engine's state was read outside a call: after start, and at intervals."""
 
     at_ms: int
     observation: Observation
 
 
 class EngineReturned(Struct, frozen=True, kw_only=True, tag="returned"):
-    """A call ended, well or not; `observation` was read after it."""
+    """A call ended. `observation` was read after it."""
 
     at_ms: int
     call_id: Positive
@@ -217,13 +230,13 @@ class EngineReturned(Struct, frozen=True, kw_only=True, tag="returned"):
 
 
 class LeaseExpired(Struct, frozen=True, kw_only=True, tag="lease_expired"):
-    """Nothing was heard of the bus for the length of the lease."""
+    """The bus was silent for the length of the lease."""
 
     at_ms: int
 
 
 class Tick(Struct, frozen=True, kw_only=True, tag="tick"):
-    """A moment that `workers.machine.decide.next_deadline` named has come."""
+    """A deadline that `workers.machine.decide.next_deadline` returned has passed."""
 
     at_ms: int
 
@@ -234,14 +247,14 @@ Event = Started | CommandReceived | HeadSeen | SnapshotReceived | EngineObserved
 
 
 class Perform(Struct, frozen=True, kw_only=True, tag="perform"):
-    """Make one engine call. The decision that holds this is durable in the journal before the call is made."""
+    """Make one call. The decision with this effect is durable in the journal before the call is made."""
 
     call_id: Positive
     call: Call
 
 
 class Answer(Struct, frozen=True, kw_only=True, tag="answer"):
-    """The outcome of one command. rule: of the decision table, 0 when the command's effects ended it."""
+    """Send the outcome of one command, with the rule of the decision table that led to it."""
 
     epoch: Positive
     seq: Positive
@@ -250,18 +263,19 @@ class Answer(Struct, frozen=True, kw_only=True, tag="answer"):
 
 
 class RequestResend(Struct, frozen=True, tag="request_resend"):
-    """Ask the bus for the records from `first` on."""
+    """Ask the bus to resend the commands from `first` on."""
 
     first: Positive
 
 
 class RequestSnapshot(Struct, frozen=True, tag="request_snapshot"):
-    """Ask the bus for the desired state: what this agent holds can't be mended by replay."""
+    """Ask the bus for the desired state, because resent commands can't repair what this agent holds."""
 
 
 class Restart(Struct, frozen=True, tag="restart"):
-    """End this incarnation and begin another: the engine of a replica out of service was launched again. A new start
-    leads out of quarantine, since all that was done to the old engine went with it.
+    """End this incarnation and begin another, because the engine of a quarantined replica was launched again.
+
+    A new incarnation ends the quarantine: everything done to the old engine went with it.
     """
 
 
@@ -269,7 +283,7 @@ Effect = Perform | Answer | RequestResend | RequestSnapshot | Restart
 
 
 class Decision(Struct, frozen=True):
-    """One step of a machine, as journalled and logged: the event it saw and the effects it gave back, encoded."""
+    """One step of a machine, as journalled and logged: the encoded event and the encoded effects that followed."""
 
     event: Raw
     effects: Raw

@@ -1,4 +1,4 @@
-"""Who an agent is: its place in the fleet, and the words that describe an engine."""
+"""Who an agent is: its place in the fleet, and the terms that describe an engine."""
 
 from enum import StrEnum
 from typing import Annotated, Final, Literal
@@ -18,11 +18,11 @@ Tag = Literal["weights", "kv_cache"]
 """A region of engine memory that can be released and resumed."""
 
 InFlight = Literal["abort", "wait", "keep"]
-"""What becomes of requests in flight at a pause: abort them, let them finish, or freeze and continue them later."""
+"""What a pause does to running requests: abort them, wait until they finish, or freeze them and continue later."""
 
 
 class RolloutMode(StrEnum):
-    """How a replica shares the machine with the trainer."""
+    """How a replica shares GPUs and weights with the trainer."""
 
     HYBRID = "hybrid"  # same GPUs, weights are synced
     STANDALONE = "standalone"  # own GPUs, weights are synced
@@ -30,7 +30,7 @@ class RolloutMode(StrEnum):
 
 
 class Operation(StrEnum):
-    """What an engine can be asked to do. An engine lists those it has; the rest is answered `failed(unsupported)`."""
+    """What an engine can do. An engine lists its operations; a command that needs another one fails `unsupported`."""
 
     PROFILE = "profile"
     PAUSE = "pause"
@@ -47,10 +47,13 @@ class Operation(StrEnum):
 class Identity(Struct, frozen=True, kw_only=True):
     """The place of one agent: one node of one replica, or one rank of a training role.
 
-    replica: index of the replica in the job; of a training rank, its global rank.
-    node_rank: index of the node in its replica, below `nnodes`; 0 for a training rank.
-    gpus_per_node: GPUs of this replica on each node; with `nnodes` it gives the replica's global ranks.
-    role: `rollout`, or the training role, whose ranks have no engine: they are profiled, and skip everything else.
+    Attributes:
+        replica: Index of the replica in the job. For a training rank, its global rank.
+        node_rank: Index of the node in its replica, below `nnodes`. 0 for a training rank.
+        nnodes: Nodes of this replica.
+        gpus_per_node: GPUs of this replica on each node.
+        mode: How the replica shares GPUs and weights with the trainer.
+        role: `rollout`, or the training role. A training rank has no engine: it is profiled and skips everything else.
     """
 
     replica: Count
@@ -64,39 +67,41 @@ class Identity(Struct, frozen=True, kw_only=True):
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank {self.node_rank} is not below nnodes {self.nnodes}: ranks are 0..nnodes-1")
         if self.role != ROLLOUT and (self.nnodes, self.gpus_per_node) != (1, 1):
-            raise ValueError(f"a rank of role {self.role} has one GPU and is no node: leave nnodes and gpus_per_node 1")
+            raise ValueError(
+                f"a rank of role {self.role} is one process with one GPU: leave nnodes, gpus_per_node at 1"
+            )
 
     @property
     def unit(self) -> int | str:
-        """What is brought to one state: a replica, by its index; or a training rank, by its name."""
+        """What commands target and desired states belong to: a replica, by index; or a training rank, by name."""
         return self.replica if self.role == ROLLOUT else self.agent
 
     @property
     def agent(self) -> str:
-        """The name used in reports, logs and on the command line: `0.1` for replica 0, node rank 1; `actor.3`."""
+        """The name in reports, logs and on the command line: `0.1` for replica 0, node rank 1; or `actor.3`."""
         return f"{self.replica}.{self.node_rank}" if self.role == ROLLOUT else f"{self.role}.{self.replica}"
 
     @property
     def global_ranks(self) -> range:
-        """Replica r of world size w owns ranks r*w .. r*w+w-1 (`nnodes * gpus_per_node` GPUs, in node order)."""
+        """The replica's GPUs: replica r with w = `nnodes * gpus_per_node` GPUs owns ranks r*w to r*w+w-1."""
         world = self.nnodes * self.gpus_per_node
         return range(self.replica * world, (self.replica + 1) * world)
 
     @property
-    def node_ranks(self) -> range:
-        """The global ranks on this node, in node order."""
+    def ranks_on_node(self) -> range:
+        """The global ranks on this node."""
         first = self.global_ranks.start + self.node_rank * self.gpus_per_node
         return range(first, first + self.gpus_per_node)
 
 
 def replica_and_node(agent: str) -> tuple[int, int] | None:
-    """From the name of a rollout agent; None for a training rank, whose name begins with its role."""
+    """Split the name of a rollout agent; return None for a training rank, whose name begins with its role."""
     replica, _, node_rank = agent.partition(".")
     return (int(replica), int(node_rank)) if replica.isdecimal() and node_rank.isdecimal() else None
 
 
 def identity_of(agent: str) -> Identity:
-    """The place with this name, as far as a name tells: a replica is taken to end with the node."""
+    """Return the identity that a name tells. The size of the replica is not in it: `nnodes` is the least possible."""
     place = replica_and_node(agent)
     if place is not None:
         return Identity(replica=place[0], node_rank=place[1], nnodes=place[1] + 1)

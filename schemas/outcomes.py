@@ -1,4 +1,4 @@
-"""What one agent answers to one command: `acted`, `skipped(reason)` or `failed(error)`; the bus adds `missing`."""
+"""What one agent answers to one command: `acted`, `skipped(reason)` or `failed(error)`. The bus adds `missing`."""
 
 from enum import StrEnum
 from typing import Literal
@@ -9,13 +9,13 @@ from schemas.identity import Count, Name, Text
 
 
 class Reason(StrEnum):
-    """Why an agent did nothing, as it should. Each belongs to one row or rule of the decision table."""
+    """Why an agent rightly did nothing. Each reason belongs to one rule of the decision table."""
 
     STALE_EPOCH = "stale_epoch"
-    SUPERSEDED = "superseded"  # applied so long ago that the stored outcome is gone, or jumped over by a snapshot
+    SUPERSEDED = "superseded"  # too old: the stored outcome is gone, or a snapshot replaced the command
     EXPIRED = "expired"
     NOT_TARGETED = "not_targeted"
-    NOT_AN_ENGINE = "not_an_engine"  # a training rank, and the command is about engines
+    NOT_AN_ENGINE = "not_an_engine"  # a training rank, and the command is for engines
     NOT_PRIMARY = "not_primary"
     DISABLED = "disabled"
     STEP_NOT_SELECTED = "step_not_selected"
@@ -25,7 +25,7 @@ class Reason(StrEnum):
     NOT_PROFILING = "not_profiling"
     MODE_NEVER_SYNCS = "mode_never_syncs"
     STALE_VERSION = "stale_version"
-    QUARANTINED = "quarantined"  # named in a commit's quarantine, and paused already
+    QUARANTINED = "quarantined"  # the commit quarantines this replica, which is paused already
     ALREADY = "already"
 
 
@@ -40,19 +40,23 @@ class ErrorKind(StrEnum):
     ENGINE_BUSY = "engine_busy"
     SOURCE_REFUSED = "source_refused"
     DIGEST_MISMATCH = "digest_mismatch"
-    NO_EFFECT = "no_effect"  # the engine said yes, and reading it back says no
+    NO_EFFECT = "no_effect"  # the engine reported success, but its state did not change
     WEIGHTS_ASLEEP = "weights_asleep"
     SYNC_IN_PROGRESS = "sync_in_progress"
     NO_SUCH_SYNC = "no_such_sync"
     QUARANTINED = "quarantined"
     OVERLOADED = "overloaded"
-    UNKNOWN = "unknown"  # cut off in the middle, and nothing can tell whether it happened
+    UNKNOWN = "unknown"  # the call was interrupted, and the engine can't tell whether it took effect
 
 
 class Trace(Struct, frozen=True, omit_defaults=True):
-    """One trace file that a session left on this agent's disk, relative to its traces' root.
+    """A trace file that a session left on this agent's disk.
 
-    rank: the global rank that it is of, where the file tells.
+    Attributes:
+        path: Relative to the agent's traces root.
+        nbytes: Size of the file.
+        sha256: Digest of the file, in hex.
+        rank: Global rank that wrote it; None if the file does not say.
     """
 
     path: Text
@@ -62,13 +66,17 @@ class Trace(Struct, frozen=True, omit_defaults=True):
 
 
 class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
-    """The engine was called, and what was to be brought about was seen to hold.
+    """The engine was called, and its state was read back and shows the effect.
 
-    calls: names of the engine calls made, in order.   version, digest: what the engine holds, after a load or commit.
-    auto_stopped: the engine had ended the session by itself when its window closed.
-    traces: of the ranks asked for, after a profile stop, collect or finish.   ranks_without_trace: left none.
-    still_running: a finish takes long (traces are being moved, or the hook runs): it goes on, and the agent's own log
-    tells how it ended.
+    Attributes:
+        calls: Names of the engine calls made, in order.
+        version: Weights that the engine holds after a load or commit.
+        digest: Digest of those weights, where the engine can compute one.
+        auto_stopped: The engine had closed the session itself, because its window ended.
+        traces: Traces of the selected ranks, after a profile stop, collect or finish.
+        ranks_without_trace: Selected global ranks that left no trace.
+        still_running: The finish goes on in the background, because moving the traces or running the hook takes long.
+            The agent's own log says how it ended.
     """
 
     calls: tuple[Name, ...]
@@ -81,23 +89,24 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
 
 
 class Skipped(Struct, frozen=True, tag="skipped"):
-    """Nothing was to be done here."""
+    """There was nothing to do on this agent."""
 
     reason: Reason
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """It was to be done here and could not be. The message says what the engine holds now."""
+    """The agent should have acted and could not. The message says what the engine holds now."""
 
     error: ErrorKind
     message: Text
 
 
 class Missing(Struct, frozen=True, tag="missing"):
-    """No answer. Never sent: the bus concludes it.
+    """The agent did not answer. Never sent: the bus concludes it.
 
-    deadline: time was up.   gone: the agent fell silent.   restarted: another incarnation took its place.
-    bus_restarted: the trainer died while the command was open.
+    Attributes:
+        reason: `deadline` when time was up; `gone` when the agent fell silent; `restarted` when another incarnation
+            took its place; `bus_restarted` when the trainer died while the command was open.
     """
 
     reason: Literal["deadline", "gone", "restarted", "bus_restarted"]

@@ -1,21 +1,23 @@
-"""Which agents a profile command concerns, and where the traces of its sessions go."""
+"""Which agents take part in a profiling session, and where its traces go."""
 
 from schemas.commands import ProfilePlan
 from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Reason
 
 ENGINE_TOOLS = frozenset({"torch", "npu"})
-"""Profiling tools that an inference engine can run itself; others (nsys, say) belong to the training ranks."""
-
+"""Profiling tools that an inference engine can run. Others, such as nsys, are for training ranks."""
 
 RANK_TOOLS = frozenset({"torch", "torch_memory", "nsys", "npu", "precision_debugger"})
-"""Profiling tools of a training rank."""
+"""Profiling tools that a training rank can run."""
 
 
 def profile_skip_reason(plan: ProfilePlan | None, step: int | None, identity: Identity) -> Reason | None:
-    """Why a session for `step` does not concern this replica or rank, or None when it does. First reason that holds.
+    """Return why this agent skips a session, or None if it takes part. The first reason that applies counts.
 
-    step: None asks of the plan alone.   plan: None when there is none for its role.
+    Args:
+        plan: None if there is no plan for the role of this agent.
+        step: Global training step of the session; None to ignore the selection of steps.
+        identity: The agent.
     """
     if plan is None or not plan.enabled:
         return Reason.DISABLED
@@ -36,12 +38,12 @@ def _selected(plan: ProfilePlan, identity: Identity) -> bool:
 
 
 def finish_skip_reason(plan: ProfilePlan | None, identity: Identity) -> Reason | None:
-    """Why the end of profiling does not concern this agent, or None when it does."""
+    """Return why this agent skips the `finish` of a profiled run, or None if it takes part."""
     reason = profile_skip_reason(plan, None, identity)
     if plan is None or not plan.enabled:
         return reason
-    finish, mine = plan.finish, identity.node_ranks
-    if finish.hook and (finish.hook_all_ranks or not finish.hook_ranks.isdisjoint(mine)):
+    finish = plan.finish
+    if finish.hook and (finish.hook_all_ranks or not finish.hook_ranks.isdisjoint(identity.ranks_on_node)):
         return None
     if reason is None and not (finish.relocate or (finish.hook and not finish.hook_ranks)):
         return Reason.DISABLED
@@ -49,12 +51,13 @@ def finish_skip_reason(plan: ProfilePlan | None, identity: Identity) -> Reason |
 
 
 def trace_directory(step: int, plan: ProfilePlan, identity: Identity) -> str:
-    """Where the traces of a step's session go, relative to the agent's traces root.
+    """Return the directory for the traces of a step's session, relative to the agent's traces root.
 
-    step       global_step_<N>/replica_<R>, and global_step_<N>/<role>_rank_<r>
-    verl_step  rollout_step_<N>/agent_loop_replica_<R> (verl's pull request 5025)
-    verl       agent_loop_rollout_replica_<R>/.step_<N>, and from there to the directory above when the session ends, so
-               that it holds the traces of all steps as verl 0.9 has them; those of training ranks lie in the root
+    Layouts:
+        step: `global_step_<N>/replica_<R>`, and `global_step_<N>/<role>_rank_<r>` for training ranks.
+        verl_step: `rollout_step_<N>/agent_loop_replica_<R>`, as verl's pull request 5025.
+        verl: `agent_loop_rollout_replica_<R>/.step_<N>`. When the session ends, its traces move one directory up, which
+            then holds those of all steps, as in verl 0.9. Traces of training ranks are in the root.
     """
     if identity.role != ROLLOUT:
         return f"global_step_{step}/{identity.role}_rank_{identity.replica}" if plan.layout == "step" else "."

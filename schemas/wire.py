@@ -1,8 +1,8 @@
-"""What travels between the bus and its agents: headers, envelopes, control messages, and the one guard that decodes.
+"""Messages between the bus, its agents and operators, and the only functions that decode them.
 
-A message is `[topic,] header, body`: the topic only on the publish socket. The header is an array that is frozen for
-major version 2; the body is a tagged map, so fields can be added. Integers only; the unit is in the name. Nothing
-here is ever decoded into `Any`, and no hook builds objects.
+A message is `[topic,] header, body`, with a topic on the publish socket only. The header is an array whose layout is
+frozen for major version 2. The body is a tagged map, so fields can be added. Numbers are integers, and their names end
+with the unit. Nothing is decoded into `Any`, and no hook builds objects.
 """
 
 from typing import Annotated
@@ -21,21 +21,25 @@ from schemas.reports import AgentStatus, FleetStatus, Report
 MAGIC = 0x524F  # "RO"
 MAJOR = 2
 MINOR = 0
-MAX_FRAMES = 8
 MAX_BYTES = 256 * 1024
 MAX_COMMAND_BYTES = 64 * 1024
 TOPIC_COMMAND = b"c2"
 TOPIC_HEAD = b"h2"
 
 Nanoseconds = Annotated[int, Meta(ge=0, le=1 << 62)]
-"""A reading of a clock; small enough that differences and sums of two can be written down."""
+"""A clock reading. Bounded so that the sum or difference of two still fits into 64 bits."""
 
 
 class Header(Struct, frozen=True, array_like=True, gc=False):
-    """First frame of every message. Never changes within major version 2.
+    """First frame of every message. Its layout never changes within major version 2.
 
-    epoch: of the bus that sends, or that the agent last saw; it fences.   origin: epoch of the record, 0 for control
-    messages.   seq: of the record, or the position the message speaks of.
+    Attributes:
+        magic: `MAGIC`.
+        major: Protocol version; a reader refuses another one.
+        minor: Grows with each compatible addition.
+        epoch: Epoch of the sending bus, or the one that the agent saw last. It fences.
+        origin: Epoch in which the command was recorded; 0 in control messages.
+        seq: Position of the command, or the position that the message refers to.
     """
 
     magic: int
@@ -47,11 +51,14 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One command on the wire. The header beside it carries its epochs and seq.
+    """One command on the wire. The header before it carries the epochs and the seq.
 
-    issued_at_ns: wall clock of the bus, for people.   ttl_ms: time to act, counted from receipt, so that clocks that
-    differ between nodes can't expire it.   body: the encoded `Command`; raw, so that an unknown one leaves the
-    envelope readable.
+    Attributes:
+        run: Id of the run.
+        issued_at_ns: Wall clock of the bus, for people.
+        ttl_ms: Time left to act, counted from receipt, so that clock skew between nodes can't expire a command.
+        body: The encoded `Command`. Raw, so that the envelope of an unknown command can still be read.
+        target: Which replicas the command is for.
     """
 
     run: Name
@@ -65,7 +72,15 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
-    """An agent introduces itself. journal: id of its journal; recorded decisions are counted within it."""
+    """An agent introduces itself.
+
+    Attributes:
+        identity: Its place in the fleet.
+        incarnation: Random id of this life of the agent.
+        journal: Id of the agent's journal. Decisions are numbered within it.
+        host: Host name, for messages to people.
+        pid: Process id, likewise.
+    """
 
     identity: Identity
     incarnation: Name
@@ -75,31 +90,31 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
-    """Ask for the desired state. Sent only after the first frame of the subscription, so that nothing falls between."""
+    """Ask for the desired state. Sent after the first frame on the subscription, so that no command is missed."""
 
 
 class TimeRequest(Struct, frozen=True, kw_only=True, tag="time_request"):
-    """What does the bus's clock show? Goes with every heartbeat. sent_ns: of a clock that only the agent reads."""
+    """Ask for the time of the bus. Sent with every heartbeat. `sent_ns` is a clock that only the agent reads."""
 
     sent_ns: Nanoseconds
 
 
 class CommandOutcome(Struct, frozen=True, kw_only=True, tag="outcome"):
-    """The outcome of one command; the header's seq and origin name the record."""
+    """The outcome of one command, which the header names by seq and origin. See `schemas.events.Answer`."""
 
     outcome: Outcome
     rule: Count
 
 
 class ResendRequest(Struct, frozen=True, kw_only=True, tag="resend_request"):
-    """Ask for records from `first` on, at most `credit` of them."""
+    """Ask the bus to resend commands from `first` on, at most `credit` of them."""
 
     first: Positive
     credit: Positive
 
 
 class DecisionBatch(Struct, frozen=True, kw_only=True, tag="decisions"):
-    """Decisions of the agent's machine, numbered `first`, `first` + 1, … within its journal."""
+    """Decisions of the agent's machine, for the log. They are numbered `first`, `first` + 1, … within its journal."""
 
     journal: Name
     first: Positive
@@ -107,7 +122,7 @@ class DecisionBatch(Struct, frozen=True, kw_only=True, tag="decisions"):
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
-    """The agent ends in good order."""
+    """The agent leaves the fleet and ends."""
 
 
 Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendRequest | DecisionBatch | Goodbye
@@ -116,10 +131,15 @@ Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendReque
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Answer to `Hello`. recorded_decisions: how many of the journal's decisions the log holds; it sends those after.
+    """Answer to `Hello`.
 
-    publish_port: port of the publish socket on the host that the agent dialled; None on ipc and inproc, where it is
-    the dialled address with `-publish` appended. No address that comes over the wire is ever dialled.
+    Attributes:
+        run: Id of the run.
+        publish_port: Port of the publish socket, on the host that the agent dialled. None on ipc and inproc, where it
+            is the dialled address with `-publish` appended. An agent never dials an address from the wire.
+        heartbeat_ms: Time between two heartbeats of the agent.
+        lease_ms: An agent that hears nothing from the bus for this long continues without the trainer.
+        recorded_decisions: Decisions of the agent's journal that the log holds. The agent sends those that follow.
     """
 
     run: Name
@@ -130,13 +150,13 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):
-    """What is desired of the agent's replica as of the header's seq."""
+    """The desired state of the agent's replica, as of the header's seq."""
 
     desired: Desired
 
 
 class CommandRecord(Struct, frozen=True, kw_only=True):
-    """One command in a page of replay. ttl_ms of its envelope is what is left of it; 0 when its time is over."""
+    """One command in a `Replay`. The `ttl_ms` of its envelope is the time left, 0 when it has expired."""
 
     origin: Positive
     seq: Positive
@@ -144,27 +164,33 @@ class CommandRecord(Struct, frozen=True, kw_only=True):
 
 
 class Replay(Struct, frozen=True, kw_only=True, tag="replay"):
-    """A page of records, in order. The header's seq is the head of the bus."""
+    """A page of resent commands, in order. The header's seq is the head of the bus."""
 
     records: tuple[CommandRecord, ...]
 
 
 class Ack(Struct, frozen=True, kw_only=True, tag="ack"):
-    """The log holds the journal's decisions up to and with `through`."""
+    """Cumulative acknowledgement: the log holds the journal's decisions up to and including `through`."""
 
     journal: Name
     through: Count
 
 
 class Rejoin(Struct, frozen=True, kw_only=True, tag="rejoin"):
-    """The bus does not know the sender: say hello again. final: there is no use in trying."""
+    """The bus does not accept the sender: say hello again, or stop trying if `give_up` is set."""
 
     reason: Text
     give_up: bool = False
 
 
 class TimeReply(Struct, frozen=True, kw_only=True, tag="time_reply"):
-    """Answer to `TimeRequest`. received_ns, replied_ns: the bus's wall clock, when it read the question and now."""
+    """Answer to `TimeRequest`.
+
+    Attributes:
+        sent_ns: Copied from the request.
+        received_ns: Wall clock of the bus when it read the request.
+        replied_ns: Wall clock of the bus when it sent this answer.
+    """
 
     sent_ns: Nanoseconds
     received_ns: Nanoseconds
@@ -173,15 +199,15 @@ class TimeReply(Struct, frozen=True, kw_only=True, tag="time_reply"):
 
 Downward = Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply
 
-# --- a person at a running bus ----------------------------------------------------------------------------------------
+# --- operator to bus, and back ----------------------------------------------------------------------------------------
 
 
 class StatusRequest(Struct, frozen=True, kw_only=True, tag="status_request"):
-    """What does the fleet look like?"""
+    """Ask for the state of the fleet."""
 
 
 class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
-    """Publish a command by hand and report."""
+    """Publish a command for an operator, and answer with its report."""
 
     command: Command
     target: Target
@@ -189,7 +215,7 @@ class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
-    """The bus did not do what an operator asked."""
+    """The bus did not do what the operator asked."""
 
     reason: Text
 
@@ -197,36 +223,37 @@ class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
 Operator = StatusRequest | Submit
 Reply = FleetStatus | Report | RequestRejected
 
-# --- encoding and the guard -------------------------------------------------------------------------------------------
+# --- encoding and decoding --------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 encode = _encoder.encode
-"""Encode any of our structs. Deterministic: the same value gives the same bytes in every process."""
+"""Encode any Struct of this protocol. The same value gives the same bytes in every process."""
 
-_header = msgspec.msgpack.Decoder(Header)
-_envelope = msgspec.msgpack.Decoder(Envelope)
-_command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_tagged = msgspec.msgpack.Decoder(dict[str, Raw])
-_tag = msgspec.msgpack.Decoder(str)
-_upward: msgspec.msgpack.Decoder[Upward | Operator] = msgspec.msgpack.Decoder(Upward | Operator)
-_downward: msgspec.msgpack.Decoder[Downward | Reply] = msgspec.msgpack.Decoder(Downward | Reply)
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_map_decoder = msgspec.msgpack.Decoder(dict[str, Raw])
+_tag_decoder = msgspec.msgpack.Decoder(str)
+_upward_decoder: msgspec.msgpack.Decoder[Upward | Operator] = msgspec.msgpack.Decoder(Upward | Operator)
+_downward_decoder: msgspec.msgpack.Decoder[Downward | Reply] = msgspec.msgpack.Decoder(Downward | Reply)
 event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 effects_decoder = msgspec.msgpack.Decoder(tuple[Effect, ...])
 decision_decoder = msgspec.msgpack.Decoder(Decision)
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
-"""Everything that decoding bytes of a stranger can raise (seen with msgspec 0.22)."""
+"""All exceptions that decoding arbitrary bytes can raise (observed with msgspec 0.22)."""
 
 
 def encode_header(epoch: int, origin: int = 0, seq: int = 0) -> bytes:
-    """The header frame of a message of this version."""
+    """Return the header frame of a message."""
     return encode(Header(MAGIC, MAJOR, MINOR, epoch, origin, seq))
 
 
 def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
-    """Check a received message (without topic or routing id) and return its header and undecoded body.
+    """Return the header and the undecoded body of a message without topic and routing id.
 
-    Raises WireError: wrong number or size of frames, not our magic, another major version.
+    Raises:
+        WireError: Wrong number or size of frames, another magic number or another major version.
     """
     if len(frames) != 2:
         raise WireError(f"a message has 2 frames, not {len(frames)}")
@@ -234,7 +261,7 @@ def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
     if size > MAX_BYTES:
         raise WireError(f"a message has at most {MAX_BYTES} bytes, not {size}")
     try:
-        head = _header.decode(frames[0])
+        head = _header_decoder.decode(frames[0])
     except DECODE_ERRORS as error:
         raise WireError(f"unreadable header: {type(error).__name__}") from None
     if head.magic != MAGIC:
@@ -247,44 +274,44 @@ def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
 
 
 def decode_upward(body: bytes) -> Upward | Operator:
-    """Decode what an agent or operator sent. Raises WireError."""
+    """Decode a body that an agent or operator sent. Raises WireError."""
     try:
-        return _upward.decode(body)
+        return _upward_decoder.decode(body)
     except DECODE_ERRORS as error:
-        raise WireError(f"unreadable message from an agent: {_say(error)}") from None
+        raise WireError(f"unreadable message from an agent: {_describe(error)}") from None
 
 
 def decode_downward(body: bytes) -> Downward | Reply:
-    """Decode what the bus sent. Raises WireError."""
+    """Decode a body that the bus sent. Raises WireError."""
     try:
-        return _downward.decode(body)
+        return _downward_decoder.decode(body)
     except DECODE_ERRORS as error:
-        raise WireError(f"unreadable message from the bus: {_say(error)}") from None
+        raise WireError(f"unreadable message from the bus: {_describe(error)}") from None
 
 
 def decode_envelope(body: bytes) -> Envelope:
-    """Decode the outer part of a command. Raises WireError."""
+    """Decode a body on the publish socket; the command inside stays encoded. Raises WireError."""
     try:
-        return _envelope.decode(body)
+        return _envelope_decoder.decode(body)
     except DECODE_ERRORS as error:
-        raise WireError(f"unreadable envelope: {_say(error)}") from None
+        raise WireError(f"unreadable envelope: {_describe(error)}") from None
 
 
 def decode_command(body: Raw) -> Command | UnknownCommand:
-    """Decode a command. One with an unknown tag, or one that breaks the rules of its type, is an `UnknownCommand`.
+    """Decode a command. One with an unknown tag or invalid fields becomes an `UnknownCommand`.
 
-    It must not raise: the envelope is in order, and an agent that stumbles over a record would stop for ever.
+    It never raises. The record has its place in the order of commands, so an agent has to answer it and go on.
     """
     try:
-        return _command.decode(body)
+        return _command_decoder.decode(body)
     except DECODE_ERRORS:
         pass
     try:
-        return UnknownCommand(_tag.decode(_tagged.decode(body)["type"])[:64])
+        return UnknownCommand(_tag_decoder.decode(_map_decoder.decode(body)["type"])[:64])
     except (*DECODE_ERRORS, KeyError):
         return UnknownCommand("unreadable")
 
 
-def _say(error: Exception) -> str:
-    """The kind of the error and, for a schema violation, where: never the bytes."""
+def _describe(error: Exception) -> str:
+    """Return the type of the error and, for invalid fields, their place. Never the bytes themselves."""
     return f"{type(error).__name__}: {str(error)[:200]}"

@@ -1,4 +1,4 @@
-"""On what kind of file system a path lies: SQLite's write-ahead log needs one that is local."""
+"""The type of the file system under a path. SQLite's write-ahead log needs a local one."""
 
 import contextlib
 import re
@@ -11,9 +11,11 @@ _NETWORK: Final = re.compile(
 
 
 def filesystem_type(path: str, mounts: str) -> str:
-    """Type of the file system under an absolute path without links, by the text of /proc/mounts; '' if it tells none.
+    """Return the type of the file system that holds a path, or '' if unknown.
 
-    Of mounts on the same place the last one counts: it hides the others.
+    Args:
+        path: Absolute, without symbolic links.
+        mounts: Text of /proc/mounts. Of several mounts on one directory the last counts, since it hides the others.
     """
     found, depth = "", -1
     for line in mounts.splitlines():
@@ -28,12 +30,12 @@ def filesystem_type(path: str, mounts: str) -> str:
 
 
 def is_network(filesystem: str) -> bool:
-    """Whether WAL must not be used on it. All of FUSE counts: what is behind it can't be seen from here."""
+    """Whether WAL must not be used on this type. Includes all of FUSE, since what is behind it is unknown."""
     return _NETWORK.fullmatch(filesystem) is not None
 
 
 def read_mounts() -> str:
-    """The text of /proc/mounts; '' where there is none."""
+    """Return the text of /proc/mounts, or '' if there is none."""
     with contextlib.suppress(OSError):
         return Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
     return ""

@@ -1,4 +1,4 @@
-"""How many forks lie between an object's maker and this process: sockets and doorbells do not survive one."""
+"""Detects that an object is used in a fork of the process that made it: sockets and wakeups do not survive one."""
 
 import os
 from functools import partial
@@ -7,12 +7,12 @@ from typing import Final
 from schemas.errors import BusError
 
 forks: Final[list[None]] = []
-"""One item for each fork on the way to this process. An object that remembers another number was made by a parent; to
-compare two numbers costs a quarter of getpid(), and this check stands in front of every message."""
+"""One item per fork between the first process and this one. An object remembers the length at its creation; another
+length means that a parent process made it. Comparing lengths costs a quarter of getpid(), before every message."""
 
 os.register_at_fork(after_in_child=partial(forks.append, None))
 
 
 def used_after_fork(what: str, made_in: int) -> BusError:
-    """What is raised where it is used. made_in: process."""
+    """Return the error for using an object that process `made_in` made."""
     return BusError(f"this {what} was made in process {made_in} and does not survive a fork: open it in {os.getpid()}")

@@ -1,20 +1,20 @@
-"""One message on and off a ZeroMQ socket, without losing one; every socket option is set here and nowhere else.
+"""Sends and receives messages on ZeroMQ sockets without losing any. All socket options are set here.
 
-Theory of operation. ZeroMQ signals through one descriptor per socket, and it signals *edges*: the descriptor becomes
-readable when something may have happened since the socket was last touched, and any touch (a send, a receive, a look
-at EVENTS) takes the signal away. A loop that waits on the descriptor after somebody else touched the socket sleeps on
-a message that is already there. The rules that make waiting right:
+Theory of operation. ZeroMQ has one file descriptor per socket, and it signals *edges*: it becomes readable when
+something may have happened since the socket was last touched, and any touch (a send, a receive, reading EVENTS) clears
+the signal. A loop that waits on the descriptor after somebody else touched the socket sleeps although a message is
+there. These rules make waiting safe:
 
-Rule 1  Try first. On "would block" read EVENTS; wait for the descriptor only if the flag is absent.
-Rule 2  One task of the loop, the leader, waits for the descriptors of all its sockets; the others follow, each on an
-        event of its own. Whoever touches a socket for which somebody waits reads EVENTS afterwards and wakes those
-        whose flag is set, the leader included. Who stops waiting, for whatever reason, sees to it that somebody leads.
-Rule 3  After BURST messages without a pause the task yields: a flood must not starve the loop.
-Rule 4  One thread and one event loop per socket, checked. Waiters are told before the descriptor is closed.
-Rule 5  While waiting, look again every SAFETY_POLL_S. A look that finds what no edge announced is counted in
-        `safety_polls`: that number must stay 0, and a fault then costs latency where it would cost a hang.
+Rule 1  Try first. On "would block" read EVENTS; wait for the descriptor only if the flag is not set.
+Rule 2  One task of the loop, the leader, waits for the descriptors of all sockets; the others follow, each waiting for
+        an event of its own. Whoever touches a socket that has waiters reads EVENTS afterwards and wakes those whose
+        flag is set, including the leader. A task that stops waiting, for any reason, makes sure that there is a leader.
+Rule 3  After BURST messages without a pause the task yields, so that a flood can't starve the loop.
+Rule 4  One thread and one event loop per socket, checked. Waiters are woken before the descriptor is closed.
+Rule 5  While waiting, read EVENTS every SAFETY_POLL_S. What is found without an edge is counted in `safety_polls`. That
+        number must stay 0; a fault then costs latency instead of a hang.
 
-Cancellation. A message is taken, or handed over, after the last `await` of a call. A cancelled call has moved nothing.
+Cancellation. A message is received or sent after the last `await` of a call, so a cancelled call has done neither.
 """
 
 import contextlib
@@ -39,42 +39,43 @@ from schemas.errors import AddressInUse, BusAddressError, BusError, ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-BURST: Final = 64  # messages moved by one task before it yields to the loop
-SAFETY_POLL_S: Final = 0.25  # between two looks at EVENTS while waiting for an edge
+BURST: Final = 64  # messages that a task sends and receives before it yields to the loop
+SAFETY_POLL_S: Final = 0.25  # between two readings of EVENTS while waiting for an edge
 
-# Above a frame's limit libzmq cuts the peer off. How many frames a message has is for the decoder to check.
-SUBSCRIPTION_BYTES_MAX: Final = 4096  # a frame from a subscriber to the publisher: a topic, nothing else
+# A peer that sends a larger frame is disconnected by libzmq. The decoder checks the number of frames.
+SUBSCRIPTION_BYTES_MAX: Final = 4096  # a frame from a subscriber, which only sends topics
 FRAME_BYTES_MAX: Final = 256 * 1024  # a frame on every other socket
-EVENTS_QUEUED_MAX: Final = 1000  # messages per subscriber before the publisher drops; replay repairs the hole
-CONTROL_QUEUED_MAX: Final = 256  # messages per agent, each way, between it and the router
-LINGER_MS: Final = 2000  # that a closed socket may still deliver
+EVENTS_QUEUED_MAX: Final = 1000  # messages per subscriber before the publisher drops; a resend repairs the hole
+CONTROL_QUEUED_MAX: Final = 256  # messages per agent and direction between it and the router
+LINGER_MS: Final = 2000  # time for a closed socket to deliver what it has queued
 
-# Plain numbers, since an enum's `|` and `&` are calls into Python.
+# Plain integers: `|` and `&` of an enum are calls into Python.
 _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 _NOW, _NOW_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT) | int(zmq.SNDMORE)
-# The class under zmq.Socket: the same calls, without the sugar that doubles their cost.
+# The base class of zmq.Socket: the same calls at half the cost.
 _send, _recv, _get = PlainSocket.send, PlainSocket.recv, PlainSocket.get
 
 
 class Sent(Enum):
-    """What became of a message that was to leave at once. Only OK is true."""
+    """Result of sending without waiting. Only OK is true."""
 
-    OK = "ok"  # it is queued for its peers
-    FULL = "full"  # nothing was sent: the queue is full, or nobody is connected. The same message may be tried again
-    GONE = "gone"  # nothing was sent: the ROUTER knows no peer of this routing id. Trying again does not help
+    OK = "ok"  # queued for its peers
+    FULL = "full"  # not sent: the queue is full, or nobody is connected. Trying again may help
+    GONE = "gone"  # not sent: the ROUTER has no peer with this routing id. Trying again does not help
 
     def __bool__(self) -> bool:
         return self is Sent.OK
 
 
 class EdgeSocket:
-    """One ZeroMQ socket under any event loop that anyio knows. Made by the four constructors below.
+    """One ZeroMQ socket under any event loop that anyio supports. Made by the four functions below.
 
-    address: where the socket is bound (with the port that the system chose), or what it dials.
-    safety_polls: how often the safety poll found what no edge had announced. Must stay 0; export it.
+    It belongs to the thread that made it. Any number of tasks may send and receive; each message goes to one of them.
+    Every call after `close`, and every call that waits while it closes, raises `anyio.ClosedResourceError`.
 
-    Belongs to the thread that made it. Any number of tasks may send and receive; each message goes to one of them.
-    Raises `anyio.ClosedResourceError` from every call after `close`, and from calls that wait while it closes.
+    Attributes:
+        address: Where the socket is bound, with the port that the system chose, or what it dials.
+        safety_polls: How often the safety poll found something that no edge had announced. Must stay 0.
     """
 
     def __init__(self, sock: zmq.Socket[bytes], address: str) -> None:
@@ -93,7 +94,7 @@ class EdgeSocket:
         self._edge.register(self._fd, select.POLLIN)
 
     async def recv(self) -> list[bytes]:
-        """Return the next message as its frames, waiting for it as long as it takes."""
+        """Return the frames of the next message; wait until there is one."""
         if self._burst >= BURST:
             self._burst = 0
             await checkpoint()
@@ -102,37 +103,38 @@ class EdgeSocket:
         return frames
 
     def recv_nowait(self) -> list[bytes] | None:
-        """Return the next message as its frames, or None when there is none at this moment.
+        """Return the frames of the next message, or None if there is none now.
 
-        For the rest of what one wake-up brought. It can't yield to the loop: call `recv` again after BURST of them.
+        Meant for the messages behind one that `recv` returned. It can't yield to the loop: after BURST messages, call
+        `recv` again.
         """
         self._check()
         sock = self._sock
         try:
-            # A Frame tells whether more follow; with plain bytes that is another call, as dear as the first.
+            # A Frame knows whether more follow; with plain bytes that takes a second call of the same cost.
             frame = _recv(sock, _NOW, copy=False)
             frames = [frame.bytes]
-            # A message arrives whole or not at all, so the frames after the first are there.
+            # A message arrives whole or not at all, so the rest of its frames are there.
             while frame.more:
                 frame = _recv(sock, _NOW, copy=False)
                 frames.append(frame.bytes)
         except zmq.Again:
             frames = []
         except zmq.ZMQError as error:
-            raise self._explain(error) from error
+            raise self._translate(error) from error
         self._burst += 1
         if self._waiters:
-            self._settle()
+            self._read_events()
         return frames or None
 
     async def send(self, frames: Sequence[bytes]) -> None:
-        """Queue one message, waiting while the queue is full or nobody is connected.
+        """Queue one message; wait while the queue is full or nobody is connected.
 
-        Not on a ROUTER, where one slow peer would hold up all others: there `send_nowait` reports, and the peer asks
-        again. Raises BusError there.
+        Raises:
+            BusError: This is a ROUTER, where one slow peer would block all others. Use `send_nowait`.
         """
         if self._is_router:
-            raise BusError("a router does not wait for one slow peer: use send_nowait and look at what it returns")
+            raise BusError("a router does not wait for one slow peer: use send_nowait and check its result")
         if self._burst >= BURST:
             self._burst = 0
             await checkpoint()
@@ -140,9 +142,10 @@ class EdgeSocket:
             await self._wait(_POLLOUT)
 
     def send_nowait(self, frames: Sequence[bytes]) -> Sent:
-        """Queue one message if that is possible at this moment; on a ROUTER the first frame is the routing id.
+        """Queue one message if that is possible now, and return what happened to it.
 
-        Returns Sent.OK, which is true, or what hindered it: Sent.FULL, Sent.GONE. Raises ValueError for no frames.
+        Args:
+            frames: At least one frame, or ValueError. On a ROUTER the first is the routing id.
         """
         self._check()
         if not frames:
@@ -152,37 +155,40 @@ class EdgeSocket:
             try:
                 _send(self._sock, frame, _NOW if index == last else _NOW_MORE)
             except zmq.Again:
-                # Past the first frame this means that the peer went away in the middle. libzmq then swallows what is
-                # left of the message, so we must go on to its end, or the next message would be swallowed instead.
+                # After the first frame this means that the peer disconnected in between. libzmq then drops the rest of
+                # the message, so all of it has to be sent; otherwise the next message would be dropped in its place.
                 sent = Sent.FULL
                 if index == 0:
                     break
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
-                    raise self._explain(error) from error
+                    raise self._translate(error) from error
                 sent = Sent.GONE
                 break
         self._burst += 1
         if self._waiters:
-            self._settle()
+            self._read_events()
         return sent
 
     def set_welcome(self, frame: bytes) -> None:
-        """Publisher only: what every subscriber that joins from now on receives first. b"" takes it back.
+        """Set the first message for every new subscriber. Publisher only. b"" removes it.
 
-        libzmq sends the welcome as one frame and through the subscriber's own filter: a message of several frames
-        must be packed into one, and it must start with a topic that agents subscribe to.
+        libzmq sends it as one frame and applies the subscriber's filter: a message of several frames must be joined
+        into one, and it must start with a topic that agents subscribe to.
         """
         self._check()
         try:
             self._sock.set(zmq.XPUB_WELCOME_MSG, frame)
         except zmq.ZMQError as error:
-            raise self._explain(error) from error
+            raise self._translate(error) from error
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Close, and wake whoever waits. May be called twice. linger_ms: None keeps the socket's own, LINGER_MS.
+        """Close, and wake all waiters. May be called twice.
 
-        A bound address is free a moment later, when libzmq's thread has closed it: until then it is AddressInUse.
+        libzmq's thread frees a bound address a moment later; until then binding it again raises AddressInUse.
+
+        Args:
+            linger_ms: Time to deliver what is queued; None for LINGER_MS.
         """
         if self._closed:
             return
@@ -204,17 +210,17 @@ class EdgeSocket:
         if self._generation != len(forks):
             raise used_after_fork("socket", self._process)
         if self._thread != threading.get_ident():
-            raise BusError(f"the socket at {self.address} belongs to another thread: use a queue and a Doorbell")
+            raise BusError(f"the socket at {self.address} belongs to another thread: use a queue and a Wakeup")
 
-    def _explain(self, error: zmq.ZMQError) -> Exception:
+    def _translate(self, error: zmq.ZMQError) -> Exception:
         if self._closed or error.errno in (zmq.ENOTSOCK, zmq.ETERM):
             return anyio.ClosedResourceError()
         return BusError(f"the socket at {self.address} refused: {error}")
 
     async def _wait(self, flag: int) -> None:
-        """Return when it is worth trying again. May return too early, never too late."""
+        """Return when trying again may succeed. May return too early, never too late."""
         self._burst = 0
-        if self._settle() & flag:
+        if self._read_events() & flag:
             return
         if self._watch is None:
             self._watch = _watch_for(self._fd)
@@ -226,21 +232,20 @@ class EdgeSocket:
         finally:
             self._waiters.remove(waiter)
 
-    def _look(self, waiter: "_Waiter") -> None:
-        """The safety poll of one waiter."""
+    def _safety_poll(self, waiter: "_Waiter") -> None:
         try:
-            # An edge that came together with the timer was not missed: it still stands on the descriptor.
-            if not self._edge.poll(0) and self._settle() & waiter.flag:
+            # An edge that came at the same time as the timer was not missed: the descriptor still shows it.
+            if not self._edge.poll(0) and self._read_events() & waiter.flag:
                 self.safety_polls += 1
         except (anyio.ClosedResourceError, BusError):
-            waiter.wake()  # to meet the error itself: the one who looks is another task
+            waiter.wake()  # the error is for the waiting task, and this is another one
 
-    def _settle(self) -> int:
-        """Read EVENTS, which takes the edge away, and wake everybody it concerns. Returns EVENTS."""
+    def _read_events(self) -> int:
+        """Read EVENTS, which clears the edge; wake all waiters whose flag is set; return EVENTS."""
         try:
             events = _get(self._sock, _EVENTS)
         except zmq.ZMQError as error:
-            raise self._explain(error) from error
+            raise self._translate(error) from error
         assert isinstance(events, int)
         for waiter in self._waiters:
             if events & waiter.flag:
@@ -249,7 +254,7 @@ class EdgeSocket:
 
 
 class _Waiter:
-    """A task that waits until `flag` may stand in a socket's EVENTS: on an event or, while it leads, in a scope."""
+    """A task that waits for `flag` in a socket's EVENTS: on an event or, while it leads, in a cancel scope."""
 
     __slots__ = ("event", "flag", "scope", "sock", "woken")
 
@@ -263,10 +268,10 @@ class _Waiter:
     def wake(self) -> None:
         if not self.woken:
             self.woken = True
-            self.stir()
+            self.resume()
 
-    def stir(self) -> None:
-        """Let the task look around: it was woken, or there is nobody to lead."""
+    def resume(self) -> None:
+        """Let the task run: it was woken, or there is no leader."""
         if self.scope is not None:
             self.scope.cancel()
         elif self.event is not None:
@@ -274,15 +279,15 @@ class _Waiter:
 
 
 class _Watch:
-    """The sockets of one event loop behind one descriptor, and all tasks that wait for them.
+    """All sockets of one event loop behind one epoll descriptor, and all tasks that wait for them.
 
-    Waiting for a descriptor costs a loop far more than waking a task does. So one task waits for all sockets, and a
-    wake-up that concerns many of them (a command to 256 agents in one process) is paid for once.
+    Waiting for a descriptor costs a loop far more than waking a task does. One task therefore waits for all sockets,
+    and a wake-up for many of them (a command to 256 agents in one process) costs little more than for one.
 
-    An edge is told once, read or not. That is enough, since nobody waits for a socket without having read its EVENTS
-    after it was told; told until read, it would keep the loop awake for a socket that nobody wants to read.
+    epoll is edge-triggered, so each edge is reported once, read or not. That is enough, since every waiter reads EVENTS
+    before it waits; level-triggered, it would keep the loop awake for a socket that nobody wants to read.
 
-    only: one socket's own descriptor, where the system has no epoll and each socket is watched by itself.
+    Without epoll each socket has a watch of its own: `only` is then the descriptor of that socket.
     """
 
     def __init__(self, only: int | None = None) -> None:
@@ -292,7 +297,7 @@ class _Watch:
         self._sockets: dict[int, list[_Waiter]] = {}
         self._waiting: dict[_Waiter, None] = {}
         self._leader: _Waiter | None = None
-        self._look_at = 0.0
+        self._next_poll = 0.0
 
     def add(self, fd: int, waiters: list[_Waiter]) -> None:
         self._sockets[fd] = waiters
@@ -300,10 +305,10 @@ class _Watch:
             self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
     def remove(self, fd: int) -> None:
-        """Forget a socket that is about to close, and whose waiters have been woken."""
+        """Remove a socket that is about to close and whose waiters have been woken."""
         self._sockets.pop(fd, None)
         if self._epoll is not None:
-            with contextlib.suppress(OSError):  # the context was destroyed under us, and the descriptor is closed
+            with contextlib.suppress(OSError):  # the context was destroyed, which closed the descriptor
                 self._epoll.unregister(fd)
         if not self._sockets:
             self.closed = True
@@ -315,7 +320,7 @@ class _Watch:
     async def wait(self, waiter: _Waiter) -> None:
         """Return when the waiter has been woken."""
         if not self._waiting:
-            self._look_at = anyio.current_time() + SAFETY_POLL_S
+            self._next_poll = anyio.current_time() + SAFETY_POLL_S
         self._waiting[waiter] = None
         try:
             while not waiter.woken:
@@ -326,14 +331,14 @@ class _Watch:
                     await waiter.event.wait()
         finally:
             del self._waiting[waiter]
-            # Rule 2, its end. If the one that is told leaves too, it tells the next.
+            # The end of rule 2. If that task leaves too, it resumes the next.
             if self._leader is None and self._waiting:
-                next(iter(self._waiting)).stir()
+                next(iter(self._waiting)).resume()
 
     async def _lead(self, waiter: _Waiter) -> None:
-        """Wait for the next edge of any socket, and wake all whom it may concern."""
+        """Wait for the next edge of any socket, and wake its waiters."""
         self._leader = waiter
-        waiter.scope = anyio.CancelScope(deadline=self._look_at)
+        waiter.scope = anyio.CancelScope(deadline=self._next_poll)
         edge = False
         try:
             with waiter.scope:
@@ -345,13 +350,13 @@ class _Watch:
             return
         if edge:
             for fd in self._sockets if self._epoll is None else [fd for fd, _ in self._epoll.poll(0)]:
-                for one in self._sockets[fd]:
-                    one.wake()
-        if anyio.current_time() >= self._look_at:
-            self._look_at = anyio.current_time() + SAFETY_POLL_S
-            for one in self._waiting:
-                if not one.woken:
-                    one.sock._look(one)
+                for woken in self._sockets[fd]:
+                    woken.wake()
+        if anyio.current_time() >= self._next_poll:
+            self._next_poll = anyio.current_time() + SAFETY_POLL_S
+            for waiting in self._waiting:
+                if not waiting.woken:
+                    waiting.sock._safety_poll(waiting)
 
 
 _watches = RunVar[_Watch]("rolloutctl.sockets.watch")
@@ -359,7 +364,7 @@ _HAS_EPOLL = hasattr(select, "epoll")
 
 
 def _watch_for(fd: int) -> _Watch:
-    """The watch of the running loop; a new one for this descriptor alone where there is no epoll."""
+    """Return the watch of the running loop; without epoll, a new one for this descriptor."""
     if not _HAS_EPOLL:
         return _Watch(only=fd)
     watch = _watches.get(None)
@@ -370,13 +375,19 @@ def _watch_for(fd: int) -> _Watch:
 
 
 def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
-    """Bind the XPUB that carries commands and heads.
+    """Bind the XPUB socket that carries commands and heads.
 
-    A reader that stalls loses messages and must never slow the others down, so the socket drops at EVENTS_QUEUED_MAX.
-    `recv` yields one frame per change of a subscription, b"\\x01topic" or b"\\x00topic"; read them, or they pile up.
-    address: `tcp://127.0.0.1:0` lets the system choose; the result is in `.address`.
-    insecure: allow an address that other machines reach.
-    Raises AddressInUse, BusAddressError.
+    A stalled reader must not slow the others down, so the socket drops its messages at EVENTS_QUEUED_MAX. `recv`
+    returns one frame per change of a subscription, b"\\x01topic" or b"\\x00topic". Read them, or they accumulate.
+
+    Args:
+        context: Of ZeroMQ.
+        address: `tcp://127.0.0.1:0` lets the system choose a port; the result is in `.address`.
+        insecure: Allow an address that other machines can reach.
+
+    Raises:
+        AddressInUse: Another process listens there.
+        BusAddressError: Not an address, or one that needs `insecure`.
     """
     sock = context.socket(zmq.XPUB)
     sock.set(zmq.XPUB_VERBOSER, 1)
@@ -387,11 +398,11 @@ def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> 
 
 
 def bus_router(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
-    """Bind the ROUTER that talks with each agent. Every message starts with the routing id of its agent.
+    """Bind the ROUTER socket for messages to and from each agent. Each begins with the agent's routing id.
 
-    MANDATORY, so that a message for a stranger or for a full queue is reported (see Sent), not dropped in silence.
-    No HANDOVER: nobody takes over a routing id, so an agent needs a new one for each of its lives.
-    address, insecure, errors: as for bus_publisher.
+    MANDATORY, so that a message to an unknown peer or a full queue is reported (see `Sent`) instead of dropped. Without
+    HANDOVER nobody takes over a routing id, so each incarnation of an agent needs a new one. Arguments and errors are
+    those of `bus_publisher`.
     """
     sock = context.socket(zmq.ROUTER)
     sock.set(zmq.ROUTER_MANDATORY, 1)
@@ -401,9 +412,9 @@ def bus_router(context: Context, address: str, *, insecure: bool = False) -> Edg
 
 
 def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) -> EdgeSocket:
-    """Dial the publisher. The topics are set before the connection is, so the first thing to arrive is the welcome.
+    """Dial the publisher. The topics are set before it connects, so the first message is the welcome.
 
-    Nobody has to listen yet: the socket keeps dialling. Raises BusAddressError for what is no address.
+    Nobody has to listen yet: the socket keeps dialling. Raises BusAddressError if this is not an address.
     """
     sock = context.socket(zmq.SUB)
     for topic in topics:
@@ -412,10 +423,16 @@ def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) ->
 
 
 def agent_dealer(context: Context, address: str, routing_id: bytes) -> EdgeSocket:
-    """Dial the router. IMMEDIATE, so nothing queues up for a bus that is not there: `send` waits for a connection.
+    """Dial the router. IMMEDIATE, so nothing is queued for a bus that is not there: `send` waits for a connection.
 
-    routing_id: 1 to 255 bytes, the first not zero (libzmq keeps those for itself); never used by another life of an
-    agent. Raises ConfigError for it, BusAddressError for what is no address.
+    Args:
+        context: Of ZeroMQ.
+        address: Address of the router.
+        routing_id: 1 to 255 bytes, the first not zero, which libzmq reserves. Different for each incarnation.
+
+    Raises:
+        ConfigError: The routing id is invalid.
+        BusAddressError: This is not an address.
     """
     if not 1 <= len(routing_id) <= 255 or routing_id[0] == 0:
         raise ConfigError(f"a routing id has 1 to 255 bytes and does not start with a zero byte: {routing_id!r}")
@@ -428,8 +445,8 @@ def agent_dealer(context: Context, address: str, routing_id: bytes) -> EdgeSocke
 def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool) -> EdgeSocket:
     # The default of 100 overflows when a fleet of thousands joins at once.
     sock.set(zmq.BACKLOG, 4096)
-    # A dead host or a half-open connection is noticed in 15 s, on both ends (TTL tells the agent's side to look too).
-    # It proves that the process lives, not that its loop turns.
+    # Both ends notice a dead host or a half-open connection within 15 s (TTL is for the agent's side). A heartbeat of
+    # ZeroMQ proves that the process lives, not that its event loop runs.
     sock.set(zmq.HEARTBEAT_IVL, 5_000)
     sock.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
     sock.set(zmq.HEARTBEAT_TTL, 15_000)
@@ -445,7 +462,7 @@ def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool
 
 def _connect(sock: zmq.Socket[bytes], address: str, queued_max: int) -> EdgeSocket:
     sock.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-    # libzmq adds jitter, and doubles up to the maximum: a fleet does not come back in one moment.
+    # libzmq adds jitter and doubles up to the maximum, so that a fleet does not reconnect all at once.
     sock.set(zmq.RECONNECT_IVL, 200)
     sock.set(zmq.RECONNECT_IVL_MAX, 30_000)
     with _closing_on_error(sock, address, "dial"):
@@ -470,7 +487,7 @@ def _closing_on_error(sock: zmq.Socket[bytes], address: str, verb: str) -> Itera
 def _set_common(sock: zmq.Socket[bytes], address: str, queued_max: int) -> None:
     port = address.rpartition(":")[2]
     if address.startswith("tcp://") and port.isdecimal() and int(port) > 65535:
-        # libzmq would take it modulo 65536, and listen where nobody looks.
+        # libzmq would take it modulo 65536 and use another port.
         raise BusAddressError(f"can't use {address!r}: the largest port is 65535. {_EXAMPLES}")
     sock.set(zmq.SNDHWM, queued_max)
     sock.set(zmq.RCVHWM, queued_max)
@@ -494,26 +511,28 @@ def _require_local(address: str) -> None:
     if host == "localhost":
         return
     local = False
-    with contextlib.suppress(ValueError):  # `*`, or a name: what it stands for is not ours to guess
+    with contextlib.suppress(ValueError):  # `*`, or a name that may stand for any address
         local = ipaddress.ip_address(host).is_loopback
     if not local:
         raise BusAddressError(
-            f"refused to bind {address!r}: other machines can reach it, and without keys anybody there could command "
+            f"refused to bind {address!r}: other machines can reach it, and without keys anybody on them could command "
             "the engines. Bind tcp://127.0.0.1, or pass insecure=True on a network that you trust"
         )
 
 
 def _require_unused(address: str) -> None:
-    """libzmq takes the path of an ipc address from whoever listens there, in silence. Ask first; raise AddressInUse."""
+    """Raise AddressInUse if somebody listens on an ipc path: libzmq would silently take it away from them."""
     path = address.removeprefix("ipc://")
     if path in ("", "*") or path.startswith("@"):
         return
-    # OSError: the path can't be one, which `bind` will say better.
+    # OSError: not a possible path. `bind` has the better message.
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        if probe.connect_ex(path) in (0, errno.EAGAIN):  # somebody listens, perhaps with a full backlog
+        if probe.connect_ex(path) in (0, errno.EAGAIN):  # EAGAIN: somebody listens, with a full backlog
             raise _in_use(address)
 
 
 def _in_use(address: str) -> AddressInUse:
-    return AddressInUse(f"{address} is in use, perhaps by a run that has not ended: end it, or bind another address")
+    return AddressInUse(
+        f"{address} is in use, perhaps by a run that has not ended: end that run, or bind another address"
+    )

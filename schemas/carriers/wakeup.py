@@ -1,4 +1,4 @@
-"""What a thread rings so that a task of an event loop looks for what was handed over."""
+"""Wakes a task of an event loop from another thread."""
 
 import os
 import socket
@@ -10,15 +10,15 @@ from schemas.carriers.forks import forks, used_after_fork
 
 
 class Wakeup:
-    """Wakes a task of the loop from any thread, in about 2 us and without taking part in the loop.
+    """Wakes one task of the loop from any thread, in about 2 us and without a call into the loop.
 
-    Whoever has something to hand over puts it where the loop will look, then rings. Whoever waits returns from `wait`
-    and looks for all there is: rings that come before it looks are one. In a fork, where a ring would wake the parent,
-    `ring` and `wait` raise BusError.
+    A thread puts its work where the task will look, then calls `notify`. The task returns from `wait` and takes all
+    work that is there: several notifications before it looks count as one. In a fork, which would wake its parent,
+    `notify` and `wait` raise BusError.
     """
 
     def __init__(self) -> None:
-        self._ends = _ends()
+        self._reader, self._writer = _open_descriptors()
         self._lock = threading.Lock()
         self._notified = False
         self._waiting = False
@@ -26,55 +26,55 @@ class Wakeup:
         self._process, self._generation = os.getpid(), len(forks)
 
     def notify(self) -> None:
-        """Wake the waiter. Never blocks; from any thread. After `close` it does nothing."""
+        """Wake the task. May be called from any thread. Never blocks, and does nothing after `close`."""
         if self._generation != len(forks):
             raise used_after_fork("wakeup", self._process)
-        if self._notified:  # the waiter lowers it before it looks for what was handed over
+        if self._notified:  # the task clears this flag before it looks for work
             return
-        # The lock keeps `close` from giving the descriptor's number to somebody else's file under our write.
+        # Without the lock, `close` could give the descriptor's number to another file just before the write.
         with self._lock:
             if not self._closed:
                 self._notified = True
-                os.write(self._ends[1], b"\1" * 8)
+                os.write(self._writer, b"\1" * 8)
 
     async def wait(self) -> None:
-        """Return when rung since the last return. One task at a time. Raises anyio.ClosedResourceError once closed."""
+        """Return once notified since the last return. One task at a time. Raises anyio.ClosedResourceError."""
         if self._generation != len(forks):
             raise used_after_fork("wakeup", self._process)
         if self._closed:
             raise anyio.ClosedResourceError
         self._waiting = True
         try:
-            await anyio.wait_readable(self._ends[0])
+            await anyio.wait_readable(self._reader)
         finally:
             self._waiting = False
         if self._closed:
             raise anyio.ClosedResourceError
-        # Empty it first and lower the flag second: the other way round a ring between the two would be read away and
-        # leave the flag raised over an empty descriptor, for ever.
-        os.read(self._ends[0], 8)
+        # Empty the descriptor first and clear the flag second. In the other order, a notification in between would be
+        # read away and leave the flag set over an empty descriptor for ever.
+        os.read(self._reader, 8)
         self._notified = False
 
     def close(self) -> None:
-        """Close, and wake the waiter. In the loop's thread; rings may go on meanwhile. May be called twice."""
+        """Close, and wake the task. Call it in the loop's thread; others may still notify. May be called twice."""
         if self._closed or self._generation != len(forks):
             return
         with self._lock:
             self._closed = True
             if self._waiting:
-                anyio.notify_closing(self._ends[0])
-            for end in set(self._ends):
-                os.close(end)
+                anyio.notify_closing(self._reader)
+            for descriptor in {self._reader, self._writer}:
+                os.close(descriptor)
 
 
-def _ends() -> tuple[int, int]:
-    """What to read and what to write: one descriptor that counts, or a pair where the system has none.
+def _open_descriptors() -> tuple[int, int]:
+    """Descriptors to read and to write: the same eventfd, or a socket pair on systems without one.
 
-    At most one ring is in it unread, so no write can block and one read empties it.
+    At most one notification is unread at any time, so no write blocks and one read empties the descriptor.
     """
     if hasattr(os, "eventfd"):
-        end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        return end, end
+        descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return descriptor, descriptor
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)

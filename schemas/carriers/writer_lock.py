@@ -1,4 +1,4 @@
-"""The lock that keeps a second writer from a file of records; it dies with its process."""
+"""A lock that keeps a second writer from a record file. It is released when its process dies."""
 
 import fcntl
 import os
@@ -6,15 +6,17 @@ from pathlib import Path
 
 from schemas.errors import LogError, LogLocked
 
-# Locks held by this process. A fork shares them, and would keep them after its parent's death: a trainer's data loaders
-# outlive it, and the next trainer would find the log locked.
+# Locks held by this process. A fork inherits them and would keep them after its parent's death: the data loaders of a
+# dead trainer would lock out the next trainer.
 _held: set[int] = set()
 
 
 def acquire(path: Path) -> int:
-    """The descriptor of the lock beside the file. Raises LogLocked, or LogError where there are no locks.
+    """Lock `<path>.lock` and return its descriptor. The lock file stays: removing it would race with the next writer.
 
-    What the lock is on is left behind on purpose: removing it would race with the next writer.
+    Raises:
+        LogLocked: Another process holds the lock.
+        LogError: The file system has no locks.
     """
     name = f"{path}.lock"
     descriptor = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -25,7 +27,7 @@ def acquire(path: Path) -> int:
         if isinstance(error, BlockingIOError):
             raise LogLocked(f"{path}: another process writes this file and holds {name}. Use another file") from None
         raise LogError(
-            f"{path}: this file system offers no locks ({error.strerror}), so a second writer could not be kept out. "
+            f"{path}: this file system has no locks ({error.strerror}), so a second writer can't be kept out. "
             "Use a local disk, or mount it with locks (Lustre: -o flock)"
         ) from error
     _held.add(descriptor)
@@ -33,13 +35,13 @@ def acquire(path: Path) -> int:
 
 
 def release(descriptor: int) -> None:
-    """Let the next writer in."""
+    """Let another writer in."""
     _held.discard(descriptor)
     os.close(descriptor)
 
 
 def _close_in_fork() -> None:
-    # Closing is enough: the lock belongs to the parent's descriptor too and stays with it.
+    # Closing does not unlock: the parent's descriptor holds the lock too.
     while _held:
         os.close(_held.pop())
 

@@ -1,23 +1,13 @@
-"""What a checkpoint on a disk holds, read from the headers of its safetensors files, without torch and without trust.
+"""Reads the tensors of a checkpoint directory from the headers of its safetensors files, without torch.
 
-The trainer builds a manifest of what it wrote; each agent checks its own view of the disk against it before the engine
-is touched. A check reads headers only, some kilobytes whatever the size of the model, unless the manifest carries a
-digest of the content: then every byte is read once, in chunks.
+Nothing in a file is trusted. A file (safetensors 0.8) has three parts, and is accepted only if they are all there:
 
-The format (safetensors 0.8): 8 bytes little endian, the size of the header; the header, a JSON object that gives dtype,
-shape and place of each tensor; the data. A file is accepted when it is exactly these three, and its tensors fill the
-data without gap or overlap. Pickled formats are refused by name: to read them is to run what their author wrote.
+    8 bytes    size of the header, little endian
+    header     JSON object with dtype, shape and offsets of each tensor
+    data       the tensors, without gap or overlap, up to the end of the file
 
-The digests. sha256, as 64 lower-case hex digits, over a domain word and then each tensor in ascending order of its name
-(by code points, which is the order of the UTF-8 bytes too). Every integer is little endian:
-
-    domain   b"rolloutctl layout 1\\n" or b"rolloutctl content 1\\n"
-    tensor   u32 bytes of the name, the name in UTF-8
-             u32 bytes of the dtype, the dtype in ASCII as safetensors calls it ("F32", "BF16", ...)
-             u32 number of dimensions, then one u64 per dimension
-             content only: u64 bytes of the data, then the data, row-major and little endian, as in the file
-
-Any engine can compute the second from the tensors that it holds: `tensor_digest`.
+A file that ends too early is reported as cut off, because it is often still being written; any other fault means that
+it is damaged. Pickled formats are refused by name: reading one runs whatever code its author put into it.
 """
 
 import contextlib
@@ -35,76 +25,63 @@ import msgspec
 from msgspec import Meta, Struct
 
 from schemas.errors import CheckpointError
+from schemas.wire import DECODE_ERRORS
 
 HEADER_BYTES_MAX: Final = 100_000_000
-"""Largest header that safetensors itself accepts."""
-CHUNK_BYTES: Final = 8 << 20
-"""Read at a time for a digest of the content."""
+"""Largest header that the safetensors library itself accepts."""
 
 DTYPE_BITS: Final[Mapping[str, int]] = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-"""The dtypes of safetensors 0.8, and the bits of one element."""
+"""Bits per element of each dtype of safetensors 0.8."""
 
 _UNSAFE: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 UNTOUCHED: Final = "Nothing was loaded."
 CUT_OFF: Final = f"The file is still being written, or was cut off. {UNTOUCHED} Save it whole, then sync again."
 _DAMAGED: Final = f"The file is damaged, or no safetensors file. {UNTOUCHED} Save the checkpoint again."
-_HOSTILE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
 _Extent = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class TensorSpec(Struct, frozen=True):
-    """Type and shape of one tensor. dtype: as safetensors calls it.   shape: empty for a scalar."""
+    """Type and shape of one tensor.
+
+    Attributes:
+        dtype: Name of the dtype in safetensors, such as `BF16`.
+        shape: Empty for a scalar.
+    """
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, row-major without padding."""
+        """Bytes of the data, without padding."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
-class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor, as a file's header describes it."""
-
-    dtype: str
-    shape: Annotated[tuple[_Extent, ...], Meta(max_length=32)]
-    data_offsets: tuple[_Extent, _Extent]
-
-
 class TensorPlace(Struct, frozen=True):
-    """Where a tensor lies. start: offset of its first byte in the file."""
+    """Where the data of a tensor is: `start` is the offset of its first byte in the file."""
 
     path: Path
     start: int
     spec: TensorSpec
+
+
+class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor in the header of a file. Offsets are counted from the start of the data."""
+
+    dtype: str
+    shape: Annotated[tuple[_Extent, ...], Meta(max_length=32)]
+    data_offsets: tuple[_Extent, _Extent]
 
 
 _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -113,135 +90,138 @@ _metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 def read_layout(directory: Path) -> dict[str, TensorSpec]:
-    """Name, dtype and shape of all tensors in the directory's `*.safetensors` files, sorted by name.
+    """Return dtype and shape of all tensors in the directory's `*.safetensors` files, sorted by name.
 
-    Raises CheckpointError: no such directory, no such file in it, a file that is cut off or damaged, a tensor in two
-    files, a format that is not safe to read.
+    Raises:
+        CheckpointError: The directory or its safetensors files are missing, a file is cut off or damaged, a tensor is
+            in two files, or the format is unsafe to read.
     """
-    return {name: place.spec for name, place in scan(directory).items()}
+    return {name: place.spec for name, place in find_tensors(directory).items()}
 
 
-# --- digests ----------------------------------------------------------------------------------------------------------
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def scan(directory: Path) -> dict[str, TensorPlace]:
-    """Where each tensor of the directory lies, sorted by name."""
+def find_tensors(directory: Path) -> dict[str, TensorPlace]:
+    """Return where each tensor of the directory is, sorted by name. Raises CheckpointError, as `read_layout`."""
     places: dict[str, TensorPlace] = {}
     for path in safetensors_files(directory):
         for name, place in _read_header(path).items():
             if name in places:
-                raise refused(
+                raise checkpoint_refused(
                     path,
                     f"holds the tensor {name[:200]!r}, which is in {places[name].path.name} too",
-                    f"Two checkpoints lie in one directory. {UNTOUCHED} Give each a directory of its own.",
+                    f"Two checkpoints share this directory. {UNTOUCHED} Give each a directory of its own.",
                 )
             places[name] = place
     if not places:
-        raise refused(directory, "holds no tensor in its *.safetensors files", UNTOUCHED)
+        raise checkpoint_refused(directory, "holds no tensor in its *.safetensors files", UNTOUCHED)
     return {name: places[name] for name in sorted(places)}
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """The directory's `*.safetensors` files, sorted by name. Raises CheckpointError when there are none."""
+    """Return the directory's `*.safetensors` files, sorted by name. Raises CheckpointError if there are none."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
         what = "does not exist" if error.errno == errno.ENOENT else f"can't be listed: {error.strerror}"
-        todo = "Is the disk mounted on this node, and was the checkpoint saved before the sync was asked for?"
-        raise refused(directory, what, f"{UNTOUCHED} {todo}") from error
+        advice = "Check that the disk is mounted on this node, and that the checkpoint is saved before the sync starts."
+        raise checkpoint_refused(directory, what, f"{UNTOUCHED} {advice}") from error
     files = [directory / name for name in names if name.endswith(".safetensors")]
     if files:
         return files
     if unsafe := [name for name in names if Path(name).suffix in _UNSAFE]:
-        raise refused(
+        raise checkpoint_refused(
             directory,
-            f"holds {_some(unsafe)} and no *.safetensors file",
-            f"To read that format is to unpickle it, which runs whatever its author wrote. {UNTOUCHED} Save it with "
-            "safetensors.",
+            f"holds {_list(unsafe)} and no *.safetensors file",
+            f"That format is pickled, and reading it runs any code inside. {UNTOUCHED} Save it with safetensors.",
         )
-    raise refused(
+    raise checkpoint_refused(
         directory,
-        f"has no *.safetensors file; it holds {_some(names) or 'nothing'}",
-        f"{UNTOUCHED} Is it the directory with the weights, and has the trainer finished writing?",
+        f"has no *.safetensors file; it holds {_list(names) or 'nothing'}",
+        f"{UNTOUCHED} Check that this is the directory with the weights, and that the trainer has finished writing.",
     )
 
 
-def refused(where: Path, what: str, then: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint refused: {where} {what}. {then}")
+def checkpoint_refused(path: Path, what: str, advice: str) -> CheckpointError:
+    """Return the error for a file or directory: what is wrong with it, then what to do."""
+    return CheckpointError(f"checkpoint refused: {path} {what}. {advice}")
 
 
-def _some(names: Sequence[str]) -> str:
+def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[io.FileIO]:
-    """The file, if it is one: to open a pipe that somebody left there would wait for ever."""
+    """Open a regular file for reading. Never blocks, as opening a pipe would. Raises CheckpointError."""
     try:
-        with open(path, "rb", buffering=0, opener=_open_now) as file:
+        with open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise refused(path, "is not a regular file", UNTOUCHED)
+                raise checkpoint_refused(path, "is not a regular file", UNTOUCHED)
             yield file
     except OSError as error:
-        raise refused(path, f"can't be read: {error.strerror}", UNTOUCHED) from error
+        raise checkpoint_refused(path, f"can't be read: {error.strerror}", UNTOUCHED) from error
 
 
-def _open_now(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _read_header(path: Path) -> dict[str, TensorPlace]:
-    """Where each tensor of one file lies."""
+    """Return where each tensor of one file is."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise refused(path, f"is {size} bytes, too short for a header", CUT_OFF)
+            raise checkpoint_refused(path, f"is {size} bytes, too short for a header", CUT_OFF)
         (header_size,) = struct.unpack("<Q", prefix)
         if header_size > HEADER_BYTES_MAX:
-            what = f"claims a header of {header_size:,} bytes; at most {HEADER_BYTES_MAX:,} are read"
-            raise refused(path, what, _DAMAGED)
+            what = f"claims a header of {header_size:,} bytes, and at most {HEADER_BYTES_MAX:,} are allowed"
+            raise checkpoint_refused(path, what, _DAMAGED)
         if 8 + header_size > size:
-            raise refused(path, f"is {size:,} bytes, its header alone is {header_size:,}", CUT_OFF)
+            raise checkpoint_refused(path, f"is {size:,} bytes, its header alone is {header_size:,}", CUT_OFF)
         header = file.read(header_size)
-    try:
-        raw = _header_decoder.decode(header)
-        if (metadata := raw.pop("__metadata__", None)) is not None:
-            _metadata_decoder.decode(metadata)
-        entries = {name: _entry_decoder.decode(entry) for name, entry in raw.items()}
-    except _HOSTILE as error:
-        raise refused(path, f"has an unreadable header ({error})", _DAMAGED) from None
-    data_size = _check_entries(path, entries)
-    first = 8 + header_size
-    if first + data_size != size:
-        todo = CUT_OFF if size < first + data_size else _DAMAGED
-        raise refused(path, f"is {size:,} bytes, its header promises {first + data_size:,}", todo)
+    entries = _parse_header(path, header)
+    data_start = 8 + header_size
+    promised = data_start + _check_entries(path, entries)
+    if promised != size:
+        advice = CUT_OFF if size < promised else _DAMAGED
+        raise checkpoint_refused(path, f"is {size:,} bytes, its header promises {promised:,}", advice)
     return {
-        name: TensorPlace(path, first + entry.data_offsets[0], TensorSpec(entry.dtype, entry.shape))
+        name: TensorPlace(path, data_start + entry.data_offsets[0], TensorSpec(entry.dtype, entry.shape))
         for name, entry in entries.items()
     }
 
 
+def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:
+    try:
+        raw = _header_decoder.decode(header)
+        if (metadata := raw.pop("__metadata__", None)) is not None:
+            _metadata_decoder.decode(metadata)
+        return {name: _entry_decoder.decode(entry) for name, entry in raw.items()}
+    except DECODE_ERRORS as error:
+        raise checkpoint_refused(path, f"has an unreadable header ({error})", _DAMAGED) from None
+
+
 def _check_entries(path: Path, entries: Mapping[str, _Entry]) -> int:
-    """Check dtypes, sizes and places; return the bytes of data that the file must have."""
+    """Check dtypes, sizes and offsets; return the bytes of data that the file must have."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        bits = DTYPE_BITS.get(entry.dtype)
-        if bits is None:
-            what = f"has the unknown dtype {entry.dtype[:40]!r}"
-        elif entry.data_offsets[0] != end:
-            what = f"begins at byte {entry.data_offsets[0]:,} of the data, where {end:,} is next: a gap or an overlap"
-        elif (needed := math.prod(entry.shape) * bits) != (entry.data_offsets[1] - end) * 8:
-            what = (
-                f"is {TensorSpec(entry.dtype, entry.shape)}, which takes {-(-needed // 8):,} bytes, and has "
-                f"{entry.data_offsets[1] - end:,}"
-            )
-        else:
-            end = entry.data_offsets[1]
-            continue
-        raise refused(path, f"has a tensor {name[:200]!r} that {what}", _DAMAGED)
+        if (problem := _problem(entry, end)) is not None:
+            raise checkpoint_refused(path, f"has a tensor {name[:200]!r} that {problem}", _DAMAGED)
+        end = entry.data_offsets[1]
     return end
+
+
+def _problem(entry: _Entry, expected: int) -> str | None:
+    """What is wrong with an entry whose data should start at `expected`."""
+    start, end = entry.data_offsets
+    bits = DTYPE_BITS.get(entry.dtype)
+    if bits is None:
+        return f"has the unknown dtype {entry.dtype[:40]!r}"
+    if start != expected:
+        return f"begins at byte {start:,} of the data instead of byte {expected:,}: a gap or an overlap"
+    needed = math.prod(entry.shape) * bits
+    if needed != (end - start) * 8:
+        spec = TensorSpec(entry.dtype, entry.shape)
+        return f"is {spec}, which takes {-(-needed // 8):,} bytes, but has {end - start:,}"
+    return None

@@ -1,4 +1,9 @@
-"""What a checkpoint must hold: building a manifest of it, and checking it against one."""
+"""Manifests: what a checkpoint must hold, built by the trainer and checked by each agent.
+
+The trainer builds a manifest of what it wrote. Each agent checks its own view of the disk against it before it touches
+the engine. A check reads headers only, some kilobytes whatever the size of the model, unless the manifest has a digest
+of the content: then every byte is read once.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,87 +11,94 @@ from pathlib import Path
 from schemas.commands import Manifest
 from schemas.errors import CheckpointError
 from schemas.safetensors.digest import content_digest, layout_digest
-from schemas.safetensors.format import UNTOUCHED, TensorSpec, refused, scan
+from schemas.safetensors.format import UNTOUCHED, TensorSpec, checkpoint_refused, find_tensors
 
 
 def build_manifest(directory: Path, content: bool) -> Manifest:
-    """What the directory holds now. content: also digest every byte of it (about a second per gigabyte).
+    """Return the manifest of what the directory holds now.
 
-    Raises what `read_layout` raises.
+    Args:
+        directory: A directory of safetensors files.
+        content: Digest every byte too, which takes about a second per gigabyte.
+
+    Raises:
+        CheckpointError: As for `read_layout`.
     """
-    places = scan(directory)
-    return Manifest(
-        tensors=len(places),
-        nbytes=sum(place.spec.nbytes for place in places.values()),
-        layout=layout_digest({name: place.spec for name, place in places.items()}),
-        content=content_digest(places) if content else None,
-    )
+    places = find_tensors(directory)
+    return _manifest({name: place.spec for name, place in places.items()}, content_digest(places) if content else None)
 
 
 def manifest_of(layout: Mapping[str, TensorSpec]) -> Manifest:
-    """The manifest of tensors that lie in no file, e.g. a model in the trainer's memory that it will broadcast."""
-    return Manifest(
-        tensors=len(layout), nbytes=sum(one.nbytes for one in layout.values()), layout=layout_digest(layout)
-    )
+    """Return the manifest of tensors that are in no file, such as a model that the trainer will broadcast."""
+    return _manifest(layout, None)
+
+
+def _manifest(layout: Mapping[str, TensorSpec], content: str | None) -> Manifest:
+    nbytes = sum(spec.nbytes for spec in layout.values())
+    return Manifest(tensors=len(layout), nbytes=nbytes, layout=layout_digest(layout), content=content)
 
 
 def check_directory(directory: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the directory holds what the manifest says. Returns without a word when it does.
+    """Raise CheckpointError unless the directory holds what the manifest says.
 
-    The content is compared when the manifest has a digest of it.
+    The content is compared only if the manifest has a digest of it.
     """
-    places = scan(directory)
+    places = find_tensors(directory)
     check_layout(directory, {name: place.spec for name, place in places.items()}, manifest)
-    if manifest.content is not None and (seen := content_digest(places)) != manifest.content:
-        raise content_differs(directory, seen, manifest)
+    if manifest.content is not None and (found := content_digest(places)) != manifest.content:
+        raise content_differs(directory, found, manifest)
 
 
 def check_layout(directory: Path, layout: Mapping[str, TensorSpec], manifest: Manifest) -> None:
-    """Raise CheckpointError unless a layout read from the directory is the manifest's. Names what differs first."""
-    nbytes = sum(spec.nbytes for spec in layout.values())
-    if len(layout) != manifest.tensors:
-        what = f"holds {len(layout):,} tensors, the trainer's manifest has {manifest.tensors:,}"
-    elif nbytes != manifest.nbytes:
-        what = f"holds {nbytes:,} bytes of tensors, the trainer's manifest has {manifest.nbytes:,}"
-    elif (seen := layout_digest(layout)) != manifest.layout:
-        what = (
-            f"holds {len(layout):,} tensors of {nbytes:,} bytes as the trainer's manifest says, but a name, dtype or "
-            f"shape differs (layout {seen[:12]}, the manifest has {manifest.layout[:12]})"
-        )
-    else:
+    """Raise CheckpointError unless `layout`, read from the directory, is that of the manifest."""
+    found = _manifest(layout, manifest.content)
+    if found == manifest:
         return
-    raise refused(
+    if found.tensors != manifest.tensors:
+        what = f"holds {found.tensors:,} tensors, the trainer's manifest has {manifest.tensors:,}"
+    elif found.nbytes != manifest.nbytes:
+        what = f"holds {found.nbytes:,} bytes of tensors, the trainer's manifest has {manifest.nbytes:,}"
+    else:
+        what = (
+            f"holds {found.tensors:,} tensors of {found.nbytes:,} bytes as the trainer's manifest says, but a name, "
+            f"dtype or shape differs (layout {found.layout[:12]}, the manifest has {manifest.layout[:12]})"
+        )
+    raise checkpoint_refused(
         directory,
         what,
-        f"{UNTOUCHED} It is another model's, a file of it is missing, or this node sees an older state of the disk: "
-        "look at `source`, and sync again.",
+        f"{UNTOUCHED} Either it is of another model, a file is missing, or this node sees an older state of the disk: "
+        "check `source`, then sync again.",
     )
 
 
 def require_same_model(directory: Path, held: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
-    """Raise CheckpointError unless tensors of one layout can take the place of another's: same names, dtypes, shapes.
+    """Raise CheckpointError unless two layouts have the same names, dtypes and shapes.
 
-    held: what the engine's model is made of.   offered: what was read from the directory.
+    Args:
+        directory: Where `offered` was read, for the message.
+        held: Tensors of the engine's model.
+        offered: Tensors of the checkpoint.
     """
-    wrong = []
+    differences = []
     for name in sorted(held.keys() | offered.keys()):
         if name not in offered:
-            wrong.append(f"it lacks {name} ({held[name]})")
+            differences.append(f"it lacks {name} ({held[name]})")
         elif name not in held:
-            wrong.append(f"it has {name} ({offered[name]}), which the model has not")
+            differences.append(f"it has {name} ({offered[name]}), which the model lacks")
         elif held[name] != offered[name]:
-            wrong.append(f"{name} is {offered[name]}, and the model's is {held[name]}")
-    if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise refused(directory, f"is of another model: {'; '.join(wrong[:3])}{more}", UNTOUCHED)
+            differences.append(f"{name} is {offered[name]}, but {held[name]} in the model")
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        what = f"is of another model: {'; '.join(differences[:3])}{more}"
+        raise checkpoint_refused(directory, what, UNTOUCHED)
 
 
-def content_differs(directory: Path, seen: str, manifest: Manifest) -> CheckpointError:
-    """The error for tensors whose digest is not the manifest's."""
-    return refused(
+def content_differs(directory: Path, found: str, manifest: Manifest) -> CheckpointError:
+    """Return the error for tensors whose content digest is `found` and not the manifest's."""
+    return checkpoint_refused(
         directory,
-        f"has the right tensors with other values: content {seen[:12]}, the trainer's manifest has "
+        f"has the right tensors with other values: content {found[:12]}, the trainer's manifest has "
         f"{(manifest.content or '')[:12]}",
-        f"{UNTOUCHED} It was written again after the manifest was made, or this node sees an older state of the disk: "
-        "build the manifest again, and sync again.",
+        f"{UNTOUCHED} Either it was written again after the manifest was built, or this node sees an older state of "
+        "the disk: build the manifest again, then sync again.",
     )

@@ -1,4 +1,4 @@
-"""Which paths a command may name, and where they lead."""
+"""Paths in commands: which are allowed, and what they refer to."""
 
 from pathlib import Path
 from typing import Final
@@ -9,30 +9,16 @@ PATH_BYTES_MAX: Final = 512
 
 
 def resolve_below(root: Path, relative: str) -> Path:
-    """The place below `root` that a path in a command means. It need not exist yet.
+    """Return the absolute path of `relative` below `root`. It need not exist yet.
 
-    Raises CheckpointError for a path that is empty, absolute, holds `..` or a NUL, begins with `~`, is longer than
-    PATH_BYTES_MAX or leads out of the root through a symbolic link.
+    Raises:
+        CheckpointError: The path is empty, absolute, longer than PATH_BYTES_MAX, holds `..` or a NUL, begins with `~`,
+            or leads out of the root through a symbolic link.
     """
-    why: str | None = None
-    try:
-        size = len(relative.encode())
-    except UnicodeEncodeError:
-        size, why = 0, "is not valid text"
-    if size > PATH_BYTES_MAX:
-        why = f"has {size} bytes, and at most {PATH_BYTES_MAX} are allowed"
-    elif not relative.strip():
-        why = "is empty"
-    elif "\0" in relative:
-        why = "holds a NUL"
-    elif relative.startswith(("/", "~")):
-        why = "is not relative"
-    elif ".." in relative.split("/"):
-        why = "holds `..`"
-    if why is not None:
+    if (problem := _problem(relative)) is not None:
         raise CheckpointError(
-            f"path refused: {relative[:PATH_BYTES_MAX]!r} {why}. Nothing was touched. Give a path relative to {root}, "
-            "the root that is configured on this side."
+            f"path refused: {relative[:PATH_BYTES_MAX]!r} {problem}. Nothing was touched. Give a path relative to "
+            f"{root}, the root configured on this side."
         )
     try:
         base = root.resolve()
@@ -42,6 +28,23 @@ def resolve_below(root: Path, relative: str) -> Path:
     if not place.is_relative_to(base):
         raise CheckpointError(
             f"path refused: {relative!r} leads to {place}, outside {base}, through a symbolic link. Nothing was "
-            "touched. Put the files below the root, or configure the root where they are."
+            "touched. Put the files below the root, or configure another root."
         )
     return place
+
+
+def _problem(relative: str) -> str | None:
+    """What is wrong with the text of a path."""
+    try:
+        size = len(relative.encode())
+    except UnicodeEncodeError:
+        return "is not valid text"
+    if size > PATH_BYTES_MAX:
+        return f"has {size} bytes, and at most {PATH_BYTES_MAX} are allowed"
+    if not relative.strip():
+        return "is empty"
+    if "\0" in relative:
+        return "holds a NUL"
+    if relative.startswith(("/", "~")):
+        return "is not relative"
+    return "holds `..`" if ".." in relative.split("/") else None

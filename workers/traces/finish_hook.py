@@ -95,7 +95,7 @@ class FinishHook:
 
     def _told(self, tool: str, steps: tuple[int, ...]) -> dict[str, str]:
         """What the hook finds in its environment: verl's names, and ours."""
-        identity, ranks = self._identity, self._identity.node_ranks
+        identity, ranks = self._identity, self._identity.ranks_on_node
         verl = {
             "VERL_PROFILE_SAVE_PATH": str(self._root),
             "VERL_PROFILE_TOOL": tool,

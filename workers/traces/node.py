@@ -126,7 +126,7 @@ def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:
     if not finish.hook or finish.hook_all_ranks:
         return finish.hook
     chosen = finish.hook_ranks or selected_ranks(plan, identity)
-    return not chosen.isdisjoint(identity.node_ranks)
+    return not chosen.isdisjoint(identity.ranks_on_node)
 
 
 def require_writable(directory: Path, who: str) -> None:
@@ -171,7 +171,9 @@ def collect_traces(root: Path, directory: str, plan: ProfilePlan, identity: Iden
     """
     place, asked = root / directory, selected_ranks(plan, identity)
     try:
-        mine = [(one, rank) for one, rank in _by_rank(place, identity) if _whose(rank, identity) in identity.node_ranks]
+        mine = [
+            (one, rank) for one, rank in _by_rank(place, identity) if _whose(rank, identity) in identity.ranks_on_node
+        ]
         for one, rank in mine:
             if _is_asked(rank, asked):
                 _require_whole(one)
@@ -205,7 +207,7 @@ def relocate_traces(
         step = "" if identity.role == ROLLOUT else f"{place.relative_to(root).parts[0].removeprefix('global_')}_"
         try:
             for file, rank in _by_rank(place, identity):
-                if _whose(rank, identity) in identity.node_ranks and _is_asked(rank, asked):
+                if _whose(rank, identity) in identity.ranks_on_node and _is_asked(rank, asked):
                     there = move_trace(file, root, f"{_owner(rank, identity)}_{step}{file.name}")
                     told.append(describe_trace(there, root, rank))
         except OSError as error:
@@ -229,8 +231,8 @@ def selected_ranks(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
     """The global ranks on this node whose traces are wanted."""
     chosen = plan.replicas is not None and identity.replica in plan.replicas
     if chosen or (plan.ranks is None and plan.replicas is None):
-        return frozenset(identity.node_ranks)
-    return frozenset(identity.node_ranks) & (plan.ranks or frozenset())
+        return frozenset(identity.ranks_on_node)
+    return frozenset(identity.ranks_on_node) & (plan.ranks or frozenset())
 
 
 def _by_rank(place: Path, identity: Identity) -> list[tuple[Path, int | None]]:
