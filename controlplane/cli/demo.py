@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -130,7 +129,7 @@ def _train(
     with ExitStack() as stack:
         with console.status(f"starting {REPLICAS * NODES} agents"):
             plane.wait_for_agents(AGENTS, timeout=PATIENCE_S).wait()
-            engines = [stack.enter_context(nodes.client(replica)) for replica in range(REPLICAS)]
+            engines = [nodes.client(replica) for replica in range(REPLICAS)]
         bar = stack.enter_context(view.progress(console))
         task = bar.add_task("steps", total=steps, reward=0.0, version=0, note="")
         _sync(plane, trainer, 1, out)
@@ -174,7 +173,7 @@ def _rollouts(engines: "list[TinyClient]", prompts: list[list[int]], version: in
     share = len(prompts) // len(engines)
     shares = [prompts[at : at + share] for at in range(0, len(prompts), share)]
     with ThreadPoolExecutor(len(engines)) as pool:
-        parts = pool.map(lambda engine, part: engine.generate(part, TOKENS, temperature=1.0), engines, shares)
+        parts = pool.map(lambda engine, part: engine.generate(part, TOKENS), engines, shares)
         completions = list(itertools.chain.from_iterable(parts))
     if used := {version for one in completions for version in one.versions} - {version}:
         raise EngineError(f"the rollouts of weights version {version} came from versions {sorted(used)}")
@@ -248,13 +247,11 @@ class Nodes:
             if code != 0:
                 raise AgentError(f"agent {replica}.{node_rank} ended with code {code}: {self._log(replica, node_rank)}")
 
-    @contextmanager
-    def client(self, replica: int) -> "Iterator[TinyClient]":
-        """A client of the replica's engine."""
+    def client(self, replica: int) -> "TinyClient":
+        """Return a client of the replica's engine."""
         from workers.engines.tiny.server import TinyClient
 
-        with TinyClient(self._front(replica)) as client:
-            yield client
+        return TinyClient(self._front(replica))
 
     def _front(self, replica: int) -> str:
         return f"ipc://{self._sockets.name}/engine-{replica}"

@@ -46,14 +46,15 @@ class Fleet:
         self.plane = open_.enter_context(
             ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
         )
-        self.agents, self._clients = [], []
+        self.agents: list[AgentProcess] = []
+        self._clients: list[TinyClient] = []
         for replica in (0, 1):
             front = f"ipc://{folder}/front-{replica}"
             options = ("--engine", "tiny", "--serve", front, "--finish-hook", "true")
             self.agents.append(
                 open_.enter_context(AgentProcess(self.plane.address, folder, f"{replica}.0", 1, *options))
             )
-            self._clients.append(open_.enter_context(TinyClient(front, timeout_s=30)))
+            self._clients.append(TinyClient(front, timeout_s=30))
         self.plane.wait_for_agents(2, timeout=60).wait()
 
     def work(self) -> None:
@@ -195,16 +196,16 @@ async def test_profiler_of_somebody_else_in_the_process_is_told_and_loses_nothin
     engine = TinyEngine(place, checkpoints=tmp_path, traces=tmp_path, serve=front)
     await engine.open()
     opened = ProfileSession(1, ProfilePlan(window=window))
-    with TinyClient(front) as client, profile(activities=[ProfilerActivity.CPU]) as theirs:
+    client = TinyClient(front)
+    with profile(activities=[ProfilerActivity.CPU]) as other:
         await engine.perform(Resume(), 10)
-        with pytest.raises(EngineError, match="somebody else's records here"):
+        with pytest.raises(EngineError, match="another one records here"):
             await engine.perform(StartProfile(opened, "1"), 10)
         with record_function("theirs"):
             await to_thread.run_sync(client.generate, [[1, 2]], 2)
-    assert "theirs" in {one.name for one in theirs.events()}
+    assert "theirs" in {event.name for event in other.events()}
     await engine.perform(StartProfile(opened, "1"), 10)
-    with TinyClient(front) as client:
-        await to_thread.run_sync(client.generate, [[1, 2]], 2)
+    await to_thread.run_sync(client.generate, [[1, 2]], 2)
     ended = await engine.perform(StopProfile(opened, "1"), 10)
     assert [len(look(tmp_path, one).passes) for one in ended.traces] == [2 if window is None else 1]
     await engine.close()

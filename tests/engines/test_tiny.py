@@ -49,6 +49,7 @@ class Bench:
 
     def __init__(self, engine: TinyEngine, folder: Path, pool: ThreadPoolExecutor) -> None:
         self.engine, self.folder, self._pool = engine, folder, pool
+        self.client = TinyClient(f"ipc://{folder}/front", timeout_s=20)
 
     async def do(self, *calls: EngineCall) -> Any:
         returned = None
@@ -59,11 +60,7 @@ class Bench:
     def begin(self, prompt: list[int], tokens: int, temperature: float = 0.0) -> Future[Completion]:
         """Generate in another thread."""
 
-        def generate() -> Completion:
-            with TinyClient(f"ipc://{self.folder}/front", timeout_s=20) as client:
-                return client.generate([prompt], tokens, temperature=temperature, seed=1)[0]
-
-        return self._pool.submit(generate)
+        return self._pool.submit(lambda: self.client.generate([prompt], tokens, temperature)[0])
 
     async def under_way(self, prompt: list[int]) -> Future[Completion]:
         """A long request, of which some tokens are there."""
@@ -318,14 +315,21 @@ async def test_memory_is_not_freed_under_requests_or_twice(tmp_path: Path) -> No
             await bench.do(Wake(frozenset({"kv_cache"})))
 
 
-async def test_prefixes_are_reused_until_they_are_flushed(tmp_path: Path) -> None:
+async def test_prefixes_computed_by_old_weights_are_reused_until_they_are_flushed(tmp_path: Path) -> None:
+    prompt = [1, 2, 3, 4, 5, 6]
     async with tiny(tmp_path) as bench:
+        load = bench.save(1)
         await bench.do(Resume())
-        prompt = [1, 2, 3, 4, 5, 6]
-        first, again = bench.generate(prompt), bench.generate(prompt)
-        assert (first.reused, again.reused) == (0, 5) and first.tokens == again.tokens
+        old = bench.generate(prompt)
+        await bench.do(Pause("abort"), load, Resume())
+        stale = bench.generate(prompt)
         await bench.do(Flush())
-        assert bench.generate(prompt).reused == 0
+        fresh = bench.generate(prompt)
+        again = bench.generate(prompt)
+    assert old.versions == [0] * 8 and stale.versions == fresh.versions == [1] * 8
+    assert again.tokens == fresh.tokens and again.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+    for other in (old, fresh):
+        assert stale.logprobs[0] != pytest.approx(other.logprobs[0], abs=1e-3)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -415,23 +419,21 @@ async def test_what_can_not_be_profiled_is_said(tmp_path: Path) -> None:
 async def test_requests_that_can_not_be_served_are_refused_with_a_reason(tmp_path: Path) -> None:
     async with tiny(tmp_path) as bench:
         await bench.do(Resume())
-        with TinyClient(f"ipc://{tmp_path}/front") as client:
-            for prompts, tokens, says in (
-                ([], 4, "at least one prompt"),
-                ([[]], 4, "needs at least one"),
-                ([[1]], 64, "have room for 64"),
-                ([[99]], 4, r"must be 0\.\.31"),
-            ):
-                with pytest.raises(EngineError, match=says):
-                    client.generate(prompts, tokens)
-            assert len(client.generate([[1], [2]], 4)) == 2
+        for prompts, tokens, reason in (
+            ([], 4, "at least one prompt"),
+            ([[]], 4, "needs at least one"),
+            ([[1]], 64, "have room for 64"),
+            ([[99]], 4, r"must be 0\.\.31"),
+        ):
+            with pytest.raises(EngineError, match=reason):
+                bench.client.generate(prompts, tokens)
+        assert len(bench.client.generate([[1], [2]], 4)) == 2
 
 
 async def test_many_prompts_at_once_are_each_as_if_alone(tmp_path: Path) -> None:
     async with tiny(tmp_path) as bench:
         await bench.do(Resume())
         prompts = [[number % 32] for number in range(100)]
-        with TinyClient(f"ipc://{tmp_path}/front") as client:
-            together = [one.tokens for one in client.generate(prompts, 6, temperature=0)]
-            alone = [client.generate([prompt], 6, temperature=0)[0].tokens for prompt in prompts[:5]]
+        together = [completion.tokens for completion in bench.client.generate(prompts, 6, temperature=0)]
+        alone = [bench.generate(prompt, 6).tokens for prompt in prompts[:5]]
         assert together[:5] == alone

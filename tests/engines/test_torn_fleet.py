@@ -16,7 +16,7 @@ from controlplane.bus.bus import Bus
 from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, Target
 from schemas.config import AgentConfig, BusConfig
-from schemas.errors import CommandFailed
+from schemas.errors import CommandFailed, EngineError
 from schemas.identity import Identity
 from schemas.reports import SyncReport
 from schemas.safetensors.manifest import build_manifest
@@ -87,19 +87,19 @@ class Fleet:
             save(model(version, config), self.root(replica) / f"v{version}")
 
     def held(self, replica: int) -> tuple[int, str]:
-        with TinyClient(self.front(replica), timeout_s=10) as client:
-            weights_held = client.weights()
-        return weights_held.version, weights_held.digest
+        held = TinyClient(self.front(replica), timeout_s=10).weights()
+        return held.version, held.digest
 
-    async def generates_on(self, replica: int, patience_s: float) -> int | None:
+    async def generates_on(self, replica: int, timeout_s: float) -> int | None:
         """The version that the replica generates on; None if it gives no answer."""
 
         def ask() -> int | None:
-            with TinyClient(self.front(replica), timeout_s=patience_s) as client:
-                try:
-                    return client.generate([[1]], 4)[0].version
-                except Exception:
-                    return None
+            try:
+                (completion,) = TinyClient(self.front(replica), timeout_s=timeout_s).generate([[1]], 4)
+            except EngineError:
+                return None
+            (version,) = set(completion.versions)
+            return version
 
         return await to_thread.run_sync(ask)
 

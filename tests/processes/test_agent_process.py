@@ -87,7 +87,7 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane
     front = f"ipc://{tmp_path}/engine"
     with ExitStack() as stack:
         node = stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front, "--seed", "99"))
-        client = stack.enter_context(TinyClient(front))
+        client = TinyClient(front)
         plane.wait_for_agents(1, timeout=60).wait()
         plane.sync_weights(1, Checkpoint("v1"), content=True).wait().raise_for_failures()
         before = client.generate([[3]], 8, temperature=0)[0].tokens
@@ -113,7 +113,7 @@ def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> Non
 
     with ExitStack() as stack:
         stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front))
-        client = stack.enter_context(TinyClient(front))
+        client = TinyClient(front)
         plane.wait_for_agents(1, timeout=60).wait()
         tokens = client.generate([[3]], 8, temperature=0)[0].tokens
         assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}

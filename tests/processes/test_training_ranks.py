@@ -82,7 +82,7 @@ class Fleet:
         stack.callback(self.engine.wait)
         stack.callback(self.engine.kill)
         self.ranks = [stack.enter_context(Rank(bus, folder, number)) for number in range(2)]
-        self.client = stack.enter_context(TinyClient(front))
+        self.client = TinyClient(front)
         for rank in self.ranks:
             assert rank.heard() == "up"
         self.plane.wait_for_agents(3, timeout=60).wait()

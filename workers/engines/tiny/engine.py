@@ -1,24 +1,22 @@
 """The embedded engine: a small torch language model that really samples, loads, pauses, sleeps and is profiled.
 
 It runs in the agent's process, on a thread of its own, so no forward ever holds up the agent's loop. Node rank 0 has
-the model and the front end; a node of a higher rank has neither, as with the real engines, and never imports torch.
+the model and the front end. As with the real engines, a higher node rank has neither, and it never imports torch.
 
-It starts paused. An agent that launches its engine knows what is desired of it only some moments later, and nothing may
-be generated before that.
+It starts paused: an agent that launches its engine learns the desired state only some moments later, and nothing may be
+generated before that.
 """
 
 import secrets
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, Manifest, Source
-from schemas.errors import CheckpointError, EngineError, RolloutctlError
+from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
     Abort,
     CheckProfile,
@@ -39,6 +37,14 @@ from schemas.identity import Identity, Operation
 from schemas.safetensors.format import TensorSpec, read_layout
 from schemas.safetensors.manifest import check_directory, check_layout, content_differs, require_same_model
 from schemas.safetensors.paths import resolve_below
+from workers.engines.tiny.server import (
+    Answer,
+    Completions,
+    Generate,
+    Request,
+    TinyServer,
+    WeightsDescription,
+)
 from workers.traces.node import collect_traces, require_writable
 
 if TYPE_CHECKING:
@@ -50,14 +56,17 @@ if TYPE_CHECKING:
 NAME: Final = "tiny 1"
 """Kind and version, as outcomes name it."""
 
-T = TypeVar("T")
-
 
 class TinyEngine:
-    """An engine for one node. checkpoints, traces: roots of the paths that commands name.
+    """An engine for one node.
 
-    serve: where clients find its front end, `ipc://…` or `tcp://127.0.0.1:…`; None for none.   seed: of the weights it
-    starts with.   config: the shape of the model; None for the default one.
+    Args:
+        identity: The node.
+        checkpoints: Root of the paths in weight syncs.
+        traces: Root of the directories of profiling sessions.
+        serve: `ipc://PATH` at which clients find its front end; None for no front end.
+        seed: Of the weights that it starts with.
+        config: Shape of the model; None for the default one.
     """
 
     def __init__(
@@ -76,30 +85,19 @@ class TinyEngine:
         self._instance = ""
         self._layout: dict[str, TensorSpec] = {}
         self._scheduler: Scheduler | None = None
-        self._open = ExitStack()
+        self._resources = ExitStack()
 
     async def open(self) -> None:
-        """Build the model and open the front end. Raises BusAddressError, EngineError."""
+        """Build the model and open the front end. Raises EngineError."""
         self._instance = secrets.token_hex(8)
         if self._identity.node_rank == 0:
             await to_thread.run_sync(self._launch)
 
     async def observe(self) -> Observation:
-        """What it holds, between two things that it was told."""
+        """Return what the engine is between two commands."""
         if self._scheduler is None:
             return Observation(engine=NAME, instance=self._instance, tokenizer="absent")
-        holding = self._scheduler.holding
-        return Observation(
-            engine=NAME,
-            instance=self._instance,
-            tokenizer="present",
-            operations=frozenset(Operation),
-            generating=holding.generating,
-            asleep=holding.asleep,
-            profiling=holding.profiling,
-            version=holding.version,
-            digest=holding.digest,
-        )
+        return self._scheduler.observation
 
     async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
@@ -110,7 +108,7 @@ class TinyEngine:
     async def close(self) -> None:
         """End what runs; a trace that is being recorded is written."""
         with CancelScope(shield=True):
-            await to_thread.run_sync(self._open.close)
+            await to_thread.run_sync(self._resources.close)
         self._scheduler = None
 
     # --- in a worker thread -------------------------------------------------------------------------------------------
@@ -120,7 +118,6 @@ class TinyEngine:
             from workers.engines.tiny.model import TinyConfig, layout, weights
             from workers.engines.tiny.profile import prepare
             from workers.engines.tiny.scheduler import Scheduler
-            from workers.engines.tiny.server import TinyServer
         except ModuleNotFoundError as error:
             raise EngineError(
                 f"the tiny engine needs torch and safetensors, and {error.name} is not installed: pip install "
@@ -128,91 +125,86 @@ class TinyEngine:
             ) from error
 
         prepare()
+        launched = Observation(
+            engine=NAME,
+            instance=self._instance,
+            tokenizer="present",
+            operations=frozenset(Operation),
+            generating=False,
+            asleep=frozenset(),
+            profiling=False,
+            version=0,
+        )
         with ExitStack() as stack:
-            scheduler = Scheduler(self._config or TinyConfig(), self._seed)
-            self._layout = layout(weights(scheduler.model))
-            scheduler.start()
+            scheduler = Scheduler(self._config or TinyConfig(), self._seed, launched)
             stack.callback(scheduler.close)
+            self._layout = layout(weights(scheduler.model))
             if self._serve is not None:
-                server = TinyServer(scheduler)
-                server.start(self._serve)
-                stack.callback(server.close)
+                stack.callback(TinyServer(self._serve, self._respond).close)
             self._scheduler = scheduler
-            self._open = stack.pop_all()
+            self._resources = stack.pop_all()
+
+    def _respond(self, request: Request) -> Answer:
+        """Answer a client of the front end, on a thread of its connection."""
+        scheduler = self._require_scheduler()
+        if isinstance(request, Generate):
+            return Completions(scheduler.generate(request))
+        held = scheduler.observation
+        return WeightsDescription(version=held.version or 0, digest=held.digest or "")
 
     def _perform(self, call: EngineCall) -> Returned:
-        scheduler = self._scheduler
-        if scheduler is None:
-            raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
+        scheduler = self._require_scheduler()
         match call:
             case CheckSource():
                 self._check(call.source, call.manifest)
             case Load():
                 tensors = self._read(call.source, call.manifest)
-                return Returned(digest=self._on_thread(lambda: scheduler.load(call.version, tensors)))
+                return Returned(digest=scheduler.run(scheduler.load, call.version, tensors))
             case Pause():
-                self._pause(scheduler, call)
+                scheduler.run(scheduler.pause, call.mode).result()
             case Resume():
-                self._on_thread(scheduler.resume)
+                scheduler.run(scheduler.resume)
             case Sleep():
-                self._on_thread(lambda: scheduler.sleep(call.tags))
+                scheduler.run(scheduler.sleep, call.tags)
             case Wake():
-                self._on_thread(lambda: scheduler.wake(call.tags))
+                scheduler.run(scheduler.wake, call.tags)
             case Flush():
-                self._on_thread(scheduler.flush)
+                scheduler.run(scheduler.flush)
             case Abort():
-                self._on_thread(scheduler.abort)
-            case CheckProfile():
-                from workers.engines.tiny.profile import require_possible
-
-                require_possible(call.plan)
-                require_writable(self._traces, "The engine")
-            case StartProfile():
-                file = (
-                    resolve_below(self._traces, call.directory)
-                    / f"tiny-{self._instance}-step{call.session.step}.pt.trace.json"
-                )
-                self._on_thread(lambda: scheduler.start_profile(call.session.plan, file))
-            case StopProfile():
-                ended = self._on_thread(scheduler.stop_profile)
-                plan = call.session.plan
-                return replace(
-                    collect_traces(self._traces.resolve(), call.directory, plan, self._identity), auto_stopped=ended
-                )
+                scheduler.run(scheduler.abort)
             case _:
-                assert_never(call)
+                return self._profile(scheduler, call)
         return Returned()
 
-    def _pause(self, scheduler: "Scheduler", call: Pause) -> None:
-        paused: Future[None] = Future()
+    def _profile(self, scheduler: "Scheduler", call: CheckProfile | StartProfile | StopProfile) -> Returned:
+        match call:
+            case CheckProfile():
+                from workers.engines.tiny.profile import require_supported
 
-        def done(error: RolloutctlError | None) -> None:
-            if error is None:
-                paused.set_result(None)
-            else:
-                paused.set_exception(error)
+                require_supported(call.plan)
+                require_writable(self._traces, "The engine")
+                return Returned()
+            case StartProfile():
+                name = f"tiny-{self._instance}-step{call.session.step}.pt.trace.json"
+                file = resolve_below(self._traces, call.directory) / name
+                scheduler.run(scheduler.start_profile, call.session.plan, file)
+                return Returned()
+            case StopProfile():
+                ended = scheduler.run(scheduler.stop_profile)
+                traces = collect_traces(self._traces.resolve(), call.directory, call.session.plan, self._identity)
+                return replace(traces, auto_stopped=ended)
+            case _:
+                assert_never(call)
 
-        self._on_thread(lambda: scheduler.pause(call.mode, done))
-        paused.result()
-
-    def _on_thread(self, action: Callable[[], T]) -> T:
-        """Have the engine's thread do it between two forwards; wait for what it gives back."""
-        done: Future[T] = Future()
-
-        def act() -> None:
-            try:
-                done.set_result(action())
-            except Exception as error:
-                done.set_exception(error)
-
-        assert self._scheduler is not None
-        self._scheduler.do(act)
-        return done.result()
+    def _require_scheduler(self) -> "Scheduler":
+        if self._scheduler is None:
+            raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
+        return self._scheduler
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _check(self, source: Source, manifest: Manifest | None) -> None:
-        """Raise CheckpointError unless the model could take what lies there now, every byte of it."""
+        """Raise CheckpointError unless the model could load every byte of the source now."""
         if not isinstance(source, Checkpoint):
             raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
         directory = resolve_below(self._checkpoints, source.path)
@@ -221,15 +213,15 @@ class TinyEngine:
             check_directory(directory, manifest)
 
     def _read(self, source: Source, manifest: Manifest | None) -> "dict[str, Tensor]":
-        """What is loaded is what was checked: the files may have changed since, so the tensors themselves are."""
+        """Read a source that was checked. The files may have changed since, so the tensors themselves are checked."""
         from workers.engines.tiny.model import digest, layout, read
 
         directory = resolve_below(self._checkpoints, source.path)
         tensors = read(directory)
-        held = layout(tensors)
-        require_same_model(directory, self._layout, held)
+        found = layout(tensors)
+        require_same_model(directory, self._layout, found)
         if manifest is not None:
-            check_layout(directory, held, manifest)
-            if manifest.content is not None and (seen := digest(tensors)) != manifest.content:
-                raise content_differs(directory, seen, manifest)
+            check_layout(directory, found, manifest)
+            if manifest.content is not None and (content := digest(tensors)) != manifest.content:
+                raise content_differs(directory, content, manifest)
         return tensors

@@ -1,44 +1,62 @@
 """One profiling session of the tiny engine: torch's profiler around the forwards of a window, and nothing else.
 
 torch's profiler belongs to the thread that starts it, so everything here runs on the engine's thread. It runs from just
-before the first forward of the window to just after the last one: what was asked for is what the trace holds.
+before the first forward of the window to just after the last one, so the trace holds exactly the forwards asked for.
 """
 
 import importlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from torch.autograd import profiler as torchs
+from torch.autograd import profiler as autograd_profiler
 from torch.cuda import is_available as cuda_is_available
 from torch.profiler import ProfilerActivity, profile
 
 from schemas.commands import ProfilePlan
-from schemas.errors import EngineError, UnsupportedError
+from schemas.errors import EngineError
+from workers.limits import Limit, require_recordable
 from workers.traces.node import make_fresh
 
 FORWARD: Final = "tiny.forward"
 """The span around each forward in a trace."""
 
-# torch's profiler is one per process, and two threads that start it at once bring the process down (torch 2.13). One
-# that somebody else started in this process would lose what it has recorded.
 _in_use = threading.Lock()
+"""torch has one profiler per process, and two threads that start it at once crash the process (torch 2.13)."""
 
 
 def prepare() -> None:
-    """Import what the first start of a profiler would: seconds, which need not pass on the engine's thread."""
+    """Import what the first start of a profiler imports, which takes seconds, before the engine serves."""
     importlib.import_module("torch._inductor.config")
 
 
-class Recording:
-    """An open session. Call `before` and `after` around each forward, and `stop` once.
+def require_supported(plan: ProfilePlan) -> None:
+    """Raise UnsupportedError for a plan that this engine can't record."""
+    limits = (
+        Limit("cuda" in plan.activities and not cuda_is_available(), "activity `cuda`", "torch sees no GPU here"),
+        Limit("npu" in (plan.tool, *plan.activities), "what an NPU does", "it runs on CPUs and GPUs"),
+        Limit(plan.by_stage, "a trace by stage", "it feeds prompts and generated tokens in the same forward"),
+        Limit(plan.merge, "a merged trace", "it has one rank"),
+    )
+    require_recordable("the tiny engine", limits)
 
-    file: what the trace is written to; its directory is made, and must hold nothing yet.
-    Raises EngineError when this engine can't do what the plan asks, or the process records already.
+
+class ForwardProfile:
+    """An open session. Enter `forward` around each forward, and call `stop` once.
+
+    Args:
+        plan: What to record. Without a window, recording begins at once.
+        file: Where the trace is written. Its directory is made, and must hold nothing yet.
+
+    Raises:
+        UnsupportedError: The engine can't record what the plan asks for.
+        EngineError: Something else records in this process, or the directory can't be used.
     """
 
     def __init__(self, plan: ProfilePlan, file: Path) -> None:
-        require_possible(plan)
+        require_supported(plan)
         if not _in_use.acquire(blocking=False):
             raise EngineError(
                 "the profile was not started: torch's profiler is one per process, and another engine of this process "
@@ -49,61 +67,50 @@ class Recording:
         self._forwards = 0
         self._profiler: profile | None = None
         self._failure: EngineError | None = None
-        self._owner = True
-        self._auto_stopped = False
+        self._closed = self._auto_stopped = False
         try:
             make_fresh(file.parent)
-            _require_free()
+            _require_unused()
             if plan.window is None:
-                self._begin()
+                self._start()
         except EngineError:
-            self._release()
+            _in_use.release()
             raise
-        if self._failure is not None:
-            self._release()
-            raise self._failure
 
-    def before(self) -> None:
-        """A forward is about to be computed. Never raises: what goes wrong is told by `stop`."""
-        if self._plan.window is not None and self._forwards == self._plan.window.start:
-            self._begin()
-
-    def after(self) -> None:
-        """A forward was computed. Never raises: what goes wrong is told by `stop`."""
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surround one forward. Never raises: `stop` reports what went wrong."""
+        window = self._plan.window
+        if window is not None and self._forwards == window.start:
+            try:
+                self._start()
+            except EngineError as error:
+                self._failure = error
+        yield
         self._forwards += 1
-        if self._plan.window is not None and self._forwards == self._plan.window.end:
+        if window is not None and self._forwards == window.end:
             self._auto_stopped = True
-            self._end()
-            self._release()
+            self._finish()
 
     def stop(self) -> bool:
-        """End the session; return whether its window had ended it. No file is there if the window was never reached.
+        """End the session. There is no file if its window was never reached.
 
-        Raises EngineError when recording or writing failed.
+        Returns:
+            Whether the window had ended it before.
+
+        Raises:
+            EngineError: Recording or writing failed.
         """
-        self._end()
-        self._release()
+        self._finish()
         if self._failure is not None:
             raise self._failure
         return self._auto_stopped
 
-    def discard(self) -> None:
-        """The engine ends in the middle of the session: write what there is, and say nothing."""
-        self._end()
-        self._release()
-
-    def _begin(self) -> None:
-        try:
-            _require_free()
-        except EngineError as error:
-            self._failure = error
-            return
+    def _start(self) -> None:
+        _require_unused()
         plan = self._plan
-        activities = [ProfilerActivity.CPU]
-        if "cuda" in plan.activities:
-            activities.append(ProfilerActivity.CUDA)
         profiler = profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if "cuda" in plan.activities else [])],
             record_shapes=plan.record_shapes,
             with_stack=plan.with_stack or plan.with_modules,  # stacks name the modules
             profile_memory="memory" in plan.activities,
@@ -111,50 +118,35 @@ class Recording:
         try:
             profiler.start()
         except RuntimeError as error:
-            self._failure = EngineError(f"torch's profiler did not start: {error}. Nothing is recorded.")
-            return
+            raise EngineError(f"torch's profiler did not start: {error}. Nothing is recorded.") from error
         self._profiler = profiler
 
-    def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+    def _finish(self) -> None:
+        if self._closed:
             return
+        self._closed = True
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            self._export(profiler)
+        _in_use.release()
+
+    def _export(self, profiler: profile) -> None:
         try:
             profiler.stop()
             profiler.export_chrome_trace(str(self.file))
         except (OSError, RuntimeError) as error:
             self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
-        if not self.file.exists():  # torch 2.13 removes what it could not write to the end, as often as not in silence
+        if not self.file.exists():  # torch 2.13 removes a file that it could not complete, often without an error
             self._failure = EngineError(
                 f"the trace {self.file} was not written to its end, and torch removed it: is the disk full? The "
                 "session is closed."
             )
 
-    def _release(self) -> None:
-        if self._owner:
-            self._owner = False
-            _in_use.release()
 
-
-def _require_free() -> None:
-    """Raise EngineError while somebody else's profiler records in this process."""
-    if torchs._is_profiler_enabled:
+def _require_unused() -> None:
+    """Raise EngineError while another profiler records in this process: starting ours would lose its recording."""
+    if autograd_profiler._is_profiler_enabled:
         raise EngineError(
-            "the profile was not recorded: torch's profiler is one per process, and somebody else's records here. It "
-            "goes on. Stop it, then start again, or run the engine in a process of its own."
+            "the profile was not recorded: torch's profiler is one per process, and another one records here. It goes "
+            "on. Stop it, then start again, or run the engine in a process of its own."
         )
-
-
-def require_possible(plan: ProfilePlan) -> None:
-    """Raise UnsupportedError for what this engine can't record."""
-    what: str | None = None
-    if "cuda" in plan.activities and not cuda_is_available():
-        what = "activity `cuda`, and torch sees no GPU here"
-    elif "npu" in (plan.tool, *plan.activities):
-        what = "what an NPU does, and this engine runs on CPUs and GPUs"
-    elif plan.by_stage:
-        what = "a trace by stage, and this engine feeds prompts and tokens in the same forward"
-    elif plan.merge:
-        what = "a merged trace, and this engine has one rank"
-    if what is not None:
-        raise UnsupportedError(f"the plan asks for {what}. Change the plan.")

@@ -1,75 +1,57 @@
 """The generation loop of the tiny engine: one thread, on which every forward, copy and profile of the engine happens.
 
-Theory of operation. Requests queue up, get a row of the cache, and all that run take part in each forward: one that has
-just come feeds its prompt, the others their last token. Between two forwards the thread does what it was told by `do`,
-so what is told always finds whole tokens. A request is held as its tokens and the number of them that its row of the
-cache holds; to freeze it is to stop, to go on is to go on, and a cache that was lost is computed again from the tokens.
+Theory of operation. Requests queue up, each prompt gets a row of the KV cache, and every running prompt takes part in
+each forward: a new one feeds its whole prompt, the others feed their last token. The thread is an executor with one
+worker. A forward is a task that submits the next forward; a command is a task that runs between two forwards, so it
+always finds whole tokens, and nothing here needs a lock. A prompt is held as its tokens and the number of them that
+its row covers. Freezing it only stops the forwards, and a cache that was released is computed again from the tokens.
 
-Like the engines it stands for, it does not forgive: memory is not released under requests that run, weights are not
-loaded into a running or sleeping engine, nothing is released or woken twice. And like them it keeps the prefixes that
-old weights computed until it is told to flush them.
+Like the engines it stands for, it refuses what would break them: memory is not released under running requests,
+weights are not loaded into a running or sleeping engine, and nothing is released or woken twice. And like them it
+reuses prefixes that old weights computed until it is told to flush them.
 
-The gate is `open` (requests run), `draining` (those that were there run to their end) or `closed`. Whatever comes while
-it is not open is held until it opens.
+The gate is `open` (requests run), `draining` (accepted requests run to their end) or `closed`. Requests that arrive
+while it is not open are held until it opens.
 """
 
-import os
-import threading
-from collections import OrderedDict, deque
+import itertools
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import torch
-from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
 from schemas.commands import ProfilePlan
-from schemas.errors import EngineError, RolloutctlError
-from schemas.identity import Count, InFlight, Tag
-from workers.engines.tiny.model import Cache, TinyConfig, TinyModel, choose, digest, gumbel, weights
-from workers.engines.tiny.profile import FORWARD, Recording
-from workers.engines.tiny.server import Answered, Completion, Generate, Weights
+from schemas.errors import EngineError
+from schemas.events import Observation
+from schemas.identity import InFlight, Tag
+from workers.engines.tiny.model import KVCache, TinyConfig, TinyModel, choose, digest, weights
+from workers.engines.tiny.profile import FORWARD, ForwardProfile
+from workers.engines.tiny.server import Completion, Generate
 
 ROWS: Final = 64
-"""Requests that run at once."""
-PROMPTS_MAX: Final = 4096
-"""Prompts in the engine, running, waiting and held. Whoever comes later is refused."""
+"""Prompts that run at once."""
 PREFIXES_MAX: Final = 64
-"""Prompts whose keys and values are kept; the one that was not used for longest goes first."""
+"""Prompts whose keys and values are kept for the next request with the same prompt."""
 
-
-Paused = Callable[[RolloutctlError | None], None]
-"""Told once, on the engine's thread, that no request runs, or why not. Must neither block nor raise."""
-
-
-class Holding(Struct, frozen=True, kw_only=True):
-    """What the engine is, between two things that it was told. Replaced as a whole, so any thread may read it."""
-
-    version: Count
-    digest: str
-    generating: bool = False
-    asleep: frozenset[Tag] = frozenset()
-    profiling: bool = False
+T = TypeVar("T")
 
 
 @dataclass
-class Sequence:
-    """One prompt on its way. row: of the cache, while it runs.   filled: tokens of it that the row holds.
-
-    reused: tokens of the prompt that came from a kept prefix.   noise: what its choices are drawn with, [max_tokens, V]
-    """
+class _Sequence:
+    """A prompt and its completion so far. `row` is its row of the cache, which covers its first `cached` tokens."""
 
     tokens: list[int]
-    prompt: int
+    prompt_length: int
     max_tokens: int
     temperature: float
-    noise: Tensor
     row: int = -1
-    filled: int = 0
-    reused: int = 0
+    cached: int = 0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -77,382 +59,302 @@ class Sequence:
     def finished(self) -> bool:
         return len(self.logprobs) == self.max_tokens
 
+    @property
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=self.tokens[self.prompt_length :],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason="length" if self.finished else "abort",
+        )
+
 
 @dataclass(eq=False)
-class Request:
-    """Prompts that were asked for together and are answered together."""
+class _PendingRequest:
+    """Prompts that arrived together and are answered together."""
 
-    sequences: list[Sequence]
-    done: Answered
+    sequences: list[_Sequence]
+    completions: Future[list[Completion]] = field(default_factory=Future)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
 
 
 class Scheduler:
-    """The engine itself. `start` it; then `submit` requests and `do` things, from any thread; `close` it.
+    """The engine itself. It starts with its gate closed: nothing is generated before `resume`.
 
-    holding: what the engine is.   forwards: how many it has computed since launch.
-    It starts closed: nothing is generated before `resume`.
+    `run`, `generate` and `close` may be called from any thread; the commands only through `run`.
+
+    Attributes:
+        observation: What the engine is now. Replaced as a whole, so any thread may read it.
+        forwards: Forwards computed since launch.
     """
 
-    def __init__(self, config: TinyConfig, seed: int) -> None:
+    def __init__(self, config: TinyConfig, seed: int, launched: Observation) -> None:
         self.model = TinyModel(config, seed)
-        self.holding = Holding(version=0, digest=digest(weights(self.model)))
+        self.observation = replace(launched, digest=digest(weights(self.model)))
         self.forwards = 0
         self._config = config
+        self._random = torch.Generator().manual_seed(seed)
         self._gate: Literal["open", "draining", "closed"] = "closed"
-        self._drained: Paused | None = None
-        self._cache: Cache | None = Cache(config, ROWS)
-        self._free = list(range(ROWS))
-        self._prefixes: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
-        self._backup: dict[str, Tensor] | None = None
-        self._recording: Recording | None = None
-        self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
-        self._accepted: list[Request] = []
-        self._held: deque[Request] = deque()
-        # What other threads hand over, under the lock.
-        self._changed = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._owed = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="tiny-engine", daemon=True)
+        self._drained: Future[None] = Future()
+        self._asleep: frozenset[Tag] = frozenset()
+        self._cache: KVCache | None = KVCache(config, ROWS)
+        self._prefixes: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._backup: dict[str, Tensor] = {}
+        self._profile: ForwardProfile | None = None
+        self._accepted: list[_PendingRequest] = []
+        self._held: list[_PendingRequest] = []
+        self._forward_is_due = False
+        self._ended = False
+        self._thread = ThreadPoolExecutor(1, "tiny-engine", initializer=lambda: torch.set_grad_enabled(False))
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    # --- from any thread ----------------------------------------------------------------------------------------------
+
+    def run(self, command: Callable[..., T], *args: object) -> T:
+        """Call a command on the engine's thread, between two forwards, and return its result."""
+        try:
+            result = self._thread.submit(command, *args)
+        except RuntimeError as error:
+            raise EngineError("the engine is closed.") from error
+        return result.result()
+
+    def generate(self, request: Generate) -> list[Completion]:
+        """Queue a request and wait for its completions. Raises EngineError for one that can't be served."""
+        pending = _PendingRequest(self._sequences(request))
+        self.run(self._take, pending)
+        return pending.completions.result()
 
     def close(self) -> None:
-        """End what runs, and the thread. Blocks until it has ended: at most one forward, or one export of a trace."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+        """End all requests, the profile and the thread. Waits for at most one forward, or the export of a trace."""
+        self.run(self._end)
+        self._thread.shutdown()
 
-    def do(self, action: Callable[[], None]) -> None:
-        """Have the thread call `action` between two forwards. It must not raise."""
-        with self._changed:
-            if self._closed:
-                raise EngineError("the engine is closed.")
-            self._inbox.append(action)
-            self._changed.notify()
+    # --- commands, on the thread --------------------------------------------------------------------------------------
 
-    def submit(self, asked: Generate, done: Answered) -> Request:
-        """Queue a request. Raises EngineError for one that can't be served, or when too many wait."""
-        request = Request(self._sequences(asked), done)
-        with self._changed:
-            if self._owed + len(request.sequences) > PROMPTS_MAX:
-                raise EngineError(f"{self._owed} prompts wait already; at most {PROMPTS_MAX} may. Ask again later.")
-            self._owed += len(request.sequences)
-        self.do(lambda: self._take(request))
-        return request
-
-    def _sequences(self, asked: Generate) -> list[Sequence]:
-        config = self._config
-        if not asked.prompts or asked.max_tokens < 1 or not 0 <= asked.temperature < float("inf"):
-            raise EngineError("a request needs at least one prompt, max_tokens >= 1 and a finite temperature >= 0.")
-        for prompt in asked.prompts:
-            if not prompt or len(prompt) + asked.max_tokens > config.context:
-                raise EngineError(
-                    f"a prompt of {len(prompt)} tokens with max_tokens={asked.max_tokens} was refused: it "
-                    f"needs at least one, and both together have room for {config.context}."
-                )
-            if not all(0 <= token < config.vocab for token in prompt):
-                raise EngineError(f"a prompt was refused: its tokens must be 0..{config.vocab - 1}: {prompt[:8]}.")
-        sequences = []
-        seed = int.from_bytes(os.urandom(7), "big") if asked.seed is None else asked.seed
-        for index, prompt in enumerate(asked.prompts):
-            shape = (asked.max_tokens, config.vocab)
-            generator = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
-            noise = gumbel(shape, generator) if asked.temperature > 0 else torch.zeros(shape)
-            sequences.append(Sequence(list(prompt), len(prompt), asked.max_tokens, asked.temperature, noise))
-        return sequences
-
-    def held(self) -> Weights:
-        """Number and digest of the weights it holds. From any thread."""
-        holding = self.holding
-        return Weights(version=holding.version, digest=holding.digest)
-
-    # --- told, on the thread ------------------------------------------------------------------------------------------
-
-    def pause(self, mode: InFlight, done: Paused) -> None:
-        """Close the gate; call `done` when no request runs. Requests that come from now on are held."""
+    def pause(self, mode: InFlight) -> Future[None]:
+        """Close the gate; requests that arrive from now on are held. The future resolves when no request runs."""
+        if self._gate != "draining":
+            self._drained = Future()
         if mode == "wait" and self._accepted:
-            if self.holding.asleep:
-                done(EngineError(f"pause(wait) was refused: requests are frozen and {self._asleep()}."))
-                return
-            self._gate, self._drained = "draining", done
-            return
-        self._gate = "closed"
-        self.holding = replace(self.holding, generating=False)
+            if self._asleep:
+                raise EngineError(f"pause(wait) was refused: requests are frozen, and asleep: {self._sleepers()}.")
+            self._gate = "draining"
+            self._schedule()
+            return self._drained
+        self._close_gate()
         if mode == "abort":
-            self._end(list(self._accepted))
-        done(None)
+            self._answer(self._accepted)
+        return self._drained
 
     def resume(self) -> None:
-        """Open the gate: frozen requests go on, held ones begin. Raises EngineError while memory is asleep."""
-        if self.holding.asleep:
-            raise EngineError(f"resume was refused: {self._asleep()}. Wake it first.")
+        """Open the gate: frozen requests go on, held ones begin."""
+        if self._asleep:
+            raise EngineError(f"resume was refused: asleep: {self._sleepers()}. Wake it first.")
         self._gate = "open"
-        self.holding = replace(self.holding, generating=True)
-        while self._held:
-            self._accept(self._held.popleft())
+        self.observation = replace(self.observation, generating=True)
+        self._accepted += self._held
+        self._held = []
+        self._schedule()
 
     def abort(self) -> None:
-        """End every request, running, waiting or held, with what it has."""
-        self._end([*self._accepted, *self._held])
-
-    def cancel(self, request: Request) -> None:
-        """End one request, if it has not ended."""
-        if request in self._accepted or request in self._held:
-            self._end([request])
+        """Answer every request, running or held, with the tokens that it has."""
+        self._answer([*self._accepted, *self._held])
 
     def flush(self) -> None:
-        """Drop every kept prefix. Raises EngineError while a request runs or is frozen: its cache can't be dropped."""
+        """Drop every kept prefix. Refused while a request runs or is frozen: it needs its part of the cache."""
         if self._accepted:
+            state = "frozen" if self._gate == "closed" else "running"
             raise EngineError(
-                f"flush was refused: {len(self._accepted)} requests are {self._doing()}. The cache is as it was: abort "
-                "them, or let them finish."
+                f"flush was refused: {len(self._accepted)} requests are {state}. The cache is as it was: abort them, "
+                "or let them finish."
             )
         self._prefixes.clear()
 
     def sleep(self, tags: frozenset[Tag]) -> None:
-        """Release memory. The weights leave a copy behind, as at vLLM's level 1; the cache leaves nothing.
-
-        Frozen requests lose their row and compute it again when they go on. Raises EngineError while requests may run,
-        and for a tag that is asleep.
-        """
+        """Release memory. A copy of the weights is kept, as at vLLM's level 1; of the cache nothing is kept."""
         if self._gate != "closed":
             raise EngineError("sleep was refused: requests may run. Pause first; nothing was released.")
-        if again := tags & self.holding.asleep:
+        if again := tags & self._asleep:
             raise EngineError(f"sleep was refused: {', '.join(sorted(again))} is asleep already. Nothing was released.")
         if "weights" in tags:
             self._backup = {name: tensor.clone() for name, tensor in weights(self.model).items()}
             for parameter in self.model.parameters():
                 parameter.data = torch.empty(0)
         if "kv_cache" in tags:
-            self._prefixes.clear()
             self._cache = None
-            for sequence in self._running:
-                sequence.filled = 0
-        self.holding = replace(self.holding, asleep=self.holding.asleep | tags)
+            self._prefixes.clear()
+            for request in self._accepted:
+                for sequence in request.sequences:
+                    sequence.cached = 0
+        self._set_asleep(self._asleep | tags)
 
     def wake(self, tags: frozenset[Tag]) -> None:
-        """Take memory back: the weights as they were, the cache empty. Raises EngineError for a tag that is awake."""
-        if awake := tags - self.holding.asleep:
+        """Take memory back: the weights as they were, the cache empty."""
+        if awake := tags - self._asleep:
             raise EngineError(f"wake was refused: {', '.join(sorted(awake))} is awake. Nothing was changed.")
-        if "weights" in tags and self._backup is not None:
+        if "weights" in tags:
             for name, parameter in self.model.named_parameters():
-                parameter.data = self._backup[name]
-            self._backup = None
+                parameter.data = self._backup.pop(name)
         if "kv_cache" in tags:
-            self._cache = Cache(self._config, ROWS)
-        self.holding = replace(self.holding, asleep=self.holding.asleep - tags)
-
-    def require_loadable(self) -> None:
-        """Raise EngineError unless weights could be loaded now."""
-        if self._gate != "closed":
-            raise EngineError("load was refused: requests may run. Pause first; the weights are as they were.")
-        if "weights" in self.holding.asleep:
-            raise EngineError("load was refused: the weights are asleep. Wake them first.")
+            self._cache = KVCache(self._config, ROWS)
+        self._set_asleep(self._asleep - tags)
 
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        """Copy tensors of the model's own layout over its weights; return the digest of what it holds then.
+        """Copy tensors of the model's own layout over its weights. Kept prefixes stay until `flush`.
 
-        Keeps every prefix, though other weights computed it: `flush`. Raises EngineError as `require_loadable` does.
+        Returns:
+            The content digest of the weights that it holds now.
         """
-        self.require_loadable()
-        with torch.no_grad():
-            for name, tensor in weights(self.model).items():
-                tensor.copy_(tensors[name])
-        self.holding = replace(self.holding, version=version, digest=digest(weights(self.model)))
-        return self.holding.digest
+        if self._gate != "closed":
+            raise EngineError("load was refused: requests may run. Pause first; the weights are as they were.")
+        if "weights" in self._asleep:
+            raise EngineError("load was refused: the weights are asleep. Wake them first.")
+        for name, tensor in weights(self.model).items():
+            tensor.copy_(tensors[name])
+        held = digest(weights(self.model))
+        self.observation = replace(self.observation, version=version, digest=held)
+        return held
 
     def start_profile(self, plan: ProfilePlan, file: Path) -> None:
-        """Record forwards into `file`. Raises EngineError when a session is open, or torch can't."""
-        if self._recording is not None:
+        """Record forwards into `file`. Refused while a session is open, or when torch can't record."""
+        if self._profile is not None:
             raise EngineError(
-                f"a second profile was refused: the session that writes {self._recording.file} is open and goes on."
+                f"a second profile was refused: the session that writes {self._profile.file} is open and goes on."
             )
-        self._recording = Recording(plan, file)
-        self.holding = replace(self.holding, profiling=True)
+        self._profile = ForwardProfile(plan, file)
+        self.observation = replace(self.observation, profiling=True)
 
     def stop_profile(self) -> bool:
-        """Close the session; return whether its window had closed it. Raises EngineError when none is open."""
-        recording, self._recording = self._recording, None
-        self.holding = replace(self.holding, profiling=False)
-        if recording is None:
+        """Close the session. Returns whether its window had ended it before."""
+        profile, self._profile = self._profile, None
+        self.observation = replace(self.observation, profiling=False)
+        if profile is None:
             raise EngineError("there is no profile to stop: none was started, or it was stopped before.")
-        return recording.stop()
+        return profile.stop()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        with torch.no_grad():
-            while self._turn():
-                pass
-            self._leave()
+    def _schedule(self) -> None:
+        if self._accepted and self._gate != "closed" and not self._forward_is_due:
+            self._forward_is_due = True
+            self._thread.submit(self._advance)
 
-    def _turn(self) -> bool:
-        """Do what was told, then one forward if there is something to compute. False when the engine is to end."""
-        with self._changed:
-            while not (self._inbox or self._closed or self._busy):
-                self._changed.wait()
-            told, self._inbox = self._inbox, deque()
-            closed = self._closed
-        for action in told:
-            action()
-        if closed:
-            return False
-        if self._busy:
-            try:
-                self._forward()
-            except Exception as error:  # torch's own, of which there are many: it must not take the thread with it
-                self._fail(EngineError(f"a forward failed: {type(error).__name__}: {error}."))
-        if self._gate == "draining" and not self._accepted:
-            self._gate = "closed"
-            self.holding = replace(self.holding, generating=False)
-            self._tell_drained(None)
-        return True
-
-    @property
-    def _busy(self) -> bool:
-        return self._gate != "closed" and bool(self._accepted)
+    def _advance(self) -> None:
+        """Compute one token for every prompt that has a row, and answer the requests that are finished by it."""
+        self._forward_is_due = False
+        if self._gate == "closed" or not self._accepted:
+            return
+        try:
+            self._forward()
+        except Exception as error:  # torch raises many kinds, and none may end the loop
+            self._answer(self._accepted, EngineError(f"a forward failed: {type(error).__name__}: {error}."))
+        self._answer([request for request in self._accepted if request.finished])
+        self._schedule()
 
     def _forward(self) -> None:
-        """One token for every request that has a row."""
         cache = self._cache
         assert cache is not None, "the gate opens only when all memory is awake"
-        while self._waiting and self._free:
-            self._admit(self._waiting.popleft(), cache)
-        running, recording = self._running, self._recording
-        fed = [sequence.tokens[sequence.filled :] for sequence in running]
-        if recording is not None:
-            recording.before()
-        with torch.profiler.record_function(FORWARD):
-            logits = self.model.step(fed, [one.filled for one in running], [one.row for one in running], cache)
-        if recording is not None:
-            recording.after()
+        running = self._running(cache)
+        recorded = self._profile.forward() if self._profile is not None else nullcontext()
+        with recorded, torch.profiler.record_function(FORWARD):
+            logits = self.model.step(
+                [sequence.tokens[sequence.cached :] for sequence in running],
+                [sequence.cached for sequence in running],
+                [sequence.row for sequence in running],
+                cache,
+            )
         self.forwards += 1
-        noise = torch.stack([sequence.noise[len(sequence.logprobs)] for sequence in running])
-        tokens, logprobs = choose(logits, torch.tensor([sequence.temperature for sequence in running]), noise)
+        temperatures = torch.tensor([sequence.temperature for sequence in running])
+        tokens, logprobs = choose(logits, temperatures, self._random)
         for sequence, token, logprob in zip(running, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.filled = len(sequence.tokens)
+            sequence.cached = len(sequence.tokens)
             if not sequence.logprobs:
                 self._keep_prefix(sequence, cache)
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            sequence.versions.append(self.holding.version)
-        if any(sequence.finished for sequence in running):
-            self._retire()
+            sequence.versions.append(self.observation.version or 0)
 
-    def _retire(self) -> None:
-        """Free the rows of what is finished, and answer the requests that are."""
-        for sequence in self._running:
-            if sequence.finished:
-                self._free.append(sequence.row)
-        self._running = [sequence for sequence in self._running if not sequence.finished]
-        whole = [request for request in self._accepted if all(one.finished for one in request.sequences)]
-        for request in whole:
-            self._accepted.remove(request)
-            self._answer(request, [self._completion(sequence) for sequence in request.sequences])
+    def _running(self, cache: KVCache) -> list[_Sequence]:
+        """Return the first unfinished prompts, as many as there are rows. New ones get a row, and a kept prefix."""
+        sequences = itertools.chain.from_iterable(request.sequences for request in self._accepted)
+        running = list(itertools.islice((sequence for sequence in sequences if not sequence.finished), ROWS))
+        free = iter(set(range(ROWS)) - {sequence.row for sequence in running})
+        for sequence in running:
+            if sequence.row < 0:
+                sequence.row = next(free)
+                self._reuse_prefix(sequence, cache)
+        return running
 
-    def _admit(self, sequence: Sequence, cache: Cache) -> None:
-        """Give a request its row, with as much of its prompt as a kept prefix has."""
-        sequence.row = row = self._free.pop()
-        best: tuple[int, ...] = ()
-        for prefix in self._prefixes:
-            # The last token is fed in any case: its logits are what the first choice is made from.
-            if _common(prefix, sequence.tokens[:-1]) > _common(best, sequence.tokens[:-1]):
-                best = prefix
-        if length := _common(best, sequence.tokens[:-1]):
-            keys, values = self._prefixes[best]
-            cache.keys[:, row, :, :length] = keys[:, :, :length]
-            cache.values[:, row, :, :length] = values[:, :, :length]
-            sequence.filled = sequence.reused = length
-            self._prefixes.move_to_end(best)
-        self._running.append(sequence)
+    def _reuse_prefix(self, sequence: _Sequence, cache: KVCache) -> None:
+        if (kept := self._prefixes.get(tuple(sequence.tokens))) is not None:
+            # The last token is fed in any case: its logits choose the first token of the completion.
+            sequence.cached = len(sequence.tokens) - 1
+            cache.keys[:, sequence.row, :, : len(sequence.tokens)] = kept[0]
+            cache.values[:, sequence.row, :, : len(sequence.tokens)] = kept[1]
 
-    def _keep_prefix(self, sequence: Sequence, cache: Cache) -> None:
-        """Keep what a prompt's forward computed, unless what is kept covers it."""
-        prompt = tuple(sequence.tokens[: sequence.prompt])
-        if sequence.reused >= len(prompt) - 1 or prompt in self._prefixes:
+    def _keep_prefix(self, sequence: _Sequence, cache: KVCache) -> None:
+        """Keep what a prompt's forward has computed; the oldest kept prefix makes room."""
+        prompt = tuple(sequence.tokens)
+        if len(prompt) == 1 or prompt in self._prefixes:
             return
-        keys, values = cache.keys[:, sequence.row, :, : len(prompt)], cache.values[:, sequence.row, :, : len(prompt)]
-        self._prefixes[prompt] = keys.clone(), values.clone()
-        if len(self._prefixes) > PREFIXES_MAX:
-            self._prefixes.popitem(last=False)
+        if len(self._prefixes) == PREFIXES_MAX:
+            del self._prefixes[next(iter(self._prefixes))]
+        row, length = sequence.row, len(prompt)
+        self._prefixes[prompt] = cache.keys[:, row, :, :length].clone(), cache.values[:, row, :, :length].clone()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _take(self, request: Request) -> None:
-        if self._gate == "open":
-            self._accept(request)
-        else:
-            self._held.append(request)
+    def _sequences(self, request: Generate) -> list[_Sequence]:
+        config = self._config
+        if not request.prompts:
+            raise EngineError("a request needs at least one prompt.")
+        for prompt in request.prompts:
+            if not prompt or len(prompt) + request.max_tokens > config.context:
+                raise EngineError(
+                    f"a prompt of {len(prompt)} tokens with max_tokens={request.max_tokens} was refused: it needs at "
+                    f"least one, and both together have room for {config.context}."
+                )
+            if max(prompt) >= config.vocab:
+                raise EngineError(f"a prompt was refused: its tokens must be 0..{config.vocab - 1}: {prompt[:8]}.")
+        return [
+            _Sequence(list(prompt), len(prompt), request.max_tokens, request.temperature) for prompt in request.prompts
+        ]
 
-    def _accept(self, request: Request) -> None:
-        self._accepted.append(request)
-        self._waiting.extend(request.sequences)
+    def _take(self, request: _PendingRequest) -> None:
+        if self._ended:
+            raise EngineError("the engine is closed.")
+        (self._accepted if self._gate == "open" else self._held).append(request)
+        self._schedule()
 
-    def _end(self, requests: list[Request]) -> None:
-        """Answer requests with what they have."""
-        self._forget(requests)
-        for request in requests:
-            self._answer(request, [self._completion(sequence) for sequence in request.sequences])
-
-    def _fail(self, error: RolloutctlError) -> None:
-        requests = list(self._accepted)
-        self._forget(requests)
-        for request in requests:
-            self._answer(request, error)
-
-    def _forget(self, requests: list[Request]) -> None:
-        gone = {id(sequence) for request in requests for sequence in request.sequences}
-        self._free.extend(sequence.row for sequence in self._running if id(sequence) in gone)
-        self._running = [sequence for sequence in self._running if id(sequence) not in gone]
-        self._waiting = deque(sequence for sequence in self._waiting if id(sequence) not in gone)
+    def _answer(self, requests: list[_PendingRequest], failure: EngineError | None = None) -> None:
+        """Answer requests with what they have, or with the failure, and forget them."""
         self._accepted = [request for request in self._accepted if request not in requests]
-        self._held = deque(request for request in self._held if request not in requests)
+        self._held = [request for request in self._held if request not in requests]
+        for request in requests:
+            if failure is None:
+                request.completions.set_result([sequence.completion for sequence in request.sequences])
+            else:
+                request.completions.set_exception(failure)
+        if self._gate == "draining" and not self._accepted:
+            self._close_gate()
 
-    def _answer(self, request: Request, result: list[Completion] | RolloutctlError) -> None:
-        with self._changed:
-            self._owed -= len(request.sequences)
-        request.done(result)
+    def _close_gate(self) -> None:
+        self._gate = "closed"
+        self.observation = replace(self.observation, generating=False)
+        self._drained.set_result(None)
 
-    def _completion(self, sequence: Sequence) -> Completion:
-        return Completion(
-            tokens=sequence.tokens[sequence.prompt :],
-            logprobs=sequence.logprobs,
-            finish_reason="length" if sequence.finished else "abort",
-            version=self.holding.version,
-            versions=sequence.versions,
-            reused=sequence.reused,
-        )
-
-    def _tell_drained(self, error: RolloutctlError | None) -> None:
-        drained, self._drained = self._drained, None
-        if drained is not None:
-            drained(error)
-
-    def _leave(self) -> None:
-        """The end: nobody is left waiting."""
+    def _end(self) -> None:
+        self._ended = True
         self.abort()
-        self._tell_drained(EngineError("the engine was closed while it drained."))
-        if self._recording is not None:
-            self._recording.discard()
+        if self._profile is not None:
+            with suppress(EngineError):  # nobody is left who could be told
+                self._profile.stop()
 
-    def _asleep(self) -> str:
-        return f"{' and '.join(sorted(self.holding.asleep))} asleep"
+    def _set_asleep(self, tags: frozenset[Tag]) -> None:
+        self._asleep = tags
+        self.observation = replace(self.observation, asleep=tags)
 
-    def _doing(self) -> str:
-        return "frozen" if self._gate == "closed" else "running"
-
-
-def _common(one: tuple[int, ...], other: list[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    length = 0
-    for first, second in zip(one, other, strict=False):
-        if first != second:
-            break
-        length += 1
-    return length
+    def _sleepers(self) -> str:
+        return ", ".join(sorted(self._asleep))
