@@ -1,27 +1,38 @@
 """The trainer of the demo: a small causal language model that learns by policy gradient to count upwards.
 
 The task: after token t comes t + 1 (modulo the vocabulary). A completion's reward is the share of its tokens that do,
-so it starts near 1 / vocabulary and rises to 1. REINFORCE (Williams, 1992) with the batch's mean reward at each
+so it starts near 1 / vocabulary and rises to 1. REINFORCE (Williams, 1992), with the batch's mean reward at each
 position as the baseline; each token is credited with its own reward. The tokens come from the rollout engines, never
 from this model, so the reward rises only if the engines really get the new weights.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from controlplane.plane import ControlPlane
+from schemas.errors import EngineError
+from schemas.reports import SyncReport
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, log_probs, save, weights
+from workers.engines.tiny.server import TinyClient
+from workers.profilers import TrainingRank
 
 PROMPTS = 128
 """Prompts in a step, shared out among the replicas."""
 TOKENS = 12
 """Tokens of a completion."""
 LEARNING_RATE = 1e-2
+START_TIMEOUT_S = 120.0
+"""Limit for the slowest start of an agent."""
 
 
 class PolicyTrainer:
-    """Holds the policy that is trained. seed: of its first weights and of the prompts."""
+    """The policy that is trained. The seed is that of its first weights and of the prompts."""
 
     def __init__(self, config: TinyConfig, seed: int) -> None:
         self._config = config
@@ -30,25 +41,27 @@ class PolicyTrainer:
         self._random = torch.Generator().manual_seed(seed)
 
     def prompts(self) -> list[list[int]]:
-        """One random token each: where to count from."""
+        """Draw the prompts of a step: one random token each, the number to count from."""
         starts = torch.randint(self._config.vocab, (PROMPTS,), generator=self._random)
         return [[int(start)] for start in starts]
 
     def learn(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> float:
-        """One update from what the engines sampled; returns the mean reward, between 0 and 1.
+        """Make one update from what the engines sampled.
 
         Completions that were cut short (their engine died, or was paused) take no part.
+
+        Returns:
+            The mean reward, between 0 and 1.
         """
-        whole = [
+        complete = [
             [*prompt, *tokens] for prompt, tokens in zip(prompts, completions, strict=True) if len(tokens) == TOKENS
         ]
-        if not whole:
+        if not complete:
             return 0.0
-        sequences = torch.tensor(whole)
+        sequences = torch.tensor(complete)
         rewards = (sequences[:, 1:] == (sequences[:, :-1] + 1) % self._config.vocab).float()
-        logs = log_probs(self._model, sequences)
         advantages = rewards - rewards.mean(dim=0, keepdim=True)
-        loss = -(advantages * logs).sum(dim=1).mean()
+        loss = -(advantages * log_probs(self._model, sequences)).sum(dim=1).mean()
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
@@ -57,9 +70,130 @@ class PolicyTrainer:
 
     @property
     def digest(self) -> str:
-        """Of the weights as they are now, to be compared with what the engines say that they hold."""
+        """Digest of the current weights, to compare with those that the engines report."""
         return digest(weights(self._model))
 
     def save(self, directory: Path) -> None:
         """Write the weights as safetensors, whole or not at all."""
         save(self._model, directory)
+
+
+class Training:
+    """The training loop of the demo, as anyone would write it around a control plane.
+
+    Args:
+        plane: Entered.
+        rank: The trainer as a training rank, entered.
+        engines: Address of each replica's engine.
+        agents: Number of agents of the run, the trainer's own included.
+        checkpoints: Root of the checkpoints.
+        seed: Of the trainer.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        rank: TrainingRank,
+        engines: Sequence[str],
+        *,
+        agents: int,
+        checkpoints: Path,
+        seed: int,
+    ) -> None:
+        self._plane, self._rank, self._agents, self._checkpoints = plane, rank, agents, checkpoints
+        self._engines = [TinyClient(address) for address in engines]
+        self._trainer = PolicyTrainer(TinyConfig(), seed)
+        self._version = 0
+
+    def wait_for_agents(self) -> None:
+        """Wait until all agents are ready."""
+        self._plane.wait_for_agents(self._agents, timeout=START_TIMEOUT_S).wait()
+
+    def run(self, steps: int, console: Console, kill: Callable[[], None] | None) -> list[float]:
+        """Train, sync the weights after each step, and prove by digest that every engine has them.
+
+        Args:
+            steps: Number of training steps.
+            console: Shows the progress.
+            kill: Kills agent 1.0 and starts it again; called in the middle of the run.
+
+        Returns:
+            The mean reward of each step.
+        """
+        rewards: list[float] = []
+        with _progress(console) as progress:
+            bar = progress.add_task("steps", total=steps, reward=0.0, version=0, note="")
+            self._sync().raise_for_failures()
+            self._prove()
+            for step in range(steps):
+                rewards.append(self._step(step))
+                progress.update(bar, reward=rewards[-1], version=self._version + 1, note="")
+                if kill is not None and step == steps // 2:
+                    progress.update(bar, note="agent 1.0 killed")
+                    kill()
+                    progress.console.print(f"agent 1.0 was killed: {_describe(self._sync())}", highlight=False)
+                    self.wait_for_agents()
+                    progress.console.print("agent 1.0 is back, ready again with the newest weights", highlight=False)
+                else:
+                    self._sync().raise_for_failures()
+                self._prove()
+                progress.advance(bar)
+        console.print(f"after each of {steps + 1} syncs, both engines held the trainer's weights, byte for byte")
+        return rewards
+
+    def _step(self, step: int) -> float:
+        with self._plane.step(step), self._rank.annotate("step"):
+            prompts = self._trainer.prompts()
+            with self._rank.annotate("rollouts"):
+                completions = self._rollouts(prompts)
+            with self._rank.annotate("learn"):
+                return self._trainer.learn(prompts, completions)
+
+    def _rollouts(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Sample a completion for each prompt, an equal share on each engine, and check which weights they used."""
+        share = len(prompts) // len(self._engines)
+        shares = [prompts[start : start + share] for start in range(0, len(prompts), share)]
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            answers = pool.map(lambda engine, part: engine.generate(part, TOKENS), self._engines, shares)
+            completions = list(itertools.chain.from_iterable(answers))
+        if used := {version for completion in completions for version in completion.versions} - {self._version}:
+            raise EngineError(f"the rollouts of weights version {self._version} came from versions {sorted(used)}")
+        return [completion.tokens for completion in completions]
+
+    def _sync(self) -> SyncReport:
+        self._version += 1
+        name = f"version_{self._version}"
+        self._trainer.save(self._checkpoints / name)
+        # A quorum of 1: when one of two replicas is lost, the fleet goes on with the other.
+        return self._plane.sync_weights(self._version, name, content=True, quorum=1, timeout=60).wait()
+
+    def _prove(self) -> None:
+        """Raise EngineError unless every engine holds the trainer's weights, by the digest of all their bytes."""
+        for engine in self._engines:
+            held = engine.weights()
+            if (held.version, held.digest) != (self._version, self._trainer.digest):
+                raise EngineError(
+                    f"the engine at {engine.address} holds version {held.version} ({held.digest[:16]}), the trainer's "
+                    f"is version {self._version} ({self._trainer.digest[:16]})"
+                )
+
+
+def _progress(console: Console) -> Progress:
+    """A bar over the training steps, with the reward beside it."""
+    return Progress(
+        TextColumn("[bold]training[/bold]"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TextColumn("reward {task.fields[reward]:.2f}"),
+        TextColumn("weights v{task.fields[version]}"),
+        TextColumn("[yellow]{task.fields[note]}[/yellow]"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _describe(report: SyncReport) -> str:
+    """How a sync ended, in one line."""
+    out = f"; out of service: {', '.join(map(str, report.quarantined))}" if report.quarantined else ""
+    loaded = ", ".join(map(str, report.loaded)) or "none"
+    return f"the sync to version {report.version} {report.status} on replica {loaded}{out}"
