@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -15,9 +15,11 @@ import pytest
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
+from schemas.errors import EngineError
 from tests.running import python, rolloutctl
+from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
-from workers.engines.tiny.server import TinyClient
+from workers.engines.tiny.server import Completion, TinyClient
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
 
@@ -97,7 +99,15 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane
         assert report.missing == ("0.0",)
         node.start()
         # Asked before it knows what is desired; answered by the weights that are.
-        after = client.generate([[3]], 8, temperature=0)[0]
+        completions: list[Completion] = []
+
+        def generated() -> bool:
+            with suppress(EngineError):  # nobody listens yet
+                completions.extend(client.generate([[3]], 8, temperature=0))
+            return bool(completions)
+
+        wait_until(generated)
+        (after,) = completions
         assert (after.tokens, after.versions) == (before, [1] * 8)
         assert client.weights().digest == digest(weights(model))
 

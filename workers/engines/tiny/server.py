@@ -9,7 +9,6 @@ Needs no torch, so a client can run where torch is not installed.
 
 import socket
 import socketserver
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +25,6 @@ SCHEME: Final = "ipc://"
 LINE_BYTES_MAX: Final = 1 << 20
 POLL_S: Final = 0.1
 """Between two looks of the server's thread at whether it should end."""
-RETRY_S: Final = 0.05
-"""Between two attempts of a client to connect."""
 
 T = TypeVar("T")
 
@@ -148,7 +145,7 @@ class TinyClient:
     """Sends requests to a tiny engine from blocking code. Any thread may use it; each call opens a connection.
 
     Args:
-        address: `ipc://PATH` that the engine listens at. It need not listen yet.
+        address: `ipc://PATH` that the engine listens at.
         timeout_s: Limit of each call.
     """
 
@@ -171,8 +168,9 @@ class TinyClient:
 
     def _ask(self, request: Request, kind: type[T]) -> T:
         try:
-            with self._connect() as connection:
+            with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(self._timeout_s)
+                connection.connect(str(_path(self.address)))
                 connection.sendall(msgspec.json.encode(request) + b"\n")
                 with connection.makefile("rb") as lines:
                     line = lines.readline()
@@ -187,20 +185,6 @@ class TinyClient:
         if isinstance(answer, kind):
             return answer
         raise EngineError(f"the engine at {self.address} refused: {getattr(answer, 'message', answer)}")
-
-    def _connect(self) -> socket.socket:
-        """Connect, waiting for an engine that is still starting."""
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            connection = socket.socket(socket.AF_UNIX)
-            try:
-                connection.connect(str(_path(self.address)))
-                return connection
-            except (FileNotFoundError, ConnectionRefusedError):
-                connection.close()
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(RETRY_S)
 
 
 def _path(address: str) -> Path:
