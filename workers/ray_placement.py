@@ -1,11 +1,10 @@
-"""Agents as Ray actors, one beside each node of each replica, for a job that has outgrown one machine.
+"""Agents as Ray actors, one on each node of each replica, for a job that has outgrown one machine.
 
-Ray starts them where they belong, starts them again when their process dies, and ends them with the job. That is all
-that it does here: commands and answers go over the bus, and each agent keeps a journal on its node's disk, from which a
-new process goes on. What is handed to an actor (where the bus is, its place, how its engine is made) is pickled by Ray,
-on Ray's own wire.
+Ray starts them on their nodes, restarts them when their process dies, and ends them with the job. It does nothing else:
+commands and answers use the bus, and each agent keeps a journal on its node's disk, from which a new process continues.
+Ray pickles, on its own wire, what an actor is given: the bus's address, its place, how to make its engine.
 
-An actor is bound to its node, so one whose node is gone does not come back: its replica has lost that node too.
+An actor is bound to its node, so it does not come back if the node is gone: its replica has lost that node too.
 """
 
 import asyncio
@@ -31,15 +30,17 @@ if TYPE_CHECKING:
 EngineFactory = Callable[[Identity], Engine]
 """Makes the engine of one node, in the process of that node's agent."""
 
-FOR_EVER: Final = -1
-"""Ray's word for restarts and retries without end."""
+UNLIMITED: Final = -1
+"""Ray's value for unlimited restarts and retries."""
 
 
 class ReplicaNodes(NamedTuple):
-    """Where one replica runs.
+    """The nodes of one replica.
 
-    nodes: Ray's ids of its nodes, in order of their rank.   gpus_per_node: of this replica.   mode: how it shares them
-    with the trainer.
+    Attributes:
+        nodes: Ray's ids of the nodes, in order of their rank.
+        gpus_per_node: GPUs of this replica on each node.
+        mode: How the replica shares them with the trainer.
     """
 
     nodes: Sequence[str]
@@ -48,7 +49,7 @@ class ReplicaNodes(NamedTuple):
 
 
 class AgentActor:
-    """One agent, as an actor. `run` is asked for once, and by Ray again in each new process."""
+    """One agent, as an actor. `run` is called once, and by Ray again in each new process."""
 
     def __init__(
         self,
@@ -61,43 +62,45 @@ class AgentActor:
     ) -> None:
         self._bus, self._identity, self._engine = bus, identity, engine
         self._state_dir, self._traces, self._config = state_dir, traces, config
-        self._alone, self._opened = asyncio.Lock(), asyncio.Event()
+        self._running, self._opened = asyncio.Lock(), asyncio.Event()
         self._scope: CancelScope | None = None
         self._stopped = False
         self._agent: Agent
 
     def __repr__(self) -> str:
-        """The name under which Ray shows what this actor prints."""
+        """Return the name that Ray shows beside this actor's output."""
         return f"agent {self._identity.agent}"
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises what entering an `Agent` and running it raises.
+        """Serve until `stop`. Raises what entering and running an `Agent` raises.
 
-        Ray may ask twice, if it lost sight of this process for a while: the second waits for the first.
+        Ray may call this twice if it lost contact with this process for a while: the second call waits for the first.
         """
-        async with self._alone:
+        async with self._running:
             with CancelScope() as self._scope:
                 if not self._stopped:
                     await self._serve()
 
     async def _serve(self) -> None:
-        place, state_dir = self._identity, self._state_dir
-        state_dir.mkdir(parents=True, exist_ok=True)
-        engine = self._engine(place)
-        traces, config = self._traces, self._config
+        self._state_dir.mkdir(parents=True, exist_ok=True)
         async with Agent(
-            bus=self._bus, identity=place, engine=engine, state_dir=state_dir, traces=traces, config=config
+            bus=self._bus,
+            identity=self._identity,
+            engine=self._engine(self._identity),
+            state_dir=self._state_dir,
+            traces=self._traces,
+            config=self._config,
         ) as self._agent:
             self._opened.set()
             await self._agent.run()
 
     async def wait_ready(self) -> None:
-        """Return when this node is as desired."""
+        """Return once this node is in sync."""
         await self._opened.wait()
         await self._agent.wait_ready()
 
     async def stop(self) -> None:
-        """End in good order: the engine call under way is awaited, and the bus told."""
+        """Stop cleanly: the engine call in progress is awaited, and the bus is informed."""
         self._stopped = True
         if self._scope is not None:
             self._scope.cancel()
@@ -106,7 +109,8 @@ class AgentActor:
 class Placement:
     """The agents that `place_agents` started. They end with it, or with the job.
 
-    actors: handle of each, by the agent's name, e.g. `0.1`.
+    Attributes:
+        actors: Handle of each by the agent's name, e.g. `0.1`.
     """
 
     def __init__(self, actors: "dict[str, ActorHandle]") -> None:
@@ -122,10 +126,14 @@ class Placement:
         self.stop()
 
     def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return when every node is as desired: each has joined, and the engines may serve.
+        """Return once every node is in sync: each has joined, and the engines may serve.
 
-        Raises AgentsMissing when that is not so after `timeout` seconds, and AgentError when an agent ended and will
-        not be started again.
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            AgentsMissing: Some agents were not ready in time.
+            AgentError: An agent ended and will not be restarted.
         """
         import ray
 
@@ -137,16 +145,16 @@ class Placement:
             if not done:
                 raise AgentsMissing(
                     f"{len(waiting)} of {len(self.actors)} agents were not ready after {timeout:g} s: "
-                    f"{', '.join(sorted(waiting.values()))}. Look at what they log, and at the bus's status."
+                    f"{', '.join(sorted(waiting.values()))}. Read their logs and the bus's status."
                 )
             (ref,) = done
-            self._tell(ref, self._runs.get(ref) or waiting[ref])
+            self._raise_if_ended(ref, self._runs.get(ref) or waiting[ref])
             if ref in self._runs:
                 raise AgentError(f"agent {self._runs[ref]} was stopped.")
             del waiting[ref]
 
     def stop(self, timeout: float = 60.0) -> None:
-        """End all agents in good order; after `timeout` seconds also who still waits for an engine. Idempotent."""
+        """Stop all agents cleanly; kill those that still wait for an engine after `timeout` seconds. Idempotent."""
         import ray
 
         for actor in self.actors.values():
@@ -155,18 +163,18 @@ class Placement:
         for actor in self.actors.values():
             ray.kill(actor)
 
-    def _tell(self, ref: "ObjectRef", name: str) -> None:
-        """Raise AgentError if what was asked of an agent ended in an error."""
+    def _raise_if_ended(self, ref: "ObjectRef", name: str) -> None:
+        """Raise AgentError if a call of the agent ended in an error."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         try:
             ray.get(ref)
         except RayTaskError as error:
-            raise AgentError(f"agent {name} ended, and is not started again: {error.cause}") from error
+            raise AgentError(f"agent {name} ended, and will not be restarted: {error.cause}") from error
         except RayError as error:
-            said = " ".join(str(error).split())
-            raise AgentError(f"agent {name} can't be kept running: {said}") from error
+            message = " ".join(str(error).split())
+            raise AgentError(f"agent {name} can't be kept running: {message}") from error
 
 
 def place_agents(
@@ -179,40 +187,48 @@ def place_agents(
     finish_hook: str = "",
     config: AgentConfig | None = None,
 ) -> Placement:
-    """Start one agent on each node of each replica; the place in `replicas` is the replica's index.
+    """Start one agent on each node of each replica. Returns at once; `wait_ready` waits.
 
-    bus: its address, as the nodes reach it.   state_dir: where journals lie, on a disk of each node.   traces: the root
-    that the engines write profiles below.   finish_hook: command to run after the last profiled step.
+    Call it in a process that has joined the cluster (`ray.init`).
 
-    Returns at once; `wait_ready` waits. Must be called in a process that has joined the cluster (`ray.init`). Raises
-    ConfigError, with nothing started.
+    Args:
+        bus: Its address, as the nodes reach it.
+        replicas: The position in this sequence is the replica's index.
+        engine: Makes the engine of one node.
+        state_dir: Directory of the journals, on a disk of each node.
+        traces: Root of the session directories; None to collect no traces.
+        finish_hook: Command to run after the last profiled step.
+        config: Settings of every agent.
+
+    Raises:
+        ConfigError: They can't be placed. Nothing was started.
     """
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ConfigError("agents on Ray need ray, and it is not installed: pip install 'rolloutctl[ray]'") from error
+        raise ConfigError("agents on Ray need ray, and it is missing: pip install 'rolloutctl[ray]'") from error
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():
-        raise ConfigError("agents were to be placed, and this process is in no Ray cluster: call ray.init first.")
+        raise ConfigError("agents can't be placed: this process is in no Ray cluster. Call ray.init first.")
     places = _places(replicas, frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"]))
     actors = {}
     for identity, node in places:
         options = ray.remote(AgentActor).options(
             num_cpus=0,
-            max_restarts=FOR_EVER,
-            max_task_retries=FOR_EVER,
+            max_restarts=UNLIMITED,
+            max_task_retries=UNLIMITED,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        left = NodeTraces(traces, identity, finish_hook) if traces is not None else None
-        actors[identity.agent] = options.remote(bus, identity, engine, state_dir, left, config or AgentConfig())
+        node_traces = NodeTraces(traces, identity, finish_hook) if traces is not None else None
+        actors[identity.agent] = options.remote(bus, identity, engine, state_dir, node_traces, config or AgentConfig())
     return Placement(actors)
 
 
 def _places(replicas: Sequence[ReplicaNodes], alive: frozenset[str]) -> list[tuple[Identity, str]]:
     """The identity of each agent, and its node. Raises ConfigError."""
     if not replicas:
-        raise ConfigError("agents were to be placed for no replica at all: name at least one.")
+        raise ConfigError("there are no replicas to place agents for: name at least one.")
     places = []
     for index, replica in enumerate(replicas):
         if not replica.nodes:
@@ -220,8 +236,8 @@ def _places(replicas: Sequence[ReplicaNodes], alive: frozenset[str]) -> list[tup
         for rank, node in enumerate(replica.nodes):
             if node not in alive:
                 raise ConfigError(
-                    f"replica {index} is to have node {node!r}, which is none of this cluster's: "
-                    f"{', '.join(sorted(alive))}. `ray.nodes()` tells them as NodeID."
+                    f"replica {index} names node {node!r}, which is not one of this cluster's: "
+                    f"{', '.join(sorted(alive))}. `ray.nodes()` lists them as NodeID."
                 )
             identity = Identity(
                 replica=index,

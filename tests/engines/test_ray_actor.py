@@ -37,8 +37,8 @@ from schemas.identity import Identity, Operation, Tag
 from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
 from tests.running import python
 from workers.agent import Agent
-from workers.engines import verl as ray_actor
-from workers.engines.verl import VerlEngine
+from workers.engines.verl import engine as verl_engine
+from workers.engines.verl.engine import VerlEngine
 from workers.traces.node import NodeTraces
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
@@ -194,10 +194,10 @@ async def test_what_the_methods_have_no_word_for_is_refused_and_nothing_is_calle
     await sglang.refuses(Pause("keep"), "'keep'")
     await sglang.refuses(Abort(), "no method for abort")
     await sglang.refuses(Load(1, Checkpoint("v1"), None), "no method for load")
-    await sglang.refuses(Sleep(BOTH), "release kv_cache and weights", "mode hybrid", "take back as it was: kv_cache.")
+    await sglang.refuses(Sleep(BOTH), "release kv_cache and weights", "mode hybrid", "restore unchanged: kv_cache.")
     await sglang.refuses(Sleep(WEIGHTS), "release weights")
-    await sglang.refuses(Wake(WEIGHTS), "take back weights")
-    await sglang.refuses(Sleep(CACHE), "generates", "Pause it")
+    await sglang.refuses(Wake(WEIGHTS), "restore weights")
+    await sglang.refuses(Sleep(CACHE), "generates", "Pause it first")
     sglang.within(lambda server: setattr(server.config, "free_cache_engine", False))
     await sglang.refuses(Sleep(CACHE), "free_cache_engine False", "nothing")
     assert (await sglang.engine.observe()).operations == STEERING
@@ -225,7 +225,7 @@ async def test_vllm_releases_only_what_it_can_take_back(
     assert (await vllm.engine.observe()).operations == (STEERING | MEMORY if releases else STEERING)
     for tags in (BOTH, CACHE, WEIGHTS):
         if tags not in releases:
-            await vllm.refuses(Sleep(tags), "take back as it was")
+            await vllm.refuses(Sleep(tags), "restore unchanged")
             continue
         await vllm.do(Sleep(tags))
         assert vllm.within(lambda server: server.engine.released) == tags
@@ -261,9 +261,9 @@ async def test_a_cache_is_dropped_when_no_request_runs(sglang: Bench) -> None:
 
 async def test_a_yes_that_the_server_itself_contradicts_is_a_failure(sglang: Bench) -> None:
     sglang.within(lambda server: setattr(server.tokenizer_manager, "deaf", True))
-    with pytest.raises(EngineError, match="answered yes to abort_all_requests, but is not paused"):
+    with pytest.raises(EngineError, match="accepted abort_all_requests, but is not paused"):
         await sglang.do(Pause("abort"))
-    with pytest.raises(EngineError, match="answered yes to resume_generation, but is still paused"):
+    with pytest.raises(EngineError, match="accepted resume_generation, but is still paused"):
         await sglang.do(Resume())
 
 
@@ -341,7 +341,7 @@ async def test_a_restarted_server_is_another_and_gets_no_call_twice(tmp_path: Pa
 async def test_a_server_that_does_not_answer_is_unknown_until_it_does(
     sglang: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_actor, "LOOK_S", 0.3)
+    monkeypatch.setattr(verl_engine, "INSPECT_TIMEOUT_S", 0.3)
     fifo = tmp_path / "held"
     os.mkfifo(fifo)
     held = sglang.server.hold.remote(str(fifo))
@@ -379,7 +379,7 @@ def test_a_process_without_ray_is_told_what_to_do(before: str, said: str) -> Non
 import anyio
 from pathlib import Path
 from schemas.identity import Identity
-from workers.engines.verl import VerlEngine
+from workers.engines.verl.engine import VerlEngine
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
 """
@@ -464,14 +464,18 @@ async def test_a_server_without_a_profiler_of_its_own_is_given_the_plan(sglang: 
         ({"enabled": False}, {}, "enable is off"),
         ({"selected": False}, {}, "leave this replica out"),
         ({"discrete": False}, {}, "discrete is off"),
-        ({}, {"tool": "npu"}, "its tool is torch, the plan's is npu"),
+        ({}, {"tool": "npu"}, "with tool npu: the tool of its rollout.profiler is torch"),
         ({}, {"window": Window(0, 3)}, "take no window"),
         ({}, {"by_stage": True}, "take no window"),
         ({}, {"merge": True}, "nothing that merges"),
-        ({}, {"with_stack": True, "record_shapes": True}, "contents lack stack, shapes"),
-        ({}, {"with_modules": True}, "contents lack stack"),
-        ({}, {"activities": frozenset()}, "names no activity"),
-        ({}, {"activities": frozenset({"memory"})}, "contents lack memory"),
+        (
+            {},
+            {"with_stack": True, "record_shapes": True},
+            "record stack, shapes: the contents",
+        ),
+        ({}, {"with_modules": True}, "record stack: the contents"),
+        ({}, {"activities": frozenset()}, "name at least one activity"),
+        ({}, {"activities": frozenset({"memory"})}, "record memory: the contents"),
     ],
 )
 async def test_a_plan_that_the_server_would_not_follow_is_refused(
@@ -491,7 +495,7 @@ async def test_what_the_server_records_beyond_the_plan_is_no_reason_to_refuse(pr
     await profiled.do(start(with_stack=True))
     profiled.within(lambda server: setattr(server.profiler_controller.tool_config, "profile_token_end", 9))
     assert profiled.called == ["start_profile"]
-    await profiled.refuses(start(2), "profile_token_start and _end are set")
+    await profiled.refuses(start(2), "profile_token_start or profile_token_end")
 
 
 # --- with agents and a bus --------------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ async def test_agent_keeps_its_place(
 ) -> None:
     left = router.add(worker.url)  # by a life that was killed
     assert await router.until(worker) == left
-    async with following(Router(router.url, worker.url, look_s=0.05), bus, context, tmp_path) as agent:
+    async with following(Router(router.url, worker.url, poll_s=0.05), bus, context, tmp_path) as agent:
         await bus.admit()
         await reaches(agent, may_register)
         for command in (PAUSE, RESUME):
@@ -343,7 +343,7 @@ async def test_router_that_was_restarted_gets_its_worker_back(
     worker: Worker, bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RouterProcess(tmp_path) as mortal:
-        async with following(Router(mortal.url, worker.url, look_s=0.05), bus, context, tmp_path):
+        async with following(Router(mortal.url, worker.url, poll_s=0.05), bus, context, tmp_path):
             await bus.admit()
             await mortal.until(worker)
             mortal.kill()
@@ -377,7 +377,7 @@ async def test_agent_that_ends_does_not_wait_for_a_worker_that_is_not_healthy(
                 await anyio.lowlevel.checkpoint()
     slow, last = told(caplog, logging.WARNING)
     assert "has not taken" in slow and "Can it reach that URL?" in slow
-    assert "did not let go" in last and "remove it by hand" in last
+    assert "did not remove" in last and "remove it by hand" in last
     worker.healthy = True
     await router.until(worker)
     async with placed(router, worker) as place:
@@ -466,7 +466,7 @@ async def until_taken(server: FailingRouter) -> None:
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        ((500, {"error": "out of order"}), 'answered 500: {"error":"out of order"}. It is tried again'),
+        ((500, {"error": "out of order"}), 'answered 500: {"error":"out of order"}. Retrying'),
         ((401, b""), "/workers answered 401"),
         ((200, b"<html>a proxy</html>"), "answered no list of workers: is it an SGLang router"),
         ((200, {"workers": None}), "answered no list of workers"),
@@ -485,7 +485,7 @@ async def test_router_that_fails_is_told_of_once_and_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing.reply = reply
-    async with following(Router(failing.url, "http://engine:1", look_s=0.01), bus, context, tmp_path) as agent:
+    async with following(Router(failing.url, "http://engine:1", poll_s=0.01), bus, context, tmp_path) as agent:
         await bus.admit()
         await until_asked(failing, 5)
         (warning,) = told(caplog, logging.WARNING)
@@ -504,7 +504,7 @@ async def test_router_that_comes_late_and_goes_early(
     bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
-    place = Router(f"http://127.0.0.1:{port}", "http://engine:1", look_s=0.01)
+    place = Router(f"http://127.0.0.1:{port}", "http://engine:1", poll_s=0.01)
     async with following(place, bus, context, tmp_path):
         await bus.admit()
         with anyio.fail_after(PATIENCE_S):
@@ -513,7 +513,7 @@ async def test_router_that_comes_late_and_goes_early(
         with closing(FailingRouter(port)) as late:
             await until_taken(late)
     down = told(caplog, logging.WARNING)
-    assert "did not answer: ConnectError" in down[0] and "could not be taken out of the router" in down[-1]
+    assert "did not answer: ConnectError" in down[0] and "could not be removed from the router" in down[-1]
 
 
 @pytest.mark.anyio
@@ -526,13 +526,13 @@ async def test_agent_that_ends_does_not_wait_for_a_router_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(routers, "LEAVE_S", 0.2)
-    async with following(Router(failing.url, "http://engine:1", look_s=0.01), bus, context, tmp_path):
+    async with following(Router(failing.url, "http://engine:1", poll_s=0.01), bus, context, tmp_path):
         await bus.admit()
         await until_taken(failing)
         failing.hangs.clear()
         await until_asked(failing, 1)
     (warning,) = told(caplog, logging.WARNING)
-    assert "did not let go" in warning
+    assert "did not remove" in warning
 
 
 @pytest.mark.anyio

@@ -20,7 +20,7 @@ from schemas.outcomes import Acted
 from tests.engines.verl_servers import SGLangHttpServer
 from tests.unit.small_bus import Engine
 from workers.engines.tiny.engine import TinyEngine
-from workers.engines.verl import VerlEngine
+from workers.engines.verl.engine import VerlEngine
 from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=2000, retransmit_ms=200)
@@ -155,7 +155,7 @@ def test_what_ends_an_agent_for_good_is_told(plane: ControlPlane, tmp_path: Path
     here = ReplicaNodes(nodes[:1])
     with (
         place(plane, tmp_path, here, engine=none) as failing,
-        pytest.raises(AgentError, match=r"agent 0\.0 ended, and is not started again: no engine for 0\.0"),
+        pytest.raises(AgentError, match=r"agent 0\.0 ended, and will not be restarted: no engine for 0\.0"),
     ):
         failing.wait_ready()
     with place(plane, tmp_path / "one", here) as first, place(plane, tmp_path / "two", here) as second:
@@ -174,17 +174,17 @@ def test_an_agent_without_a_bus_is_named_when_time_is_up(tmp_path: Path, nodes: 
 
 
 @pytest.mark.parametrize(
-    ("replicas", "said"),
+    ("replicas", "message"),
     [
-        ([], "no replica at all"),
+        ([], "there are no replicas"),
         ([ReplicaNodes([])], "replica 0 has no nodes"),
-        ([ReplicaNodes(["a" * 56])], "none of this cluster's"),
+        ([ReplicaNodes(["a" * 56])], "not one of this cluster's"),
     ],
 )
 def test_nothing_is_started_where_it_can_not_be(
-    cluster: Cluster, plane: ControlPlane, tmp_path: Path, replicas: list[ReplicaNodes], said: str
+    cluster: Cluster, plane: ControlPlane, tmp_path: Path, replicas: list[ReplicaNodes], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         place(plane, tmp_path, *replicas)
     assert plane.status().agents == ()
 

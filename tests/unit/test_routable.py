@@ -92,7 +92,7 @@ def test_who_stays_and_who_enters(case: str) -> None:
     for change in changes:
         state = change(state)
     assert (routable(state), may_register(state)) == expected
-    assert (should_be_registered(state, there=True), should_be_registered(state, there=False)) == expected
+    assert (should_be_registered(state, registered=True), should_be_registered(state, registered=False)) == expected
     second = replace(state, identity=machines.SECOND)
     assert not routable(second) and not may_register(second)
 

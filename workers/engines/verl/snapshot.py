@@ -1,0 +1,183 @@
+"""What one inspection of a verl server's actor reads, and what follows from it for memory and profiles."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from schemas.commands import ProfilePlan
+from schemas.desired import ALL_TAGS
+from schemas.identity import Tag
+from workers.limits import Limit
+
+CACHE: Final[frozenset[Tag]] = frozenset({"kv_cache"})
+WEIGHTS: Final[frozenset[Tag]] = frozenset({"weights"})
+
+_RESTORED: Final[Mapping[tuple[str, str], tuple[frozenset[Tag], ...]]] = {
+    ("tokenizer_manager", "hybrid"): (CACHE,),  # wake_up raises
+    ("tokenizer_manager", "colocated"): (CACHE, ALL_TAGS),
+    ("tokenizer_manager", "standalone"): (CACHE,),  # sleep releases no more than that
+    ("engine", "hybrid"): (CACHE, ALL_TAGS),
+    ("engine", "colocated"): (ALL_TAGS,),  # release_kv_cache does nothing
+    ("engine", "standalone"): (CACHE,),  # sleep does nothing
+}
+"""By front end and rollout mode: the regions that verl's methods release and restore unchanged."""
+
+
+class VerlProfiler(Struct, frozen=True, kw_only=True):
+    """The profiler of one server, as verl configured it.
+
+    Attributes:
+        start: Its window's `profile_token_start`.
+        end: Its window's `profile_token_end`.
+        directory: Where it writes traces.
+        relocated: Prefix of the traces' names in the directory above, if verl relocates them.
+    """
+
+    enabled: bool
+    selected: bool
+    discrete: bool
+    tool: str | None
+    contents: tuple[str, ...]
+    start: int | None
+    end: int | None
+    directory: str
+    relocated: str | None
+
+
+class ServerSnapshot(Struct, frozen=True, kw_only=True):
+    """The state of one server; None for what it does not have.
+
+    Attributes:
+        worker: Ray's id of the actor's process. A restart changes it.
+        front_end: Name of the attribute that holds the engine's front end; None while the server launches.
+        serves: That attribute holds one.
+        running: Requests in the engine.
+        wake_up: Parameters of the method `wake_up`.
+        mode: Rollout mode.
+        frees: `free_cache_engine`.
+        level: vLLM's sleep level.
+        adapters: LoRA weights are loaded as adapters.
+    """
+
+    worker: str
+    kind: str
+    front_end: Literal["tokenizer_manager", "engine"] | None
+    serves: bool
+    paused: bool | None
+    running: int | None
+    wake_up: tuple[str, ...]
+    mode: str | None
+    frees: bool | None
+    level: int | None
+    adapters: bool
+    profiler: VerlProfiler | None
+
+
+def restorable(snapshot: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
+    """Return the sets of regions that a server can release and restore unchanged.
+
+    Args:
+        snapshot: None while the server can't be inspected; then nothing is ruled out yet.
+    """
+    if snapshot is not None and snapshot.frees is False:
+        return ()
+    if snapshot is None or snapshot.front_end is None or snapshot.mode is None:
+        return (CACHE, ALL_TAGS)
+    if snapshot.mode != "colocated" and snapshot.level == 2:  # the weights are dropped, and no method restores them
+        return ()
+    restored = _RESTORED.get((snapshot.front_end, snapshot.mode), ())
+    return tuple(tags for tags in restored if tags == CACHE or not snapshot.adapters)
+
+
+def profile_limits(plan: ProfilePlan, profiler: VerlProfiler | None) -> Iterator[Limit]:
+    """Yield what a server can't record; it may record more than was asked for.
+
+    Args:
+        profiler: None for a server that takes everything from the call.
+    """
+    no_window = "verl's servers take no window from a call. Profile from start to stop"
+    yield Limit(plan.window is not None or plan.by_stage, "a window, or by stage", no_window)
+    yield Limit(not plan.activities, "a plan without activities", "name at least one activity")
+    if profiler is None:
+        return
+    lacking = {
+        "stack": (plan.with_stack or plan.with_modules) and not {"stack", "module"} & set(profiler.contents),
+        "shapes": plan.record_shapes and "shapes" not in profiler.contents,
+        "memory": "memory" in plan.activities and "memory" not in profiler.contents,
+    }
+    bounded = profiler.start is not None or profiler.end is not None
+    own = "its rollout.profiler"
+    yield Limit(not profiler.enabled, "anything", f"enable is off in {own}")
+    yield Limit(not profiler.selected, "this replica", f"ranks and all_ranks in {own} leave this replica out")
+    yield Limit(
+        not profiler.discrete,
+        "on command",
+        f"discrete is off in {own}, and verl's servers profile in discrete mode only",
+    )
+    yield Limit(profiler.tool != plan.tool, f"with tool {plan.tool}", f"the tool of {own} is {profiler.tool}")
+    yield Limit(
+        bounded,
+        "from start to stop",
+        f"{own} sets profile_token_start or profile_token_end, which would end the session before it is stopped",
+    )
+    yield Limit(plan.merge, "a merged trace", "verl's servers have nothing that merges traces")
+    missing = [name for name, lacks in lacking.items() if lacks]
+    yield Limit(bool(missing), ", ".join(missing), f"the contents of {own} lack it")
+
+
+def inspector() -> Callable[[Any], dict[str, object]]:
+    """Return the function that inspects a server, from inside its actor.
+
+    It is made here so that Ray ships it by value: the actor needs none of our packages.
+    """
+
+    def profiler(server: Any) -> dict[str, object] | None:
+        controller = getattr(server, "profiler_controller", None)
+        config = getattr(controller, "config", None)
+        if controller is None or config is None:
+            return None
+        tool = getattr(controller, "tool_config", None)
+        rank = server.replica_rank
+        return {
+            "enabled": bool(controller.check_enable()),
+            "selected": bool(controller.check_this_rank()),
+            "discrete": bool(controller.is_discrete_mode()),
+            "tool": getattr(config, "tool", None),
+            "contents": [str(content) for content in getattr(tool, "contents", None) or ()],
+            "start": getattr(tool, "profile_token_start", None),
+            "end": getattr(tool, "profile_token_end", None),
+            "directory": f"{getattr(config, 'save_path', None)}/agent_loop_rollout_replica_{rank}",
+            "relocated": f"rollout-replica{rank}" if getattr(config, "relocate_results", False) else None,
+        }
+
+    def inspect_server(server: Any) -> dict[str, object]:
+        import inspect
+
+        import ray
+
+        front_end = next((name for name in ("tokenizer_manager", "engine") if hasattr(server, name)), None)
+        engine = getattr(server, front_end) if front_end is not None else None
+        paused = getattr(engine, "is_pause", getattr(server, "_submission_paused", None))
+        requests = getattr(engine, "rid_to_state", None)
+        if requests is None:
+            requests = getattr(getattr(engine, "output_processor", None), "request_states", None)
+        wake_up = getattr(server, "wake_up", None)
+        level = getattr(server, "_resolve_sleep_level", None)
+        mode = getattr(server, "rollout_mode", None)
+        return {
+            "worker": ray.get_runtime_context().get_worker_id(),
+            "kind": type(server).__name__,
+            "front_end": front_end,
+            "serves": engine is not None,
+            "paused": paused if isinstance(paused, bool) else None,
+            "running": len(requests) if requests is not None else None,
+            "wake_up": list(inspect.signature(wake_up).parameters) if wake_up is not None else [],
+            "mode": getattr(mode, "value", None),
+            "frees": getattr(getattr(server, "config", None), "free_cache_engine", None),
+            "level": level() if level is not None else None,
+            "adapters": bool(getattr(server, "lora_as_adapter", False)),
+            "profiler": profiler(server),
+        }
+
+    return inspect_server
