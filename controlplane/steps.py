@@ -1,5 +1,5 @@
-"""The steps of a trainer: a shell around `controlplane.machine.profiling` that publishes what it says and tells the
-outcome.
+"""The steps of a trainer: a shell around `controlplane.machine.profiling`, which publishes its commands and logs how
+they ended.
 
 Nothing here raises for profiling that failed, and nothing waits past the deadline of a command: the step goes on.
 """
@@ -14,43 +14,54 @@ from typing import Final
 from msgspec.structs import replace
 
 from controlplane.machine.profiling import (
-    checking,
-    collecting,
-    entering,
-    finishing,
-    leaving,
+    check_command,
+    collect_command,
+    commands_after,
+    commands_before,
+    finish_command,
+    ranks_absent,
+    roles_absent,
     session_after,
     sessions,
-    unmanned,
-    unowned,
 )
 from controlplane.tickets import Ticket
 from schemas.commands import ProfileCommand, Target
 from schemas.errors import ConfigError, RolloutctlError
-from schemas.formatting import describe
+from schemas.formatting import describe, format_outcome, is_trouble
 from schemas.identity import Identity
-from schemas.outcomes import Acted, Failed, Missing
+from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig, checked
 from schemas.reports import Report
 
 logger = logging.getLogger("rolloutctl.plane")
 
 REPORTS_KEPT: Final = 256
-"""Reports of profile commands that are held; the log holds all."""
+"""Reports of profile commands that are kept in memory. The log has all of them."""
 FINISH_MS: Final = 600_000
-"""For moving traces, perhaps to another disk. No step waits for it."""
+"""Time to move the traces, perhaps to another disk. No step waits for it."""
 
-Publish = Callable[[ProfileCommand, Target, int], Ticket[Report]]
-"""Hands a command over; the number is its time in milliseconds. Raises RolloutctlError."""
+PublishProfile = Callable[[ProfileCommand, Target, int], Ticket[Report]]
+"""Publishes a command with a timeout in milliseconds. Raises RolloutctlError."""
 
 
 class Profiling:
-    """The profiling of one run as its steps go by. fleet: who is live.   reports: newest last.
+    """The profiling of one run, driven by its steps.
 
-    Raises ConfigError for a configuration with a value of a wrong type: no step is to find that out.
+    Args:
+        config: Which steps to profile, and how.
+        publish: Hands a command to the bus.
+        fleet: Returns the identities of the live agents.
+
+    Attributes:
+        reports: Of the profile commands, newest last.
+
+    Raises:
+        ConfigError: A value of the configuration has the wrong type. No step should be the one to find out.
     """
 
-    def __init__(self, config: ProfilerConfig, publish: Publish, fleet: Callable[[], Iterable[Identity]]) -> None:
+    def __init__(
+        self, config: ProfilerConfig, publish: PublishProfile, fleet: Callable[[], Iterable[Identity]]
+    ) -> None:
         self.config = checked(config)
         self.reports: deque[Report] = deque(maxlen=REPORTS_KEPT)
         self._publish, self._fleet = publish, fleet
@@ -59,95 +70,96 @@ class Profiling:
         self._checked = False
         self._finish: Ticket[Report] | None = None
 
-    def entering(self, step: int) -> list[Ticket[Report]]:
-        """Publish what a step begins with; before the first of all, the question whether it can be done."""
-        tickets: list[Ticket[Report]] = []
-        check = None if self._checked else checking(self.config, step)
+    def begin_step(self, step: int) -> list[Ticket[Report]]:
+        """Publish what comes before a step; before the first one, also the question whether it can be recorded."""
+        check = None if self._checked else check_command(self.config, step)
         self._checked = True
+        tickets: list[Ticket[Report]] = []
         if check is not None:
-            fleet = tuple(self._fleet())
-            if nobodys := unowned(self.config, fleet):
-                logger.warning("ranks %s are to be profiled, and nobody here has them", sorted(nobodys))
-            for role in unmanned(self.config, fleet):
-                logger.warning("%s is to be profiled, and no agent of that role is here", role)
-            tickets += self._try(check)
-        return tickets + self._commands(entering(self.config, self._session, step))
+            self._warn_of_absent()
+            tickets += self._try_publish(check)
+        return tickets + self._publish_all(commands_before(self.config, self._session, step))
 
-    def leaving(self, step: int) -> list[Ticket[Report]]:
-        """Publish what a step ends with."""
-        return self._commands(leaving(self.config, self._session, step))
+    def end_step(self, step: int) -> list[Ticket[Report]]:
+        """Publish what comes after a step."""
+        return self._publish_all(commands_after(self.config, self._session, step))
 
-    def note(self, ticket: Ticket[Report]) -> list[Ticket[Report]]:
-        """Keep a report, tell what failed, publish what follows. Waits for the ticket; returns the next ones."""
+    def record(self, ticket: Ticket[Report]) -> list[Ticket[Report]]:
+        """Wait for a ticket, keep its report, log failures, and publish what follows; return the tickets of that."""
         report = self._keep(ticket)
         command = report.command if report is not None else None
         if report is None or not isinstance(command, ProfileCommand):
             return []
-        following = collecting(report)
-        if following is not None:
-            return self._try(*following)
-        last = max(sessions(self.config), default=0)  # a trainer that jumped into the last run has named it otherwise
+        collect = collect_command(report)
+        if collect is not None:
+            return self._try_publish(*collect)
+        last = max(sessions(self.config), default=0)  # a trainer that jumped into the last run opened a later session
         if command.action in ("stop", "collect") and command.step >= last and self._session is None:
-            self._ask_to_finish()
+            self._publish_finish()
         return []
 
     def close(self) -> None:
-        """End the session that is open, and profiling as a whole. Waits for what comes of it."""
+        """End the open session and profiling as a whole. Waits for both."""
         if self._session is not None:
             ended = replace(self.config, continuous=False)  # no step follows
-            tickets = self._commands(leaving(ended, self._session, self._session))
+            tickets = self._publish_all(commands_after(ended, self._session, self._session))
             for ticket in tickets:
-                tickets += self.note(ticket)
-        self._ask_to_finish()
+                tickets += self.record(ticket)
+        self._publish_finish()
         if self._finish is not None:
             with suppress(RolloutctlError):
                 self._finish.wait()
 
-    def _commands(self, commands: Iterable[ProfileCommand]) -> list[Ticket[Report]]:
+    def _warn_of_absent(self) -> None:
+        fleet = tuple(self._fleet())
+        if ranks := ranks_absent(self.config, fleet):
+            logger.warning("ranks %s are selected for profiling, and no agent has them", sorted(ranks))
+        for role in roles_absent(self.config, fleet):
+            logger.warning("role %s is selected for profiling, and no agent has it", role)
+
+    def _publish_all(self, commands: Iterable[ProfileCommand]) -> list[Ticket[Report]]:
         tickets: list[Ticket[Report]] = []
         for command in commands:
             self._session = session_after(self._session, command)
             if command.action == "start":
                 self._opened.add(command.step)
-            tickets += self._try(command)
+            tickets += self._try_publish(command)
         return tickets
 
-    def _ask_to_finish(self) -> None:
-        command = finishing(self.config, self._opened)
+    def _publish_finish(self) -> None:
+        command = finish_command(self.config, self._opened)
         if command is None or self._finish is not None:
             return
-        for ticket in self._try(command, timeout_ms=FINISH_MS):
+        for ticket in self._try_publish(command, timeout_ms=FINISH_MS):
             self._finish = ticket
             ticket.when_done(self._keep)
 
-    def _try(
+    def _try_publish(
         self, command: ProfileCommand, target: Target | None = None, timeout_ms: int | None = None
     ) -> list[Ticket[Report]]:
         try:
             return [self._publish(command, target or Target(), timeout_ms or self.config.timeout_ms)]
         except RolloutctlError as error:
-            logger.warning("%s was not published, the step goes on: %s", describe(command), error)
+            logger.warning("%s was not published; the step goes on: %s", describe(command), error)
             return []
 
     def _keep(self, ticket: Ticket[Report]) -> Report | None:
         try:
             report = ticket.wait()
         except RolloutctlError as error:
-            logger.warning("a profile command came to nothing, the step goes on: %s", error)
+            logger.warning("a profile command has no report; the step goes on: %s", error)
             return None
         self.reports.append(report)
-        what = describe(report.command)
-        for one in report.outcomes:
-            match one.conclusion:
-                case Failed() | Missing():
-                    logger.warning("%s on agent %s: %s; the step goes on", what, one.agent, one.conclusion)
-                case Acted(ranks_without_trace=ranks) if ranks:
-                    logger.warning("%s on agent %s: ranks %s left no trace", what, one.agent, list(ranks))
+        for outcome in report.outcomes:
+            conclusion = outcome.conclusion
+            if is_trouble(conclusion) or (isinstance(conclusion, Acted) and conclusion.ranks_without_trace):
+                command, text = describe(report.command), format_outcome(conclusion)
+                logger.warning("%s on agent %s: %s; the step goes on", command, outcome.agent, text)
         return report
 
 
 class Step:
-    """One step of the trainer, as a context; made by `ControlPlane.step`. `with` blocks until the agents answered."""
+    """One step of the trainer, as a context; made by `ControlPlane.step`. Waits until the agents have answered."""
 
     def __init__(self, profiling: Profiling, global_step: int) -> None:
         if global_step < 0:
@@ -155,27 +167,27 @@ class Step:
         self._profiling, self._step = profiling, global_step
 
     def __enter__(self) -> None:
-        self._note(self._profiling.entering(self._step))
+        self._wait(self._profiling.begin_step(self._step))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._note(self._profiling.leaving(self._step))
+        self._wait(self._profiling.end_step(self._step))
 
     async def __aenter__(self) -> None:
-        await self._await(self._profiling.entering(self._step))
+        await self._wait_async(self._profiling.begin_step(self._step))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._await(self._profiling.leaving(self._step))
+        await self._wait_async(self._profiling.end_step(self._step))
 
-    async def _await(self, tickets: list[Ticket[Report]]) -> None:
-        for ticket in tickets:  # grows: a stop is followed by the collecting of what it left
-            with suppress(RolloutctlError):  # it is told below
-                await ticket
-            tickets += self._profiling.note(ticket)
+    def _wait(self, tickets: list[Ticket[Report]]) -> None:
+        for ticket in tickets:  # grows: a stop is followed by a collect
+            tickets += self._profiling.record(ticket)
 
-    def _note(self, tickets: list[Ticket[Report]]) -> None:
+    async def _wait_async(self, tickets: list[Ticket[Report]]) -> None:
         for ticket in tickets:
-            tickets += self._profiling.note(ticket)
+            with suppress(RolloutctlError):  # logged by `record`
+                await ticket
+            tickets += self._profiling.record(ticket)

@@ -107,3 +107,8 @@ def identity_of(agent: str) -> Identity:
         return Identity(replica=place[0], node_rank=place[1], nnodes=place[1] + 1)
     role, _, rank = agent.rpartition(".")
     return Identity(replica=int(rank), node_rank=0, role=role)
+
+
+def agent_of(peer: str) -> str:
+    """Return the name of the agent behind a routing id, which is `name/incarnation`."""
+    return peer.partition("/")[0]

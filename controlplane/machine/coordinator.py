@@ -1,25 +1,25 @@
-"""The machine of the trainer's side: `decide(state, event) -> (state, effects)`. Who gets which seq, who is in the
-fleet, who has answered, what a late joiner is told, which phase a weight sync is in: all decided here.
+"""The machine of the trainer's side: `decide(state, event) -> (state, effects)`. It decides which command gets which
+seq, who is in the fleet, who has answered, what a late joiner is sent, and which phase a weight sync is in.
 
 Rules
-1. Pure and total, as the agents' machine: no I/O, no clock, no randomness; never raises for an input.
+1. Pure and total, like the agents' machine: no I/O, no clock, no randomness; it never raises for an input.
 2. A decision is in the log before its effects are performed, so a command is recorded before it is published.
-3. Every command ends. It is open for the agents that were in the fleet when it was issued, and each of them concludes
-   it: by its answer, or as `missing` when time is up, when it is lost, or when another incarnation takes its place.
-4. What is desired of a replica is the fold of the run's commands (`schemas.desired.intend`), not of its answers. One
-   exception: a profile session that failed to open is not desired any more, so that nobody opens it late.
+3. Every command ends. It is open for the agents that were in the fleet when it was issued, and ends for each of them
+   with an answer, or as `missing`: at the deadline, when the agent is lost, or when another incarnation replaces it.
+4. The desired state of a replica is the fold of the run's commands (`schemas.desired.desired_after`), not of its
+   answers. One exception: a profile session that failed to open is no longer desired, so that nobody opens it late.
 
-Theory of operation. Commands get seq 1, 2, 3 … of one total order that goes on through restarts; the first command
-of a life is `EpochStart`. Agents say hello (a place in the fleet), join (from then on they hear everything) and are
-lost. A stranger is never met with silence: it is told to say hello. An agent that has a hole is sent the records, or
-a snapshot when they are too old. A command that stays unanswered is repeated, ever more rarely, to those who are
-late: the agents' machine makes a repetition harmless.
+Theory of operation. Commands get seq 1, 2, 3 … in one total order that continues through restarts; the first command of
+a life is `EpochStart`. Agents say hello (which reserves their place in the fleet), join (from then on they hear every
+command) and are lost. An unknown sender is always told to say hello. An agent that misses records is sent them, or a
+snapshot if they are too old. A command that stays unanswered is retransmitted to the agents that are late, at growing
+intervals; the agents' machine makes a repetition harmless.
 
-The transition that is missing on purpose: nothing takes a conclusion back. An answer that comes after its agent was
-given up as missing changes nothing; what the agent did is in its own decisions, and in the state that it reports.
+One transition is missing on purpose: nothing takes a conclusion back. An answer that arrives after its agent was
+concluded as missing changes nothing; what the agent did is in its own decisions, and in the status that it reports.
 """
 
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from msgspec import Raw
 from msgspec.structs import replace
@@ -44,70 +44,75 @@ from controlplane.machine.events import (
     SyncRequested,
     TimerFired,
 )
-from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, OpenCommand, Why
+from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
 from controlplane.machine.weights import Sync, first_phase, next_phase
 from schemas.commands import Command, EpochStart, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, identity_of
 from schemas.outcomes import Failed
 from schemas.reports import AgentOutcome, Report, SyncReport
-from schemas.wire import MAX_COMMAND_BYTES, CommandRecord, Envelope, Rejoin, Replay, encode
+from schemas.wire import MAX_COMMAND_BYTES, CommandRecord, Envelope, Replay, encode
 
 LOGIC = 3
-"""Version of the decisions below; recorded in every log. A change of behaviour is a new number."""
+"""Version of the decisions below, recorded in every log. A change of behaviour gets a new number."""
 
 EPOCH_START_TIMEOUT_MS = 60_000
-STRANGER = Identity(replica=2**31 - 1, node_rank=0)
-"""Stands for a replica that was never seen: no quarantine and no set of ranks names it."""
+UNSEEN = Identity(replica=2**31 - 1, node_rank=0)
+"""Stands for every replica that has not been seen yet: no quarantine and no set of ranks names it."""
 
 __all__ = ["LOGIC", "CoordinatorState", "decide", "next_deadline"]
 
-Decided = tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]
+
+class _Now(NamedTuple):
+    """The moment of an event: the bus's monotonic clock, and the wall clock."""
+
+    us: int
+    ns: int
 
 
-def decide(state: CoordinatorState, event: CoordinatorEvent) -> Decided:
-    """The next state, and what is to be done about it, in order."""
+def decide(state: CoordinatorState, event: CoordinatorEvent) -> tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]:
+    """Return the next state, and the effects to perform, in order."""
     effects: Effects = []
     match event:
         case AnswersReceived():
-            state = _answers(state, event, effects)
+            state = _on_answers(state, event, effects)
         case StatusReceived():
-            state = fleet.status(state, event, effects)
+            state = fleet.on_status(state, event, effects)
         case Issued():
-            state = _issue(state, event, effects)
+            state = _on_issued(state, event, effects)
         case SyncRequested():
-            state = _sync(state, event, effects)
+            state = _on_sync_requested(state, event, effects)
         case ResendRequested():
-            state = fleet.resend(state, event, effects)
+            state = fleet.on_resend_requested(state, event, effects)
         case HelloReceived():
-            state = _conclude(fleet.hello(state, event, effects), event.at_us, effects)
+            state = _conclude(fleet.on_hello(state, event, effects), event.at_us, effects)
         case JoinReceived():
-            state = fleet.join(state, event, effects)
+            state = fleet.on_join(state, event, effects)
         case PeerLost():
-            state = _conclude(fleet.lost(state, event, effects), event.at_us, effects)
+            state = _conclude(fleet.on_lost(state, event), event.at_us, effects)
         case TimerFired():
-            state = _time(state, event, effects)
+            state = _on_timer(state, event, effects)
         case Opened():
-            state = _opened(state, event, effects)
+            state = _on_opened(state, event, effects)
         case Closed():
-            state = _closed(state, event, effects)
+            state = _on_closed(state, event, effects)
         case _:
             assert_never(event)
     return state, tuple(effects)
 
 
 def next_deadline(state: CoordinatorState) -> int | None:
-    """When the machine wants a `TimerFired`, in µs of the bus's clock; None when nothing is pending."""
-    return min((min(one.deadline_us, one.retransmit_us) for one in state.open), default=None)
+    """Return when the machine wants a `TimerFired`, in µs of the bus's clock; None if nothing is pending."""
+    return min((min(command.deadline_us, command.retransmit_us) for command in state.open), default=None)
 
 
 # --- issuing ----------------------------------------------------------------------------------------------------------
 
 
-def _opened(state: CoordinatorState, event: Opened, effects: Effects) -> CoordinatorState:
-    """A new life: agents must join again, and what an earlier trainer left open is over."""
-    state = _conclude(replace(_missing_all(state, "bus_restarted"), sync=None), event.at_us, effects)
-    members = {name: replace(one, state="gone") for name, one in state.members.items() if one.state != "left"}
+def _on_opened(state: CoordinatorState, event: Opened, effects: Effects) -> CoordinatorState:
+    """A new life: agents must join again, and what an earlier trainer left open ends."""
+    state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), event.at_us, effects)
+    members = {name: replace(member, state="gone") for name, member in state.members.items() if member.state != "left"}
     previous = state.epoch
     state = replace(
         state,
@@ -116,44 +121,43 @@ def _opened(state: CoordinatorState, event: Opened, effects: Effects) -> Coordin
         settings=event.settings,
         members=members,
         claims={},
-        history=tuple((record, 0) for record, _ in state.history),  # another life's clock: their time is over
+        history=tuple((record, 0) for record, _ in state.history),  # their time ran on another life's clock
     )
     start = EpochStart(previous_epoch=previous, logic=event.logic)
-    state = _publish(state, start, Target(), EPOCH_START_TIMEOUT_MS, None, event.at_us, event.at_ns, effects)
+    state = _publish(state, start, Target(), EPOCH_START_TIMEOUT_MS, _Now(event.at_us, event.at_ns), effects)
     return _conclude(state, event.at_us, effects)
 
 
-def _closed(state: CoordinatorState, event: Closed, effects: Effects) -> CoordinatorState:
-    """An orderly end. A sync in the middle is aborted, so that the fleet need not wait for its lease to go on."""
+def _on_closed(state: CoordinatorState, event: Closed, effects: Effects) -> CoordinatorState:
+    """An orderly end. A sync in progress is aborted, so that the fleet resumes without waiting for its lease."""
     sync = state.sync
-    state = _conclude(replace(_missing_all(state, "bus_restarted"), sync=None), event.at_us, effects)
+    state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), event.at_us, effects)
     if sync is None:
         return state
-    why = f"the bus was closed in the {sync.phase} phase of the sync to version {sync.version}; it was aborted"
-    effects.append(Refuse(ticket=sync.ticket, kind="closed", reason=why))
+    reason = f"the bus was closed in the {sync.phase} phase of the sync to version {sync.version}; it was aborted"
+    effects.append(Refuse(ticket=sync.ticket, kind="closed", reason=reason))
     abort = WeightSync(phase="abort", version=sync.version)
-    return _publish(state, abort, sync.target, sync.timeout_ms, None, event.at_us, event.at_ns, effects)
+    return _publish(state, abort, sync.target, sync.timeout_ms, _Now(event.at_us, event.at_ns), effects)
 
 
-def _issue(state: CoordinatorState, event: Issued, effects: Effects) -> CoordinatorState:
+def _on_issued(state: CoordinatorState, event: Issued, effects: Effects) -> CoordinatorState:
     size = len(encode(event.command))
     if size > MAX_COMMAND_BYTES:
-        why = f"the command takes {size} bytes, a command has at most {MAX_COMMAND_BYTES}; nothing was published"
-        effects.append(Refuse(ticket=event.ticket, kind="command", reason=why))
+        reason = f"the command takes {size} bytes, of at most {MAX_COMMAND_BYTES}; nothing was published"
+        effects.append(Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
-    state = _publish(
-        state, event.command, event.target, event.timeout_ms, event.ticket, event.at_us, event.at_ns, effects
-    )
+    now = _Now(event.at_us, event.at_ns)
+    state = _publish(state, event.command, event.target, event.timeout_ms, now, effects, event.ticket)
     return _conclude(state, event.at_us, effects)
 
 
-def _sync(state: CoordinatorState, event: SyncRequested, effects: Effects) -> CoordinatorState:
+def _on_sync_requested(state: CoordinatorState, event: SyncRequested, effects: Effects) -> CoordinatorState:
     if state.sync is not None:
-        why = (
+        reason = (
             f"a sync to version {state.sync.version} is in its {state.sync.phase} phase; two at once would split the "
             "fleet. Wait for its report, then ask again"
         )
-        effects.append(Refuse(ticket=event.ticket, kind="sync_in_progress", reason=why))
+        effects.append(Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
         return state
     sync = Sync(
         ticket=event.ticket,
@@ -164,9 +168,10 @@ def _sync(state: CoordinatorState, event: SyncRequested, effects: Effects) -> Co
         quorum=event.quorum,
         target=event.target,
         timeout_ms=event.timeout_ms,
+        seq=state.seq + 1,
     )
-    state = replace(state, sync=replace(sync, seq=state.seq + 1))
-    state = _publish(state, first_phase(sync), event.target, event.timeout_ms, None, event.at_us, event.at_ns, effects)
+    now = _Now(event.at_us, event.at_ns)
+    state = _publish(replace(state, sync=sync), first_phase(sync), event.target, event.timeout_ms, now, effects)
     return _conclude(state, event.at_us, effects)
 
 
@@ -175,150 +180,149 @@ def _publish(
     command: Command,
     target: Target,
     timeout_ms: int,
-    ticket: int | None,
-    at_us: int,
-    at_ns: int,
+    now: _Now,
     effects: Effects,
+    ticket: int | None = None,
 ) -> CoordinatorState:
-    """Give the command the next seq, fold it into what is desired, and open it for everyone who is live.
+    """Give the command the next seq, fold it into the desired state, and open it for every live agent.
 
-    Agents are given a little less time than the trainer waits, so that "no time left" arrives as an answer.
+    Agents get a little less time than the trainer waits, so that "no time left" arrives as an answer.
     """
     seq = state.seq + 1
     ttl_ms = timeout_ms - min(1000, timeout_ms // 10)
-    envelope = Envelope(run=state.run, issued_at_ns=at_ns, ttl_ms=ttl_ms, body=Raw(encode(command)), target=target)
+    envelope = Envelope(run=state.run, issued_at_ns=now.ns, ttl_ms=ttl_ms, body=Raw(encode(command)), target=target)
     record = CommandRecord(origin=state.epoch, seq=seq, envelope=envelope)
-    live = frozenset(name for name, member in state.members.items() if member.state == "live")
     retransmit_us = (state.settings.retransmit_ms if state.settings is not None else 1000) * 1000
-    opened = OpenCommand(
+    open_command = OpenCommand(
         record=record,
         command=command,
         ticket=ticket,
-        issued_us=at_us,
-        deadline_us=at_us + timeout_ms * 1000,
-        retransmit_us=at_us + retransmit_us,
-        waiting=live,
+        issued_us=now.us,
+        deadline_us=now.us + timeout_ms * 1000,
+        retransmit_us=now.us + retransmit_us,
+        waiting=frozenset(name for name, member in state.members.items() if member.state == "live"),
     )
     limit = state.settings.history if state.settings is not None else 1
-    history = (*state.history, (record, at_us + ttl_ms * 1000))
+    history = (*state.history, (record, now.us + ttl_ms * 1000))
     effects.append(Publish(epoch=state.epoch, seq=seq, envelope=envelope))
     return replace(
         state,
         seq=seq,
-        open=(*state.open, opened),
+        open=(*state.open, open_command),
         history=history[-limit:],
-        desired=_fold(state, command, target),
-        default_desired=desired_after(state.default_desired, command, target.replicas is None, STRANGER),
+        desired=_fold_desired(state, command, target),
+        default_desired=desired_after(state.default_desired, command, target.replicas is None, UNSEEN),
     )
 
 
-def _fold(state: CoordinatorState, command: Command, target: Target) -> dict[int | str, Desired]:
-    # The members of one replica agree on what `desired_after` looks at.
-    seen = {member.hello.identity.unit: member.hello.identity for member in state.members.values()}
-    folded = state.desired
+def _fold_desired(state: CoordinatorState, command: Command, target: Target) -> dict[int | str, Desired]:
+    # Members of one replica agree on every field of their identity that `desired_after` reads.
+    identities = {member.hello.identity.unit: member.hello.identity for member in state.members.values()}
+    changed: dict[int | str, Desired] = {}
     for unit, before in state.desired.items():
         targeted = target.replicas is None or unit in target.replicas
-        after = desired_after(before, command, targeted, seen.get(unit) or _left(unit))
+        after = desired_after(before, command, targeted, identities.get(unit) or _absent_identity(unit))
         if after is not before:
-            folded = {**folded, unit: after} if folded is state.desired else _set(folded, unit, after)
-    return folded
+            changed[unit] = after
+    return {**state.desired, **changed} if changed else state.desired
 
 
-def _left(unit: int | str) -> Identity:
-    """Stands for one that left in an earlier life of the bus, until it comes back."""
+def _absent_identity(unit: int | str) -> Identity:
+    """Stands for a unit that left in an earlier life of the bus, until it comes back."""
     return identity_of(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0)
-
-
-def _set(folded: dict[int | str, Desired], unit: int | str, desired: Desired) -> dict[int | str, Desired]:
-    folded[unit] = desired  # a copy that nobody else has seen
-    return folded
 
 
 # --- answers and ends -------------------------------------------------------------------------------------------------
 
 
-def _answers(state: CoordinatorState, event: AnswersReceived, effects: Effects) -> CoordinatorState:
+def _on_answers(state: CoordinatorState, event: AnswersReceived, effects: Effects) -> CoordinatorState:
     by_seq: dict[int, dict[str, PeerAnswer]] = {}
     for answer in event.answers:
         name = fleet.member_at(state, answer.peer)
         if name is None:
-            fleet.send(state, answer.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
+            fleet.send(state, answer.peer, fleet.UNKNOWN_PEER, effects)
         else:
             by_seq.setdefault(answer.seq, {}).setdefault(name, answer)
-    still = []
-    for one in state.open:
-        answers = by_seq.get(one.record.seq, {})
-        arrived = tuple(
+    open_commands = []
+    for command in state.open:
+        outcomes = tuple(
             AgentOutcome(
-                agent=name, conclusion=answer.outcome, rule=answer.rule, latency_us=event.at_us - one.issued_us
+                agent=name,
+                conclusion=answer.outcome,
+                rule=answer.rule,
+                latency_us=event.at_us - command.issued_us,
             )
-            for name, answer in answers.items()
-            if name in one.waiting and answer.origin == one.record.origin
+            for name, answer in by_seq.get(command.record.seq, {}).items()
+            if name in command.waiting and answer.origin == command.record.origin
         )
-        if arrived:
-            state = _disappointed(state, one, arrived)
-            waiting = one.waiting.difference(line.agent for line in arrived)
-            one = replace(one, waiting=waiting, outcomes=one.outcomes + arrived)
-        still.append(one)
-    return _conclude(replace(state, open=tuple(still)), event.at_us, effects)
+        if outcomes:
+            state = _withdraw_failed_session(state, command, outcomes)
+            waiting = command.waiting.difference(outcome.agent for outcome in outcomes)
+            command = replace(command, waiting=waiting, outcomes=command.outcomes + outcomes)
+        open_commands.append(command)
+    return _conclude(replace(state, open=tuple(open_commands)), event.at_us, effects)
 
 
-def _disappointed(state: CoordinatorState, one: OpenCommand, arrived: tuple[AgentOutcome, ...]) -> CoordinatorState:
-    """A session that failed to open is not desired any more: a late joiner must not try it again."""
-    if not isinstance(one.command, ProfileCommand) or one.command.action != "start":
+def _withdraw_failed_session(
+    state: CoordinatorState, command: OpenCommand, outcomes: tuple[AgentOutcome, ...]
+) -> CoordinatorState:
+    """A session that failed to open is no longer desired: a late joiner must not try it again."""
+    if not isinstance(command.command, ProfileCommand) or command.command.action != "start":
         return state
     desired = dict(state.desired)
-    for line in arrived:
-        unit = state.members[line.agent].hello.identity.unit
-        if isinstance(line.conclusion, Failed) and unit in desired:
+    for outcome in outcomes:
+        unit = state.members[outcome.agent].hello.identity.unit
+        if isinstance(outcome.conclusion, Failed) and unit in desired:
             desired[unit] = replace(desired[unit], profile=None)
     return replace(state, desired=desired)
 
 
-def _missing_all(state: CoordinatorState, why: Why) -> CoordinatorState:
-    return replace(state, open=tuple(fleet.missing(one, one.waiting, why, one.deadline_us) for one in state.open))
+def _all_missing(state: CoordinatorState, reason: MissingReason) -> CoordinatorState:
+    ended = (fleet.conclude_missing(command, command.waiting, reason, command.deadline_us) for command in state.open)
+    return replace(state, open=tuple(ended))
 
 
 def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> CoordinatorState:
-    """End every command that nobody owes an answer to; go on with the sync whose phase that was."""
+    """End every command that waits for nobody, and continue the sync whose phase that was."""
     while True:
-        done = next((one for one in state.open if not one.waiting), None)
-        if done is None:
+        ended = next((command for command in state.open if not command.waiting), None)
+        if ended is None:
             return state
-        report = Report(seq=done.record.seq, origin=done.record.origin, command=done.command, outcomes=done.outcomes)
-        state = replace(state, open=tuple(one for one in state.open if one is not done))
-        effects.append(Conclude(ticket=done.ticket, report=report))
+        record = ended.record
+        report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=ended.outcomes)
+        state = replace(state, open=tuple(command for command in state.open if command is not ended))
+        effects.append(Conclude(ticket=ended.ticket, report=report))
         if state.sync is not None and state.sync.seq == report.seq:
-            state = _phase_ended(state, state.sync, report, done.record.envelope.issued_at_ns, at_us, effects)
+            now = _Now(at_us, record.envelope.issued_at_ns)
+            state = _end_phase(state, state.sync, report, now, effects)
 
 
-def _phase_ended(
-    state: CoordinatorState, sync: Sync, report: Report, at_ns: int, at_us: int, effects: Effects
-) -> CoordinatorState:
+def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, effects: Effects) -> CoordinatorState:
     sync, following = next_phase(sync, report)
     if isinstance(following, SyncReport):
         effects.append(Conclude(ticket=sync.ticket, report=following))
         return replace(state, sync=None)
     state = replace(state, sync=replace(sync, seq=state.seq + 1))
-    return _publish(state, following, sync.target, sync.timeout_ms, None, at_us, at_ns, effects)
+    return _publish(state, following, sync.target, sync.timeout_ms, now, effects)
 
 
-def _time(state: CoordinatorState, event: TimerFired, effects: Effects) -> CoordinatorState:
-    still = []
-    for one in state.open:
-        if event.at_us >= one.deadline_us:
-            one = fleet.missing(one, one.waiting, "deadline", event.at_us)
-        elif event.at_us >= one.retransmit_us:
-            one = _nudge(state, one, event.at_us, effects)
-        still.append(one)
-    return _conclude(replace(state, open=tuple(still)), event.at_us, effects)
+def _on_timer(state: CoordinatorState, event: TimerFired, effects: Effects) -> CoordinatorState:
+    open_commands = []
+    for command in state.open:
+        if event.at_us >= command.deadline_us:
+            command = fleet.conclude_missing(command, command.waiting, "deadline", event.at_us)
+        elif event.at_us >= command.retransmit_us:
+            command = _retransmit(state, command, event.at_us, effects)
+        open_commands.append(command)
+    return _conclude(replace(state, open=tuple(open_commands)), event.at_us, effects)
 
 
-def _nudge(state: CoordinatorState, one: OpenCommand, at_us: int, effects: Effects) -> OpenCommand:
-    """Repeat the command to those who have not answered; each pause is twice the one before."""
-    left_ms = max(0, one.issued_us + one.record.envelope.ttl_ms * 1000 - at_us) // 1000
-    record = replace(one.record, envelope=replace(one.record.envelope, ttl_ms=left_ms))
-    for name in sorted(one.waiting)[:PAGE]:
+def _retransmit(state: CoordinatorState, command: OpenCommand, at_us: int, effects: Effects) -> OpenCommand:
+    """Send the command again to agents that have not answered. Each interval is twice the one before."""
+    envelope = command.record.envelope
+    left_ms = max(0, command.issued_us + envelope.ttl_ms * 1000 - at_us) // 1000
+    record = replace(command.record, envelope=replace(envelope, ttl_ms=left_ms))
+    for name in sorted(command.waiting)[:PAGE]:
         fleet.send(state, state.members[name].peer, Replay(records=(record,)), effects)
-    pause_us = (one.retransmit_us - one.issued_us) * 2
-    return replace(one, retransmits=one.retransmits + 1, retransmit_us=max(at_us + 1000, one.issued_us + pause_us))
+    next_us = command.issued_us + (command.retransmit_us - command.issued_us) * 2
+    return replace(command, retransmits=command.retransmits + 1, retransmit_us=max(at_us + 1000, next_us))

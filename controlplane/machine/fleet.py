@@ -1,7 +1,9 @@
-"""The fleet as the coordinator knows it: who said hello, who hears the commands, who is lost, who lacks records. Pure.
+"""The fleet as the coordinator knows it: who said hello, who hears the commands, who is lost, who misses records. Pure.
 
 Life of a member: `joining` after its hello, `live` from its join on, then `gone` (silent or unreachable) or `left` (in
-good order). Nothing makes a lost member live again but a new hello and join, after which it gets a snapshot.
+good order). A lost member becomes live again only by a new hello and join, after which it gets a snapshot.
+
+The `on_…` functions handle one event each: they return the next state and append to `effects`.
 """
 
 from typing import Literal
@@ -23,7 +25,7 @@ from controlplane.machine.events import (
 from controlplane.machine.weights import Sync
 from schemas.commands import Command
 from schemas.desired import Desired
-from schemas.identity import ROLLOUT, Count, Identity, Positive, RolloutMode
+from schemas.identity import ROLLOUT, Count, Identity, Positive, RolloutMode, agent_of
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, AgentStatus
 from schemas.wire import CommandRecord, Downward, Hello, Rejoin, Replay, Snapshot, Welcome, encode
@@ -32,12 +34,20 @@ PAGE = 64
 """Records in one page of replay, at most."""
 PAGE_BYTES = 192 * 1024
 """Bytes of commands in one page, at most."""
+UNKNOWN_PEER = Rejoin(reason="the bus does not know you: say hello")
+
+MissingReason = Literal["deadline", "gone", "restarted", "bus_restarted"]
+Effects = list[CoordinatorEffect]
 
 
 class Member(Struct, frozen=True, kw_only=True):
-    """One agent that said hello. life: joining until it hears the commands, then live, then gone or left.
+    """One agent that said hello.
 
-    fresh: an incarnation that has not joined yet; a reconnect of a living process is not fresh.
+    Attributes:
+        peer: Routing id of its connection.
+        state: joining, live, gone or left.
+        fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
+        seq: Last command that it applied, by its own report.
     """
 
     peer: str
@@ -49,7 +59,12 @@ class Member(Struct, frozen=True, kw_only=True):
 
 
 class OpenCommand(Struct, frozen=True, kw_only=True):
-    """A command that is not concluded. waiting: agents that owe an answer.   nudge_us: when to repeat it next."""
+    """A command in flight.
+
+    Attributes:
+        waiting: Agents that have not answered yet.
+        retransmit_us: When to send it again.
+    """
 
     record: CommandRecord
     command: Command
@@ -65,9 +80,13 @@ class OpenCommand(Struct, frozen=True, kw_only=True):
 class CoordinatorState(Struct, frozen=True, kw_only=True):
     """Everything the bus knows.
 
-    ring: newest commands, with the moment at which their time is over.   desired: of each replica and training rank
-    that was ever seen; `blank` is what a replica that was never seen is to be.   contested: by which
-    other incarnation a place is claimed, and since when (µs).
+    Attributes:
+        open: Commands in flight, oldest first.
+        history: The newest commands, each with the moment (µs) at which its time to live ends.
+        desired: Of each replica (by index) and training rank (by name) that was ever seen.
+        default_desired: Of replicas that have not been seen yet.
+        sync: The weight sync in progress.
+        claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
     """
 
     run: str = ""
@@ -83,37 +102,38 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     claims: dict[str, tuple[str, int]] = {}
 
 
-Effects = list[CoordinatorEffect]
-Why = Literal["deadline", "gone", "restarted", "bus_restarted"]
-
-
-def missing(one: OpenCommand, agents: frozenset[str], why: Why, at_us: int) -> OpenCommand:
-    """Conclude the command as missing for those of `agents` that still owe an answer."""
-    lost = one.waiting & agents
-    if not lost:
-        return one
-    lines = tuple(
-        AgentOutcome(agent=name, conclusion=Missing(why), latency_us=max(0, at_us - one.issued_us))
-        for name in sorted(lost)
+def conclude_missing(command: OpenCommand, agents: frozenset[str], reason: MissingReason, at_us: int) -> OpenCommand:
+    """Return `command`, concluded as missing for those of `agents` that have not answered."""
+    silent = command.waiting & agents
+    if not silent:
+        return command
+    latency_us = max(0, at_us - command.issued_us)
+    outcomes = tuple(
+        AgentOutcome(agent=name, conclusion=Missing(reason), latency_us=latency_us) for name in sorted(silent)
     )
-    return replace(one, waiting=one.waiting - lost, outcomes=one.outcomes + lines)
+    return replace(command, waiting=command.waiting - silent, outcomes=command.outcomes + outcomes)
 
 
 # --- membership -------------------------------------------------------------------------------------------------------
 
 
-def hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> CoordinatorState:
+def member_at(state: CoordinatorState, peer: str) -> str | None:
+    """Return the name under which the peer is a member now; None if it is not."""
+    name = agent_of(peer)
+    member = state.members.get(name)
+    return name if member is not None and member.peer == peer and member.state in ("joining", "live") else None
+
+
+def on_hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> CoordinatorState:
     """A new agent, a new incarnation of one that was lost, or a living one that lost its connection."""
-    greeting = event.hello
-    name = greeting.identity.agent
+    hello, settings = event.hello, state.settings
+    name = hello.identity.agent
     holder = state.members.get(name)
-    settings = state.settings
     if settings is None:
         return state
-    if holder is not None and holder.hello.incarnation != greeting.incarnation and holder.state in ("joining", "live"):
+    same = holder is not None and holder.hello.incarnation == hello.incarnation
+    if holder is not None and not same and holder.state in ("joining", "live"):
         return _dispute(state, event, holder, settings, effects)
-    same = holder is not None and holder.hello.incarnation == greeting.incarnation
-    member = Member(peer=event.peer, hello=greeting, state="joining", fresh=not same)
     welcome = Welcome(
         run=state.run,
         publish_port=settings.publish_port,
@@ -123,40 +143,41 @@ def hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> Co
     )
     send(state, event.peer, welcome, effects)
     claims = {place: claim for place, claim in state.claims.items() if place != name}
-    # The same process still owes what it owed; another one owes nothing yet.
+    # Commands stay open for the same process. A new one owes no answer yet.
+    member = Member(peer=event.peer, hello=hello, state="joining", fresh=not same)
     return replace(state, members={**state.members, name: member}, claims=claims)
 
 
 def _dispute(
     state: CoordinatorState, event: HelloReceived, holder: Member, settings: CoordinatorSettings, effects: Effects
 ) -> CoordinatorState:
-    """Two incarnations claim one place. A holder that is dead is found out by a probe or by its silence; while it may
-    live, the newcomer waits, and when it had time enough to fall silent and did not, the newcomer is turned away.
+    """Two incarnations claim one place. A ping, or its silence, shows whether the holder is dead. Until then the
+    claimant waits; it is turned away once the holder has had time to fall silent and has not.
     """
     name = event.hello.identity.agent
-    claimant, since = state.claims.get(name, ("", event.at_us))
-    if claimant != event.hello.incarnation:  # the hello of one that died meanwhile must not count against this one
-        since = event.at_us
-    final = event.at_us - since > (settings.agent_timeout_ms + settings.heartbeat_ms) * 1000
-    why = (
-        f"agent {name} is held by incarnation {holder.hello.incarnation} on {holder.hello.host}, "
-        f"pid {holder.hello.pid}. Two agents can't have one replica and node rank: stop the other, or start this one "
-        "with a place of its own"
+    claimant, since_us = state.claims.get(name, ("", event.at_us))
+    if claimant != event.hello.incarnation:  # the claim of one that died meanwhile must not count against this one
+        since_us = event.at_us
+    give_up = event.at_us - since_us > (settings.agent_timeout_ms + settings.heartbeat_ms) * 1000
+    reason = (
+        f"agent {name} is running as incarnation {holder.hello.incarnation} on {holder.hello.host}, "
+        f"pid {holder.hello.pid}. Two agents can't share a replica and node rank: stop the other, or start this one "
+        "with a different replica or node rank"
     )
     effects.append(Ping(peer=holder.peer))
-    send(state, event.peer, Rejoin(reason=why, give_up=final), effects)
-    return replace(state, claims={**state.claims, name: (event.hello.incarnation, since)})
+    send(state, event.peer, Rejoin(reason=reason, give_up=give_up), effects)
+    return replace(state, claims={**state.claims, name: (event.hello.incarnation, since_us)})
 
 
-def join(state: CoordinatorState, event: JoinReceived, effects: Effects) -> CoordinatorState:
-    """The agent hears the commands: from here on it owes an answer to each. Tell it what is desired."""
+def on_join(state: CoordinatorState, event: JoinReceived | ResendRequested, effects: Effects) -> CoordinatorState:
+    """The agent hears the commands. Send it the desired state; from here on it has to answer each command."""
     name = member_at(state, event.peer)
     if name is None:
-        send(state, event.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
+        send(state, event.peer, UNKNOWN_PEER, effects)
         return state
     member = state.members[name]
     identity = member.hello.identity
-    desired = state.desired.get(identity.unit) or _unseen(state.default_desired, identity)
+    desired = state.desired.get(identity.unit) or _first_desired(state.default_desired, identity)
     if member.fresh and identity.node_rank == 0 and identity.role == ROLLOUT:
         desired = _leave_quarantine(desired, state.default_desired, identity)
         if state.sync is not None:
@@ -170,15 +191,15 @@ def join(state: CoordinatorState, event: JoinReceived, effects: Effects) -> Coor
 
 
 def _leave_quarantine(desired: Desired, default_desired: Desired, identity: Identity) -> Desired:
-    """A new start leads out of quarantine: the agent loads what is committed before its engine may serve."""
+    """A restart ends the quarantine: the agent loads the committed weights before its engine may serve."""
     if desired.quarantined == 0:
         return desired
     sync = None if identity.mode is RolloutMode.COLOCATED else default_desired.sync
     return replace(desired, quarantined=0, sync=sync)
 
 
-def _unseen(default_desired: Desired, identity: Identity) -> Desired:
-    """Of a place that was never seen. A training rank takes part from the next session on."""
+def _first_desired(default_desired: Desired, identity: Identity) -> Desired:
+    """The desired state of a unit seen for the first time. A training rank takes part from the next session on."""
     if identity.role != ROLLOUT:
         return Desired()
     if identity.mode is RolloutMode.COLOCATED:
@@ -186,54 +207,46 @@ def _unseen(default_desired: Desired, identity: Identity) -> Desired:
     return default_desired
 
 
-def status(state: CoordinatorState, event: StatusReceived, effects: Effects) -> CoordinatorState:
-    """What an agent says of itself, kept for people and for `wait_for_agents`; no decision rests on it."""
+def on_status(state: CoordinatorState, event: StatusReceived, effects: Effects) -> CoordinatorState:
+    """Keep what an agent reports of itself, for people and for `wait_for_agents`. No decision depends on it."""
     name = member_at(state, event.peer)
     if name is None:
-        send(state, event.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
+        send(state, event.peer, UNKNOWN_PEER, effects)
         return state
     member = replace(state.members[name], seq=event.seq, status=event.status)
     return replace(state, members={**state.members, name: member})
 
 
-def lost(state: CoordinatorState, event: PeerLost, effects: Effects) -> CoordinatorState:
-    """An agent is out of the fleet; what it owes is missing. Lost to a claimant of its place, it was restarted."""
+def on_lost(state: CoordinatorState, event: PeerLost) -> CoordinatorState:
+    """The agent is out of the fleet, and missing from every open command. If its place is claimed, it restarted."""
     name = member_at(state, event.peer)
     if name is None:
         return state
-    life = "left" if event.reason == "left" else "gone"
-    members = {**state.members, name: replace(state.members[name], state=life)}
-    reason: Why = "restarted" if name in state.claims and event.reason != "left" else "gone"
-    still = tuple(missing(one, frozenset({name}), reason, event.at_us) for one in state.open)
-    return replace(state, members=members, open=still)
-
-
-def member_at(state: CoordinatorState, peer: str) -> str | None:
-    """The name under which the peer is a member now. Routing ids begin with the agent's name; the rest must match."""
-    name = peer.partition("/")[0]
-    member = state.members.get(name)
-    return name if member is not None and member.peer == peer and member.state in ("joining", "live") else None
+    left = event.reason == "left"
+    members = {**state.members, name: replace(state.members[name], state="left" if left else "gone")}
+    reason: MissingReason = "restarted" if name in state.claims and not left else "gone"
+    commands = tuple(conclude_missing(command, frozenset({name}), reason, event.at_us) for command in state.open)
+    return replace(state, members=members, open=commands)
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
 
-def resend(state: CoordinatorState, event: ResendRequested, effects: Effects) -> CoordinatorState:
-    """A page of what is missing, or a snapshot when the ring does not reach back that far."""
-    name = member_at(state, event.peer)
-    if name is None:
-        send(state, event.peer, Rejoin(reason="the bus does not know you: say hello"), effects)
+def on_resend_requested(state: CoordinatorState, event: ResendRequested, effects: Effects) -> CoordinatorState:
+    """Send a page of the missing records, or a snapshot if the history does not reach back that far."""
+    if member_at(state, event.peer) is None:
+        send(state, event.peer, UNKNOWN_PEER, effects)
         return state
     if not state.history or event.first < state.history[0][0].seq:
-        return join(state, JoinReceived(at_us=event.at_us, peer=event.peer), effects)
+        return on_join(state, event, effects)
     page: list[CommandRecord] = []
     size = 0
     start = event.first - state.history[0][0].seq
-    for record, over_us in state.history[start : start + min(event.credit, PAGE)]:
+    for record, expires_us in state.history[start : start + min(event.credit, PAGE)]:
         size += len(encode(record))
         if page and size > PAGE_BYTES:
             break
-        left_ms = max(0, over_us - event.at_us) // 1000
+        left_ms = max(0, expires_us - event.at_us) // 1000
         page.append(replace(record, envelope=replace(record.envelope, ttl_ms=left_ms)))
     if page:
         send(state, event.peer, Replay(records=tuple(page)), effects)

@@ -10,7 +10,7 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from controlplane.machine.profiling import entering, leaving
+from controlplane.machine.profiling import commands_after, commands_before
 from schemas.commands import ProfileCommand, ProfilePlan
 from schemas.events import (
     Answer,
@@ -76,11 +76,11 @@ def asked(rank: bool, case: Case) -> tuple[ProfileCommand, ...]:
     config = configured(rank, case)
     if case.step == ANYWAY:  # of a plan that lists other steps
         config = replace(_with_steps(config, frozenset({9})), steps=(STEP - 1, STEP))
-    start, stop = entering(config, None, STEP), leaving(config, STEP, STEP)
+    start, stop = commands_before(config, None, STEP), commands_after(config, STEP, STEP)
     histories = {
         START: start,
         AGAIN: start + start,
-        NEXT: entering(config, None, STEP - 1) + start,  # it was started anew, and does not know of the session
+        NEXT: commands_before(config, None, STEP - 1) + start,  # it was started anew, and does not know of the session
         STRAY: stop,
     }
     return histories.get(case.command, start + stop) if start else ()

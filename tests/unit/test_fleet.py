@@ -208,7 +208,7 @@ def test_a_second_agent_in_one_place_waits_while_the_holder_is_probed() -> None:
     assert bus.probed == ["0.0/a"]
     ((peer, message),) = bus.sent
     assert peer == "0.0/b" and isinstance(message, Rejoin) and not message.give_up
-    assert message.reason.startswith("agent 0.0 is held by incarnation a on node-1, pid 42.")
+    assert message.reason.startswith("agent 0.0 is running as incarnation a on node-1, pid 42.")
     assert bus.state.members["0.0"].hello.incarnation == "a"
 
 

@@ -3,15 +3,15 @@
 import pytest
 
 from controlplane.machine.profiling import (
-    checking,
-    collecting,
-    entering,
-    finishing,
-    leaving,
+    check_command,
+    collect_command,
+    commands_after,
+    commands_before,
+    finish_command,
+    ranks_absent,
+    roles_absent,
     session_after,
     sessions,
-    unmanned,
-    unowned,
 )
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Target
 from schemas.identity import Identity
@@ -24,7 +24,7 @@ def walk(config: ProfilerConfig, steps: list[int]) -> list[str]:
     """The commands of a trainer that goes through these steps."""
     session, said = None, []
     for step in steps:
-        for commands in (entering, leaving):
+        for commands in (commands_before, commands_after):
             for command in commands(config, session, step):
                 session = session_after(session, command)
                 said.append(f"{command.action} {command.step} in {step}")
@@ -91,7 +91,7 @@ def test_training_ranks_alone_are_reason_enough() -> None:
     off = ProfilePlan(enabled=False)
     config = ProfilerConfig(steps=(1,), plan=off, roles={"actor": ProfilePlan()})
     assert walk(config, [0, 1, 2]) == ["start 1 in 1", "stop 1 in 1"]
-    (start,) = entering(config, None, 1)
+    (start,) = commands_before(config, None, 1)
     assert (start.plan, start.roles) == (off, {"actor": ProfilePlan()})
 
 
@@ -101,22 +101,22 @@ def test_training_ranks_alone_are_reason_enough() -> None:
 def test_the_question_whether_it_can_be_done_is_asked_once_something_is_to_be_done() -> None:
     plan = ProfilePlan(with_stack=True)
     config = ProfilerConfig(steps=(7, 4), plan=plan)
-    assert checking(config, 0) == checking(config, 4) == ProfileCommand(action="check", step=4, plan=plan)
-    assert checking(config, 5) == ProfileCommand(action="check", step=7, plan=plan)
-    assert checking(config, 8) is None and checking(ProfilerConfig(), 0) is None
+    assert check_command(config, 0) == check_command(config, 4) == ProfileCommand(action="check", step=4, plan=plan)
+    assert check_command(config, 5) == ProfileCommand(action="check", step=7, plan=plan)
+    assert check_command(config, 8) is None and check_command(ProfilerConfig(), 0) is None
 
 
 def test_the_finish_names_all_sessions_until_then_also_of_an_earlier_life_of_the_trainer() -> None:
     config = ProfilerConfig(steps=(1, 2, 5, 9), plan=ProfilePlan(finish=Finish(relocate=True)))
-    finish = finishing(config, {5})
+    finish = finish_command(config, {5})
     assert finish is not None and (finish.action, finish.step, finish.profiled_steps) == ("finish", 5, (1, 2, 5))
-    assert finishing(config, set()) is None
+    assert finish_command(config, set()) is None
 
 
 def test_nothing_is_finished_unless_it_is_asked_for() -> None:
-    assert finishing(ProfilerConfig(steps=(1,)), {1}) is None
+    assert finish_command(ProfilerConfig(steps=(1,)), {1}) is None
     off = ProfilePlan(enabled=False, finish=Finish(hook=True))
-    assert finishing(ProfilerConfig(steps=(1,), roles={"actor": off}), {1}) is None
+    assert finish_command(ProfilerConfig(steps=(1,), roles={"actor": off}), {1}) is None
 
 
 def test_ranks_that_nobody_has_are_named() -> None:
@@ -125,18 +125,18 @@ def test_ranks_that_nobody_has_are_named() -> None:
     config = ProfilerConfig(
         plan=ProfilePlan(ranks=frozenset({7, 8})), roles={"actor": ProfilePlan(ranks=frozenset({1, 2}))}
     )
-    assert unowned(config, fleet + actors) == {2, 8}
-    assert unowned(config, actors) == {2}, "no replica is here yet"
-    assert unowned(ProfilerConfig(plan=ProfilePlan(replicas=frozenset({3, 4}))), fleet) == {4}
-    assert unowned(ProfilerConfig(plan=ProfilePlan(enabled=False, ranks=frozenset({99}))), fleet) == frozenset()
+    assert ranks_absent(config, fleet + actors) == {2, 8}
+    assert ranks_absent(config, actors) == {2}, "no replica is here yet"
+    assert ranks_absent(ProfilerConfig(plan=ProfilePlan(replicas=frozenset({3, 4}))), fleet) == {4}
+    assert ranks_absent(ProfilerConfig(plan=ProfilePlan(enabled=False, ranks=frozenset({99}))), fleet) == frozenset()
 
 
 def test_roles_that_nobody_has_are_named() -> None:
     actors = [Identity(replica=0, node_rank=0, role="actor")]
     config = ProfilerConfig(roles={"actor": ProfilePlan(), "critic": ProfilePlan()})
-    assert unmanned(config, actors) == ["rollout", "critic"]
+    assert roles_absent(config, actors) == ["rollout", "critic"]
     on_ranks_alone = ProfilerConfig(plan=ProfilePlan(tool="nsys"), roles={"actor": ProfilePlan()})
-    assert unmanned(on_ranks_alone, actors) == [], "no engine would run it"
+    assert roles_absent(on_ranks_alone, actors) == [], "no engine would run it"
 
 
 def report(action: str, **said: Conclusion) -> Report:
@@ -152,6 +152,6 @@ def report(action: str, **said: Conclusion) -> Report:
 def test_only_replicas_of_several_nodes_whose_primary_stopped_collect() -> None:
     acted, not_primary = Acted(calls=("stop_profile",)), Skipped(Reason.NOT_PRIMARY)
     stopped = report("stop", a0_0=acted, a0_1=not_primary, a1_0=acted, actor_0=acted)
-    assert collecting(stopped) == (ProfileCommand(action="collect", step=3), Target(replicas=frozenset({0})))
-    assert collecting(report("stop", a0_0=Skipped(Reason.NOT_PROFILING), a0_1=not_primary)) is None
-    assert collecting(report("collect", a0_0=acted, a0_1=acted)) is None
+    assert collect_command(stopped) == (ProfileCommand(action="collect", step=3), Target(replicas=frozenset({0})))
+    assert collect_command(report("stop", a0_0=Skipped(Reason.NOT_PROFILING), a0_1=not_primary)) is None
+    assert collect_command(report("collect", a0_0=acted, a0_1=acted)) is None

@@ -127,14 +127,14 @@ def test_ranks_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCapt
     config = ProfilerConfig(steps=(5,), plan=ProfilePlan(ranks=frozenset({1, 8})))
     with caplog.at_level(logging.WARNING):
         trained(config, Bus(), [0, 1])
-    assert caplog.text.count("ranks [8] are to be profiled, and nobody here has them") == 1
+    assert caplog.text.count("ranks [8] are selected for profiling, and no agent has them") == 1
 
 
 def test_roles_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     roles = {"critic": ProfilePlan(), "ref": ProfilePlan(enabled=False)}
     with caplog.at_level(logging.WARNING):
         trained(ProfilerConfig(steps=(5,), roles=roles), Bus(), [0, 1])
-    assert [one.message for one in caplog.records] == ["critic is to be profiled, and no agent of that role is here"]
+    assert [one.message for one in caplog.records] == ["role critic is selected for profiling, and no agent has it"]
 
 
 def test_ranks_that_left_no_trace_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +142,7 @@ def test_ranks_that_left_no_trace_are_told(caplog: pytest.LogCaptureFixture) -> 
     bus = Bus(says=lambda action: empty if action == "collect" else DONE)
     with caplog.at_level(logging.WARNING):
         trained(ProfilerConfig(steps=(0,), plan=ProfilePlan(window=Window(0, 9))), bus, [0])
-    assert "profile collect step 0 on agent 0.1: ranks [1] left no trace" in caplog.text
+    assert "collect step 0 on agent 0.1: acted (stop_profile); no trace of ranks 1; the step goes on" in caplog.text
 
 
 def test_a_bus_that_can_not_publish_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controlplane.machine.weights import Sync, next_phase, primaries
+from controlplane.machine.weights import Sync, next_phase, primary_conclusions
 from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.errors import CommandFailed
@@ -334,7 +334,7 @@ SYNC = Sync(
 
 
 def test_the_word_of_a_replica_is_that_of_its_first_node() -> None:
-    assert primaries(report(a0_0=DONE, a0_1=NOT_PRIMARY, a12_0=NO)) == {0: DONE, 12: NO}
+    assert primary_conclusions(report(a0_0=DONE, a0_1=NOT_PRIMARY, a12_0=NO)) == {0: DONE, 12: NO}
 
 
 @pytest.mark.parametrize(
