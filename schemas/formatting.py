@@ -61,6 +61,19 @@ def format_outcome(outcome: Conclusion) -> str:
             assert_never(outcome)
 
 
+def kind_and_reason(outcome: Conclusion) -> tuple[str, str]:
+    """Return what became of a command, e.g. `skipped`, and the short reason, e.g. `not_primary`; empty for `acted`."""
+    match outcome:
+        case Acted():
+            return "acted", ""
+        case Skipped(reason=reason) | Missing(reason=reason):
+            return _KINDS[type(outcome)], str(reason)
+        case Failed(error=error):
+            return "failed", str(error)
+        case _:
+            assert_never(outcome)
+
+
 def _format_acted(acted: Acted) -> str:
     parts = [f"acted ({', '.join(acted.calls) or 'nothing to call'})"]
     parts += [f"version {acted.version}"] if acted.version is not None else []

@@ -1,7 +1,7 @@
-"""The command line. Each command loads its own code when it is called, so an agent never loads the trainer's side.
+"""The command line. Each command imports its code when it is called, so an agent never loads the trainer's side.
 
-Exit codes: 0 done; 1 done, and something is wrong (an agent failed, a log differs); 2 bad usage or a bad value; 3 it
-could not be done (no bus answered, a file can't be used); 130 interrupted. Results go to stdout, errors to stderr.
+Exit codes: 0 done; 1 done, but something is wrong (an agent failed, a log differs); 2 bad usage or a bad value; 3 could
+not be done (no bus answered, a file can't be used); 130 interrupted. Results go to stdout, errors to stderr.
 """
 
 import logging
@@ -25,18 +25,18 @@ COMMANDS = {
         for name in ("status", "profile", "pause", "resume", "flush", "sleep", "wake", "abort")
     },
 }
-"""Where each command lives."""
+"""Module and attribute of each command."""
 
 
 class Commands(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """A group that imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, in order."""
+        """All names, sorted."""
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, loaded; None when there is none of that name."""
+        """The command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
@@ -46,8 +46,8 @@ class Commands(click.Group):
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="rolloutctl")
-@click.option("-v", "--verbose", is_flag=True, help="Tell everything, skips too.")
-@click.option("-q", "--quiet", is_flag=True, help="Tell warnings only.")
+@click.option("-v", "--verbose", is_flag=True, help="Log everything, including skips.")
+@click.option("-q", "--quiet", is_flag=True, help="Log warnings only.")
 def cli(verbose: bool, quiet: bool) -> None:
     """The control plane between a reinforcement-learning trainer and its rollout engines."""
     level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
@@ -56,7 +56,7 @@ def cli(verbose: bool, quiet: bool) -> None:
 
 
 def main() -> None:
-    """Entry point of the script. Ends the process."""
+    """Entry point of the script. Exits the process."""
     try:
         code = cli.main(standalone_mode=False)
     except click.Abort:
@@ -65,16 +65,16 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except ConfigError as error:
-        code = _say(error, 2)
+        code = _fail(error, 2)
     except RolloutctlError as error:
-        code = _say(error, 3)
-    except BrokenPipeError:  # the reader of our output had enough
+        code = _fail(error, 3)
+    except BrokenPipeError:  # for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _say(error: Exception, code: int) -> int:
+def _fail(error: Exception, code: int) -> int:
     click.echo(f"rolloutctl: {error}", err=True)
     return code
 

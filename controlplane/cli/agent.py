@@ -1,4 +1,4 @@
-"""`rolloutctl agent`: one agent beside one node of one replica, until it is told to end."""
+"""`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
 import logging
 import signal
@@ -26,7 +26,7 @@ logger = logging.getLogger("rolloutctl.agent")
 
 
 class EngineOptions(TypedDict):
-    """Those options that say which engine, and how it is reached."""
+    """Options that describe the engine and how to reach it."""
 
     kind: str
     url: str | None
@@ -47,7 +47,7 @@ class EngineOptions(TypedDict):
 
 
 ENGINES = ("tiny", "sglang", "vllm")
-"""Engines that an agent can drive from a process of its own."""
+"""Engines that an agent can command from another process."""
 
 
 def _state_home() -> str:
@@ -57,36 +57,38 @@ def _state_home() -> str:
 @click.command(short_help="Run an agent beside an engine.")
 @click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
 @click.option("--replica", type=click.IntRange(0), required=True, help="Index of the replica in the job.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Index of this node in it.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Index of the node in it.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of the replica.")
-@click.option("--gpus-per-node", type=click.IntRange(1), default=1, show_default=True, help="For global ranks.")
-@click.option("--mode", type=click.Choice([one.value for one in RolloutMode]), default="hybrid", show_default=True)
-@click.option("--engine", "kind", type=click.Choice(ENGINES), required=True, help="What the agent commands.")
-@click.option("--url", help="sglang, vllm: where the server of this node answers, http://HOST:PORT.")
+@click.option("--gpus-per-node", type=click.IntRange(1), default=1, show_default=True, help="Its GPUs on each node.")
+@click.option("--mode", type=click.Choice([mode.value for mode in RolloutMode]), default="hybrid", show_default=True)
+@click.option("--engine", "kind", type=click.Choice(ENGINES), required=True, help="Engine that the agent commands.")
+@click.option("--url", help="sglang, vllm: address of this node's server, http://HOST:PORT.")
 @click.option(
-    "--api-key-file", type=click.Path(path_type=Path), help="Holds its key; else ROLLOUTCTL_ENGINE_API_KEY[_FILE]."
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]",
 )
-@click.option("--launch", is_flag=True, help="Start the server that follows `--`, restart it, end it with this agent.")
-@click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a replica of several nodes meet.")
-@click.option("--launch-log", type=click.Path(path_type=Path), help="Output of the server.  [default: in --state-dir]")
+@click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
+@click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
+@click.option("--launch-log", type=click.Path(path_type=Path), help="The server's output.  [default: in --state-dir]")
 @click.option("--up-within", type=click.FloatRange(1), default=1800.0, show_default=True, help="Seconds for a launch.")
-@click.option("--router", help="SGLang router that the server is put into while the replica may serve.")
-@click.option("--worker-url", help="With --router: the server as the router reaches it.  [default: --url]")
-@click.option("--serve", help="tiny: where clients find its front end, e.g. ipc:///tmp/engine-0.")
-@click.option("--seed", default=0, show_default=True, help="tiny: of the weights that it starts with.")
-@click.option("--checkpoints", type=click.Path(path_type=Path), default=".", help="Root of paths in weight syncs.")
-@click.option("--traces", type=click.Path(path_type=Path), help="Root below which traces are put.  [default: traces]")
-@click.option("--finish-hook", help="Command for /bin/sh after the last profiled step, e.g. an upload.")
+@click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
+@click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
+@click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
+@click.option("--seed", default=0, show_default=True, help="tiny: seed of its initial weights.")
+@click.option("--checkpoints", type=click.Path(path_type=Path), default=".", help="Root of the paths in weight syncs.")
+@click.option("--traces", type=click.Path(path_type=Path), help="Folder for traces.  [default: traces]")
+@click.option("--finish-hook", help="Command that /bin/sh runs after the last profiled step, e.g. an upload.")
 @click.option(
     "--profiler",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The trainer's profiler configuration, verl's or ours: gives both, and what a launched vLLM must record.",
+    help="The trainer's profiler configuration, verl's or ours: sets --traces, --finish-hook and a launched vLLM.",
 )
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=_state_home,
-    help="Where the journal lies, on a disk of this machine.  [default: the user's state folder]",
+    help="Folder of the journal, on a local disk.  [default: the user's state folder]",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
@@ -99,15 +101,15 @@ def agent(
     state_dir: Path,
     **engine: Unpack[EngineOptions],
 ) -> None:
-    """Run the agent of one node. It dials the bus, follows every command, and answers.
+    """Run the agent of one node. It connects to the bus, executes every command, and answers.
 
-    It ends in good order on SIGTERM or Ctrl-C: the engine call under way is awaited and the bus is told. It may be
-    killed and started again at any time: it reads its journal and its engine, and goes on.
+    On SIGTERM or Ctrl-C it waits for the engine call in flight, tells the bus that it leaves, and exits. It may also be
+    killed and restarted at any time: it resumes from its journal and the state of its engine.
 
     \b
-    Beside a server that runs:
+    Beside a running server:
       rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine vllm --url http://127.0.0.1:8000
-    With one that it launches:
+    With a server that it launches:
       rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine sglang --url http://127.0.0.1:30000 \\
         --launch -- python -m sglang.launch_server --model-path /models/m --port 30000
     """
@@ -118,13 +120,15 @@ def agent(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     profiler = _profiler(engine)
-    left = NodeTraces(Path(profiler.save_path), place, profiler.finish_hook_cmd)
+    traces = NodeTraces(Path(profiler.save_path), place, profiler.finish_hook_cmd)
     driven = _engine(place, engine, Path(profiler.save_path))
     if engine["launch"]:
         driven = _launched(place, state_dir, engine, driven, profiler)
     uvloop = find_spec("uvloop") is not None
-    beside = _router(engine)
-    interrupted = anyio.run(_serve, bus, place, driven, state_dir, left, beside, backend_options={"use_uvloop": uvloop})
+    router = _router(engine)
+    interrupted = anyio.run(
+        _serve, bus, place, driven, state_dir, traces, router, backend_options={"use_uvloop": uvloop}
+    )
     if interrupted:
         raise click.Abort
 
@@ -132,18 +136,18 @@ def agent(
 async def _serve(
     bus: str, place: Identity, engine: Engine, state_dir: Path, traces: NodeTraces, router: "Router | None"
 ) -> bool:
-    """Returns whether it was Ctrl-C that ended it."""
+    """Return whether Ctrl-C ended it."""
     signals: list[signal.Signals] = []
     failure: RolloutctlError | None = None
     async with anyio.create_task_group() as tasks:
         await tasks.start(_end_on_signal, tasks.cancel_scope, signals)
         try:
             async with Agent(bus=bus, identity=place, engine=engine, state_dir=state_dir, traces=traces) as running:
-                logger.info("agent %s is up and dials %s", place.agent, bus)
+                logger.info("agent %s is up and connects to %s", place.agent, bus)
                 if router is not None:
                     tasks.start_soon(router.follow, running)
                 await running.run()
-        except RolloutctlError as error:  # kept out of the group, which would wrap it
+        except RolloutctlError as error:  # raised below: the task group would wrap it
             failure = error
             tasks.cancel_scope.cancel()
     if failure is not None:
@@ -156,21 +160,21 @@ async def _end_on_signal(
 ) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
-        async for one in signals:
-            seen.append(one)
-            logger.info("%s: ending in good order", one.name)
+        async for received in signals:
+            seen.append(received)
+            logger.info("%s: shutting down", received.name)
             scope.cancel()
 
 
 def _profiler(options: EngineOptions) -> ProfilerConfig:
-    """What this node has to know of profiling: where traces go, the hook, and what the engine is to record."""
+    """What this node needs of the profiler configuration: folder of traces, hook, and what the engine records."""
     config = ProfilerConfig(plan=ProfilePlan(enabled=False))
     if options["profiler"] is not None:
         from schemas.profiler.files import read
 
-        config, remarks = read(options["profiler"])
-        for remark in remarks:
-            logger.warning("%s: %s", options["profiler"], remark)
+        config, warnings = read(options["profiler"])
+        for warning in warnings:
+            logger.warning("%s: %s", options["profiler"], warning)
     traces, hook = options["traces"], options["finish_hook"]
     return replace(
         config,
@@ -180,9 +184,9 @@ def _profiler(options: EngineOptions) -> ProfilerConfig:
 
 
 def _engine(place: Identity, options: EngineOptions, traces: Path) -> Engine:
-    """The engine that the options name; one that is launched is built on top of it."""
+    """The engine that the options name, without its launch."""
     if options["command"] and not options["launch"]:
-        raise ConfigError(f"what is {' '.join(options['command'])!r} for? A server's command follows `--launch --`.")
+        raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
     checkpoints = options["checkpoints"]
     if options["kind"] == "tiny":
         from workers.engines.tiny.engine import TinyEngine
@@ -211,7 +215,7 @@ def _launched(
 
     kind, command = options["kind"], options["command"]
     if kind == "tiny" or not command:
-        raise ConfigError("--launch takes a server's command after `--`, and --engine sglang or vllm.")
+        raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
     log = options["launch_log"] or state_dir / f"server-{place.agent}.log"
     server_kind: Kind = "vllm" if kind == "vllm" else "sglang"
     full = server_command(server_kind, command, place, options["dist_init"])
@@ -225,7 +229,7 @@ def _router(options: EngineOptions) -> "Router | None":
     if url is None:
         return None
     if worker is None:
-        raise ConfigError("--router needs --url, the server that it is to send requests to.")
+        raise ConfigError("--router needs --url, the server that gets the requests.")
     from workers.engines.http import api_key
     from workers.router import KEY_VARIABLE, Router
 

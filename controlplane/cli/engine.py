@@ -1,4 +1,4 @@
-"""`rolloutctl engine probe`: what an engine server is, and what an agent could ask of it."""
+"""`rolloutctl engine probe`: what an engine server is, and which operations an agent can use."""
 
 from pathlib import Path
 
@@ -10,21 +10,23 @@ from rich.console import Console
 from controlplane.cli.tables import probe_table
 
 
-@click.group(short_help="Look at an engine server.")
+@click.group()
 def engine() -> None:
-    """Look at an engine server."""
+    """Inspect an engine server."""
 
 
-@engine.command(short_help="Tell what it is and what it can do.")
+@engine.command(short_help="Show what a server is, and which operations it supports.")
 @click.argument("url")
 @click.option(
-    "--api-key-file", type=click.Path(path_type=Path), help="Holds its key; else ROLLOUTCTL_ENGINE_API_KEY[_FILE]."
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def probe(url: str, api_key_file: Path | None, as_json: bool) -> None:
-    """Tell what the engine at URL is: kind, version, node rank, tokenizer, and each operation, supported or why not.
+    """Show the engine at URL: kind, version, node rank, tokenizer, and each operation, supported or why not.
 
-    Nothing is changed. The exit code is 1 when it is no engine that an agent can command.
+    Nothing is changed. The exit code is 1 if an agent could not command it.
     """
     from workers.engines.http import api_key
     from workers.engines.probe import probe as look

@@ -1,4 +1,4 @@
-"""`rolloutctl log`: read a recorded run. Show it in words, verify it, replay it."""
+"""`rolloutctl log`: show, verify and replay a recorded run."""
 
 import datetime
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from controlplane.cli.formatting import format_decision
+from controlplane.cli.log_lines import format_decision
 from controlplane.cli.reducers import replay_file
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import verify
@@ -16,33 +16,33 @@ from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.wire import DECODE_ERRORS
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-_json = click.option("--json", "as_json", is_flag=True, help="Print for machines, a line each.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group(short_help="Show, verify and replay a recorded run.")
 def log() -> None:
-    """Read a recorded run, also while it is written."""
+    """Read a recorded run, even while it is being written."""
 
 
-@log.command(short_help="Every decision, in words.")
+@log.command(short_help="Print every decision.")
 @_file
 @_json
-@click.option("--agent", help="Only this agent's, e.g. 0.1; `bus` for the coordinator's.")
+@click.option("--agent", help="Only this agent's decisions, e.g. 0.1; `bus` for the coordinator's.")
 @click.option("--kind", help="Only events of this kind, e.g. command or returned.")
-@click.option("--from", "start", type=click.IntRange(1), default=1, help="Begin at this position.")
+@click.option("--from", "start", type=click.IntRange(1), default=1, help="Position of the first record.")
 def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: int) -> None:
-    """Print what each agent and the coordinator saw and decided, in the order in which the log has it."""
+    """Print what each agent and the coordinator saw and decided, in the order of the log."""
     for entry in RunLog.read(file, start):
         if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
             continue
         click.echo(_json_line(entry) if as_json else _line(entry))
 
 
-@log.command("verify", short_help="The file, and the invariants of a healthy run.")
+@log.command("verify", short_help="Check the file, and the invariants of every run.")
 @_file
 @_json
 def verify_command(file: Path, as_json: bool) -> None:
-    """Check every record's checksum and meaning, and what must hold in every run. Ends with 1 if something does not."""
+    """Check every record, and the invariants that hold in every run. The exit code is 1 if something is wrong."""
     header = RunLog.header(file)
     records, damage = 0, None
 
@@ -57,29 +57,29 @@ def verify_command(file: Path, as_json: bool) -> None:
 
     found = list(verify(readable()))
     if as_json:
-        told = {"run": header.run, "records": records, "damage": damage, "violations": found}
-        click.echo(msgspec.json.encode(told))
+        result = {"run": header.run, "records": records, "damage": damage, "violations": found}
+        click.echo(msgspec.json.encode(result))
     else:
         for violation in found:
             click.echo(str(violation))
         if damage is not None:
             click.echo(f"damaged: {damage}")
-        word = f"{len(found)} violations" if found else "no violation"
-        click.echo(f"run {header.run}: {records} records read, {word}")
+        violations = f"{len(found)} violations" if found else "no violations"
+        click.echo(f"run {header.run}: {records} records read, {violations}")
     if found or damage is not None:
         click.get_current_context().exit(1)
 
 
-@log.command("replay", short_help="Decide everything again, and compare.")
+@log.command("replay", short_help="Make every decision again, and compare.")
 @_file
 @_json
 def replay_command(file: Path, as_json: bool) -> None:
-    """Fold the machines over the log. Ends with 1, and a diff, at the first decision that is another one today."""
+    """Make every decision of the log again. At the first that differs, print a diff; the exit code is then 1."""
     try:
         replayed = replay_file(file)
     except ReplayDiffers as difference:
-        told = msgspec.json.encode({"same": False, "difference": str(difference)})
-        click.echo(told if as_json else str(difference))
+        result = msgspec.json.encode({"same": False, "difference": str(difference)})
+        click.echo(result if as_json else str(difference))
         click.get_current_context().exit(1)
     click.echo(msgspec.json.encode({"same": True, **msgspec.structs.asdict(replayed)}) if as_json else str(replayed))
 
@@ -90,7 +90,7 @@ def _line(entry: LogEntry) -> str:
 
 
 def _json_line(entry: LogEntry) -> bytes:
-    """Raises LogCorrupt for what this version can't read and JSON can't hold."""
+    """Raises LogCorrupt for what this version can't read, or JSON can't represent."""
     try:
         return msgspec.json.encode(_plain(entry))
     except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks

@@ -1,15 +1,15 @@
-"""pytest plugin: `pytest --replay-log DIR` makes two tests of every recorded run below a folder.
+"""pytest plugin: `pytest --replay-log DIR` runs two tests on every recorded run below a folder.
 
-    replay   every decision comes out as it was recorded
-    verify   the file is whole, and what must hold in every run held in this one
+    replay   every decision is the same as recorded
+    verify   the file is undamaged, and the invariants of every run hold
 
-A test of one's own that takes the fixture `run_log` runs once for each of them:
+A test that uses the fixture `run_log` runs once for each of them:
 
     def test_nobody_failed(run_log):
         assert not any(report.failed for report in run_log.reports.values())
 
-`run_log` is a `controlplane.cli.recorded.RecordedRun`. Nothing of ours is imported before the option is used: every
-pytest that runs where we are installed loads this file.
+`run_log` is a `controlplane.cli.recorded.RecordedRun`. This file imports nothing of rolloutctl before the option is
+used, because every pytest run in an environment that has rolloutctl loads it.
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ _FOUND = pytest.StashKey[list[Path]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--replay-log`, as often as you like."""
+    """Add `--replay-log`, which is repeatable."""
     group = parser.getgroup("rolloutctl", "recorded runs of rolloutctl")
     text = "Replay and verify the recorded runs at PATH, a log or a folder of logs."
     group.addoption("--replay-log", action="append", default=[], metavar="PATH", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Look for the logs before anything is collected, so that a wrong path is said at once."""
+    """Find the logs before tests are collected, so that a wrong path fails at once."""
     places = config.getoption("--replay-log")
     config.stash[_FOUND] = []
     if places:
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Two tests for each log, after all others."""
+    """Add two tests for each log, after all others."""
     items.extend(
         RecordedRunItem.from_parent(session, name=f"{check}[{path.name}]", log=path, check=check)
         for path in config.stash[_FOUND]
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `run_log` runs for each log."""
+    """Run a test that uses `run_log` once for each log."""
     if "run_log" in metafunc.fixturenames:
         found = metafunc.config.stash[_FOUND]
         metafunc.parametrize("run_log", found, indirect=True, ids=[path.name for path in found])
@@ -63,14 +63,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def run_log(request: pytest.FixtureRequest) -> "RecordedRun":
-    """A recorded run, parsed; see `controlplane.cli.recorded.RecordedRun`."""
+    """A recorded run, decoded; see `controlplane.cli.recorded.RecordedRun`."""
     from controlplane.cli.recorded import RecordedRun
 
     return RecordedRun(request.param)
 
 
-class Differs(Exception):
-    """What is wrong with a log, in words for people."""
+class RecordedRunFailed(Exception):
+    """What is wrong with a log."""
 
 
 class RecordedRunItem(pytest.Item):
@@ -81,16 +81,18 @@ class RecordedRunItem(pytest.Item):
         self._log, self._check = log, check
 
     def runtest(self) -> None:
-        """Raise Differs when something is wrong."""
-        if wrong := "\n".join(self._replay() if self._check == "replay" else self._verify()):
-            raise Differs(wrong)
+        """Raise RecordedRunFailed if something is wrong."""
+        if problems := "\n".join(self._replay() if self._check == "replay" else self._verify()):
+            raise RecordedRunFailed(problems)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The difference, without a traceback."""
-        return str(excinfo.value) if isinstance(excinfo.value, Differs) else super().repr_failure(excinfo, style)
+        """The problems, without a traceback."""
+        return (
+            str(excinfo.value) if isinstance(excinfo.value, RecordedRunFailed) else super().repr_failure(excinfo, style)
+        )
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """The log, as the place of the test."""
+        """The location of the test: its log."""
         return self._log, None, self.name
 
     def _replay(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A recorded run, parsed, for assertions of one's own: what the fixture `run_log` gives."""
+"""A recorded run, decoded, for assertions in tests: the value of the fixture `run_log`."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,9 +16,10 @@ from schemas.wire import decode_command
 
 
 class RecordedRun:
-    """One log. Read as a whole when it is first asked for. Raises LogCorrupt where it is damaged.
+    """One log, read as a whole on first use. Raises LogCorrupt where it is damaged.
 
-    path: of the file.
+    Args:
+        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +30,7 @@ class RecordedRun:
 
     @cached_property
     def header(self) -> RunHeader:
-        """Run, when it began, versions."""
+        """The run's id, when it began, and versions."""
         return RunLog.header(self.path)
 
     @cached_property
@@ -40,33 +41,31 @@ class RecordedRun:
     @cached_property
     def commands(self) -> dict[int, Command | UnknownCommand]:
         """Every published command, by seq."""
-        published = (one for one in self._effects() if isinstance(one, Publish))
-        return {one.seq: decode_command(one.envelope.body) for one in published}
+        published = (effect for effect in self._effects() if isinstance(effect, Publish))
+        return {effect.seq: decode_command(effect.envelope.body) for effect in published}
 
     @cached_property
     def reports(self) -> dict[int, Report]:
-        """The report of every command that was concluded, by seq."""
-        concluded = (one.report for one in self._effects() if isinstance(one, Conclude))
-        return {one.seq: one for one in concluded if isinstance(one, Report)}
+        """The report of every concluded command, by seq."""
+        return {report.seq: report for report in self._concluded() if isinstance(report, Report)}
 
     @cached_property
     def syncs(self) -> tuple[SyncReport, ...]:
         """The report of every weight sync, in order."""
-        concluded = (one.report for one in self._effects() if isinstance(one, Conclude))
-        return tuple(one for one in concluded if isinstance(one, SyncReport))
+        return tuple(report for report in self._concluded() if isinstance(report, SyncReport))
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Names of the agents whose decisions the log has."""
-        return tuple(sorted({one.agent for one in self.entries if one.agent}))
+        """Names of the agents whose decisions are in the log."""
+        return tuple(sorted({entry.agent for entry in self.entries if entry.agent}))
 
     def decisions(self, agent: str) -> list[tuple[Event, tuple[Effect, ...]]]:
         """What one agent saw and decided, in order."""
-        mine = (one for one in self.entries if one.agent == agent)
-        return [(one.typed_event(), one.typed_effects()) for one in mine]  # type: ignore[misc]
+        entries = (entry for entry in self.entries if entry.agent == agent)
+        return [(entry.typed_event(), entry.typed_effects()) for entry in entries]  # type: ignore[misc]
 
     def answers(self, agent: str) -> dict[int, Outcome]:
-        """What one agent answered to each command, by seq: the first answer, which is the one that counts."""
+        """One agent's answer to each command, by seq. Only the first answer to a command counts."""
         found: dict[int, Outcome] = {}
         for _, effects in self.decisions(agent):
             for effect in effects:
@@ -79,17 +78,21 @@ class RecordedRun:
             if not entry.agent:
                 yield from entry.typed_effects()
 
+    def _concluded(self) -> Iterator[object]:
+        return (effect.report for effect in self._effects() if isinstance(effect, Conclude))
+
 
 def find_logs(place: Path) -> list[Path]:
-    """The run logs at a place: the file, or those below the folder. Other files are left out, damaged ones not.
+    """Return the run logs at a place: the file, or all below the folder, including damaged ones.
 
-    Raises ConfigError when there is none.
+    Raises:
+        ConfigError: There is none.
     """
     if not place.exists():
         raise ConfigError(f"--replay-log {place}: there is no such file or folder")
     found = [place] if place.is_file() else [path for path in sorted(place.rglob("*.db")) if _is_run_log(path)]
     if not found:
-        raise ConfigError(f"--replay-log {place}: no recorded run (*.db) lies there")
+        raise ConfigError(f"--replay-log {place}: there is no recorded run (*.db)")
     return found
 
 
@@ -97,7 +100,7 @@ def _is_run_log(path: Path) -> bool:
     try:
         RunLog.header(path)
     except LogCorrupt:
-        return True  # let its test say so
+        return True  # its test will fail and say so
     except LogError:
         return False
     return True

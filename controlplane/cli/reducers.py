@@ -1,4 +1,4 @@
-"""The machines of both sides, for those who fold a log: the one place where they meet."""
+"""Replay of a log with the machines of both sides. Only here do the two meet."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,21 +12,24 @@ from workers.machine.decide import AgentState
 
 
 def replay_log(entries: Iterable[LogEntry]) -> Replayed:
-    """Decide everything again. Raises ReplayDiffers, LogCorrupt."""
+    """Make every decision again. Raises ReplayDiffers or LogCorrupt."""
     return replay(entries, coordinator.decide, _agent_law())
 
 
 def replay_file(path: Path) -> Replayed:
-    """Decide everything in a log's file again.
+    """Make every decision of a log's file again.
 
-    Raises LogError for a log of other logic, which would differ for that reason alone; ReplayDiffers, LogCorrupt.
+    Raises:
+        LogError: Another version of the decision logic wrote the log; it would differ for that reason alone.
+        ReplayDiffers: A decision is different today.
+        LogCorrupt: The log is damaged.
     """
     RunLog.check_logic(path)
     return replay_log(RunLog.read(path))
 
 
 def fold_log() -> Fold[AgentState]:
-    """A fold to be fed by hand, for a look at any position."""
+    """Return a fold that the caller feeds, to inspect the state at any position."""
     return Fold(coordinator.decide, _agent_law())
 
 

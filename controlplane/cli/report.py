@@ -1,4 +1,4 @@
-"""`rolloutctl report`: one page about one recorded run, to be opened from disk, mailed, or kept beside a checkpoint."""
+"""`rolloutctl report`: one HTML page about one recorded run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,31 +15,31 @@ from controlplane.report.page import write_page
 from schemas.errors import ConfigError
 
 
-@click.command(short_help="One page about a recorded run.")
+@click.command(short_help="Write one page about a recorded run.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="The page.  [default: beside FILE, as .html]")
-@click.option("--force", is_flag=True, help="Replace the page if it is there already.")
+@click.option("--force", is_flag=True, help="Replace an existing page.")
 def report(file: Path, out: Path | None, force: bool) -> None:
-    """Write one page that shows what went wrong in a recorded run, then everything else: the fleet, every command,
-    weight versions and pauses over time, latencies, stragglers. It needs no network. The run may still go on.
+    """Write one page about a recorded run: what went wrong, then the fleet, every command, weight versions and pauses
+    over time, latencies and stragglers. The page needs no network. The run may still be running.
 
-    Ends with 1 if the log could not be read to its end: the page then shows what could.
+    The exit code is 1 if the log can't be read to its end; the page then shows everything that can be read.
     """
     out = out or file.with_suffix(".html")
     header = RunLog.header(file)
     check_destination(out, force, [file])
     with _page(out, force) as page:
-        gathered = gather(RunLog.read(file))
-        write_page(page, gathered, header.run, file.name)
-    click.echo(f"{out}: {gathered.verdict}")
-    if gathered.damage:
-        click.echo(f"rolloutctl: the page shows what could be read. {gathered.damage}", err=True)
+        collected = gather(RunLog.read(file))
+        write_page(page, collected, header.run, file.name)
+    click.echo(f"{out}: {collected.verdict}")
+    if collected.damage:
+        click.echo(f"rolloutctl: the page shows only what could be read. {collected.damage}", err=True)
         click.get_current_context().exit(1)
 
 
 @contextmanager
 def _page(out: Path, force: bool) -> Iterator[TextIO]:
-    """The text of a whole file. Raises ConfigError for a place that can't be written to."""
+    """A text file that appears when it is complete. Raises ConfigError if it can't be written."""
     try:
         with atomic_write(out, force) as file:
             page = TextIOWrapper(file, encoding="utf-8", write_through=True)

@@ -19,9 +19,9 @@ from controlplane.timeline.survey import BusRecord, LogSurvey, decode_entries
 from controlplane.timeline.tracks import SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent, arrow
 from schemas import events
 from schemas.commands import ProfileCommand, WeightSync
-from schemas.formatting import describe
+from schemas.formatting import describe, kind_and_reason
 from schemas.identity import ROLLOUT
-from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
+from schemas.outcomes import Acted, Conclusion, Failed
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
 
@@ -363,21 +363,14 @@ def _agent(peer: str) -> str:
 
 
 def _short(outcome: Conclusion) -> str:
-    match outcome:
-        case Acted(calls=calls):
-            return f"acted ({', '.join(calls)})" if calls else "acted"
-        case Skipped(reason=reason):
-            return f"skipped {reason}"
-        case Failed(error=error):
-            return f"failed {error}"
-        case Missing(reason=reason):
-            return f"missing ({reason})"
+    return " ".join(kind_and_reason(outcome)).strip()
 
 
 def _outcome_args(outcome: Conclusion) -> dict[str, object]:
-    args: dict[str, object] = {"outcome": str(outcome.__struct_config__.tag)}
+    args: dict[str, object] = {"outcome": kind_and_reason(outcome)[0]}
     if isinstance(outcome, Failed):
         args["message"] = outcome.message
-    if isinstance(outcome, Acted) and outcome.traces:
-        args["traces"] = [trace.path for trace in outcome.traces]
+    if isinstance(outcome, Acted):
+        args["calls"] = outcome.calls
+        args |= {"traces": [trace.path for trace in outcome.traces]} if outcome.traces else {}
     return args

@@ -29,11 +29,11 @@ def good(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def altered(good: Path) -> Path:
-    """A log in which one agent is said to have skipped what it did: whole as a file, and not what was decided."""
+    """A log in which one agent is done to have skipped what it did: whole as a file, and not what was decided."""
     with RecordFile.open(good.with_name("altered.db"), _header(good)) as file, RecordFile.open(good) as source:
         for record in source.records():
-            said = record.body.replace(b"\xa5calls\x92\xaccheck_source", b"\xa5calls\x92\xaccheck_sauces")
-            file.append(record.kind, record.agent, record.at_ns, said if record.agent == "0.0" else record.body)
+            done = record.body.replace(b"\xa5calls\x92\xaccheck_source", b"\xa5calls\x92\xaccheck_sauces")
+            file.append(record.kind, record.agent, record.at_ns, done if record.agent == "0.0" else record.body)
     return good.with_name("altered.db")
 
 
@@ -55,35 +55,35 @@ def cut(good: Path) -> Path:
     return good
 
 
-def test_show_tells_every_decision_in_words(good: Path) -> None:
+def test_show_prints_every_decision(good: Path) -> None:
     shown = log("show", good)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert len(shown.stdout.splitlines()) == len(list(RunLog.read(good)))
     assert "failed source_refused: checkpoint refused" in shown.stdout
-    assert "sync to v2 committed on replicas [0], out of service [1]" in shown.stdout
+    assert "weights v2 committed on replica 0; quarantined: replica 1" in shown.stdout
 
 
-def test_show_can_be_narrowed(good: Path) -> None:
+def test_show_can_be_filtered(good: Path) -> None:
     mine = log("show", good, "--agent", "1.0", "--kind", "command", "--from", "5").stdout.splitlines()
     assert mine and all(" 1.0 " in line and "seq" in line for line in mine)
     assert all("bus " in line for line in log("show", good, "--agent", "bus").stdout.splitlines())
 
 
-def test_show_for_machines_is_a_json_object_a_line(good: Path) -> None:
+def test_show_json_prints_one_object_per_line(good: Path) -> None:
     lines = [json.loads(line) for line in log("show", good, "--json").stdout.splitlines()]
-    assert [one["position"] for one in lines] == list(range(1, len(lines) + 1))
+    assert [line["position"] for line in lines] == list(range(1, len(lines) + 1))
     assert lines[0]["event"]["type"] == "opened"
 
 
-def test_verify_finds_nothing_in_a_good_run(good: Path) -> None:
+def test_verify_finds_no_violation_in_a_good_run(good: Path) -> None:
     verified = log("verify", good)
     assert (verified.returncode, verified.stderr) == (0, "")
     assert "no violation" in verified.stdout
-    told = json.loads(log("verify", good, "--json").stdout)
-    assert told["violations"] == [] and told["damage"] is None
+    result = json.loads(log("verify", good, "--json").stdout)
+    assert result["violations"] == [] and result["damage"] is None
 
 
-def test_replay_decides_the_same(good: Path) -> None:
+def test_replay_of_a_good_run_is_the_same(good: Path) -> None:
     replayed = log("replay", good)
     assert (replayed.returncode, replayed.stderr) == (0, "")
     assert "every one came out the same" in replayed.stdout
@@ -95,22 +95,22 @@ def test_replay_shows_the_first_difference_as_a_diff(altered: Path) -> None:
     assert replayed.returncode == 1
     assert re.match(r"record \d+, agent 0\.0, decision \d+ of its journal", replayed.stdout)
     assert '-        "check_sauces"' in replayed.stdout and '+        "check_source"' in replayed.stdout
-    told = json.loads(log("replay", altered, "--json").stdout)
-    assert told["same"] is False and "check_sauces" in told["difference"]
+    result = json.loads(log("replay", altered, "--json").stdout)
+    assert result["same"] is False and "check_sauces" in result["difference"]
 
 
-def test_what_is_readable_of_a_damaged_log_is_read(cut: Path) -> None:
+def test_a_damaged_log_is_read_up_to_the_damage(cut: Path) -> None:
     verified = log("verify", cut)
     assert verified.returncode in (1, 3)
     assert "Traceback" not in verified.stderr
-    said = verified.stdout + verified.stderr
-    assert str(cut) in said and "damage" in said
+    done = verified.stdout + verified.stderr
+    assert str(cut) in done and "damage" in done
     shown = log("show", cut)
     assert shown.returncode == 3 and shown.stderr.startswith("rolloutctl: ")
 
 
 @pytest.mark.parametrize("key", ["logic", "major"])
-def test_a_log_of_other_logic_says_what_replays_it(good: Path, key: str) -> None:
+def test_a_log_of_another_logic_names_the_version_that_replays_it(good: Path, key: str) -> None:
     other = good.with_name("other.db")
     with RecordFile.open(other, {**_header(good), key: "99"}) as file, RecordFile.open(good) as source:
         for record in source.records():
@@ -128,13 +128,13 @@ def test_a_log_of_other_logic_says_what_replays_it(good: Path, key: str) -> None
 @pytest.mark.parametrize(
     "effects", [b"\x91\xa2\xff\xfe", b"\xd4\x05\x01", b"\x81\x91\x01\x01"], ids=["text", "ext", "key"]
 )
-def test_effects_that_nobody_can_read_are_one_clear_line(good: Path, words: tuple[str, ...], effects: bytes) -> None:
+def test_unreadable_effects_are_one_clear_line(good: Path, words: tuple[str, ...], effects: bytes) -> None:
     with RunLog.open(good) as file:
         decision = Decision(Raw(encode(Tick(at_ms=1))), Raw(effects))
         file.take("7.0", DecisionBatch(journal="j", first=1, decisions=(decision,)), 1)
-    said = log(*words, good)
-    assert said.returncode == 3 and "Traceback" not in said.stderr
-    assert "the effects of agent 7.0 can't be read" in said.stderr
+    done = log(*words, good)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert "the effects of agent 7.0 can't be read" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("show",), ("verify",), ("replay",)])
@@ -145,9 +145,9 @@ def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, words: tuple[s
         file.write_text("this is no log\n" * 1000)
     elif what == "journal":
         RecordFile.open(file, {"agent": "0.0"}).close()
-    said = log(*words, file)
-    assert said.returncode == (2 if what == "missing" else 3)
-    assert str(file) in said.stderr and "Traceback" not in said.stderr and said.stdout == ""
+    done = log(*words, file)
+    assert done.returncode == (2 if what == "missing" else 3)
+    assert str(file) in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
 
 # --- pytest -----------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_each_log_becomes_two_tests(tmp_path: Path) -> None:
     assert "6 passed" in done.stdout
 
 
-def test_a_log_that_differs_fails_with_the_difference_and_no_traceback(tmp_path: Path, altered: Path) -> None:
+def test_a_log_that_differs_fails_with_the_difference_only(tmp_path: Path, altered: Path) -> None:
     done = pytest_in(tmp_path, "--replay-log", altered)
     assert done.returncode == 1
     assert "check_sauces" in done.stdout and "1 failed, 1 passed" in done.stdout
@@ -175,7 +175,7 @@ def test_a_damaged_log_is_a_failed_test(tmp_path: Path, cut: Path) -> None:
     assert done.returncode == 1 and str(cut) in done.stdout and "2 failed" in done.stdout
 
 
-def test_a_test_of_ones_own_sees_each_log(tmp_path: Path) -> None:
+def test_a_test_with_the_fixture_runs_on_each_log(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "def test_mine(run_log):\n"
         "    assert run_log.syncs[-1].status == 'committed'\n"
@@ -192,13 +192,13 @@ def test_files_of_other_kinds_in_the_folder_are_left_out(tmp_path: Path, good: P
 
 
 @pytest.mark.parametrize("place", ["nowhere", "."])
-def test_a_place_without_logs_is_said_at_once(tmp_path: Path, place: str) -> None:
+def test_a_place_without_logs_fails_at_once(tmp_path: Path, place: str) -> None:
     done = pytest_in(tmp_path, "--replay-log", place)
     assert done.returncode == 4
     assert f"--replay-log {place}: " in done.stderr
 
 
-def test_without_the_option_nothing_of_ours_is_loaded(tmp_path: Path) -> None:
+def test_without_the_option_nothing_is_imported(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "import sys\n\ndef test_mine():\n    assert not {'controlplane.record.replay', 'zmq'} & sys.modules.keys()\n"
     )

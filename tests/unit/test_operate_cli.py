@@ -40,10 +40,10 @@ def test_status_shows_the_fleet(plane: ControlPlane) -> None:
     assert "run.db" in shown.stdout and "0.1" in shown.stdout and "live" in shown.stdout
 
 
-def test_status_for_machines(plane: ControlPlane) -> None:
+def test_status_as_json(plane: ControlPlane) -> None:
     shown = json.loads(rolloutctl("status", "--json", env={"ROLLOUTCTL_BUS": plane.address}).stdout)
-    assert [one["agent"] for one in shown["agents"]] == ["0.0", "0.1"]
-    assert all(one["status"]["ready"] for one in shown["agents"])
+    assert [agent["agent"] for agent in shown["agents"]] == ["0.0", "0.1"]
+    assert all(agent["status"]["ready"] for agent in shown["agents"])
 
 
 @pytest.mark.parametrize(
@@ -59,24 +59,24 @@ def test_status_for_machines(plane: ControlPlane) -> None:
 def test_an_operation_is_reported_for_every_agent(
     plane: ControlPlane, words: tuple[str, ...], calls: list[str]
 ) -> None:
-    said = rolloutctl(*words, "--json", env={"ROLLOUTCTL_BUS": plane.address})
-    assert said.returncode == 0, said.stderr
-    outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
+    done = rolloutctl(*words, "--json", env={"ROLLOUTCTL_BUS": plane.address})
+    assert done.returncode == 0, done.stderr
+    outcomes = {outcome["agent"]: outcome["conclusion"] for outcome in json.loads(done.stdout)["outcomes"]}
     assert outcomes["0.0"]["type"] == "acted"
     assert outcomes["0.0"]["calls"] == calls
     assert outcomes["0.1"] == {"type": "skipped", "reason": "not_primary"}
 
 
-def test_what_fails_is_told_and_ends_with_1(plane: ControlPlane, engine: Engine) -> None:
+def test_a_failure_is_printed_and_exits_with_1(plane: ControlPlane, engine: Engine) -> None:
     engine.raises = RuntimeError("no profiler in this build")
     try:
-        said = rolloutctl(
+        done = rolloutctl(
             "profile", "start", "--step", "3", "--window", "0", "2", env={"ROLLOUTCTL_BUS": plane.address}
         )
     finally:
         engine.raises = None
-    assert said.returncode == 1
-    assert "engine_error" in said.stdout and "no profiler in this build" in said.stdout
+    assert done.returncode == 1
+    assert "engine_error" in done.stdout and "no profiler in this build" in done.stdout
     assert rolloutctl("profile", "stop", "--step", "3", env={"ROLLOUTCTL_BUS": plane.address}).returncode == 0
 
 
@@ -84,7 +84,7 @@ def test_what_fails_is_told_and_ends_with_1(plane: ControlPlane, engine: Engine)
     ("words", "says"),
     [
         (("pause",), "--bus"),
-        (("pause", "--bus", "tcp://127.0.0.1:1", "--replicas", "one"), "no list of numbers"),
+        (("pause", "--bus", "tcp://127.0.0.1:1", "--replicas", "one"), "is not a list of numbers"),
         (("profile", "start", "--bus", "tcp://127.0.0.1:1", "--step", "1", "--window", "3", "2"), "is empty"),
         (("status", "--bus", "nonsense"), "nonsense"),
         (("explode",), "No such command"),
@@ -92,49 +92,49 @@ def test_what_fails_is_told_and_ends_with_1(plane: ControlPlane, engine: Engine)
         (("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", "--engine", "abacus"), "abacus"),
     ],
 )
-def test_bad_usage_is_one_clear_line_and_ends_with_2(words: tuple[str, ...], says: str) -> None:
-    said = rolloutctl(*words)
-    assert said.returncode == 2, said
-    assert says in said.stderr and "Traceback" not in said.stderr
-    assert said.stdout == ""
+def test_bad_usage_is_one_clear_line_and_exits_with_2(words: tuple[str, ...], says: str) -> None:
+    done = rolloutctl(*words)
+    assert done.returncode == 2, done
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
-def test_nobody_there_ends_with_3() -> None:
-    said = rolloutctl("status", "--bus", "tcp://127.0.0.1:9", "--timeout", "0.2")
-    assert said.returncode == 3
-    assert said.stderr.startswith("rolloutctl: no bus answered at tcp://127.0.0.1:9")
-    assert len(said.stderr.splitlines()) == 1
+def test_no_answer_exits_with_3() -> None:
+    done = rolloutctl("status", "--bus", "tcp://127.0.0.1:9", "--timeout", "0.2")
+    assert done.returncode == 3
+    assert done.stderr.startswith("rolloutctl: no bus answered at tcp://127.0.0.1:9")
+    assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_reader_that_had_enough_is_no_error(plane: ControlPlane) -> None:
+def test_a_closed_pipe_is_no_error(plane: ControlPlane) -> None:
     command = f"{sys.executable} -m controlplane.cli status | head -c 0"
     shell = ["bash", "-o", "pipefail", "-c", command]
-    said = subprocess.run(shell, capture_output=True, text=True, env={"ROLLOUTCTL_BUS": plane.address})
-    assert "Traceback" not in said.stderr
+    done = subprocess.run(shell, capture_output=True, text=True, env={"ROLLOUTCTL_BUS": plane.address})
+    assert "Traceback" not in done.stderr
 
 
 def test_version_is_the_packages() -> None:
     assert rolloutctl("--version").stdout.strip().endswith(f"version {version('rolloutctl')}")
 
 
-def test_traces_of_the_other_nodes_are_asked_for_by_hand(plane: ControlPlane) -> None:
-    said = rolloutctl("profile", "collect", "--step", "3", "--json", env={"ROLLOUTCTL_BUS": plane.address})
-    outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
+def test_traces_of_other_nodes_can_be_collected_by_hand(plane: ControlPlane) -> None:
+    done = rolloutctl("profile", "collect", "--step", "3", "--json", env={"ROLLOUTCTL_BUS": plane.address})
+    outcomes = {outcome["agent"]: outcome["conclusion"] for outcome in json.loads(done.stdout)["outcomes"]}
     assert outcomes["0.0"] == {"type": "skipped", "reason": "already"}
     assert outcomes["0.1"]["calls"] == ["collect_traces"]
 
 
-def test_a_configuration_is_checked_by_hand_and_says_who_is_meant(plane: ControlPlane, tmp_path: Path) -> None:
+def test_a_configuration_can_be_checked_by_hand(plane: ControlPlane, tmp_path: Path) -> None:
     (tmp_path / "profiler.yaml").write_text("steps: [1]\nrollout: {ranks: [77]}\nroles: {actor: {ranks: [0]}}\n")
     config = ("--config", str(tmp_path / "profiler.yaml"))
-    said = rolloutctl("profile", "check", *config, "--json", env={"ROLLOUTCTL_BUS": plane.address})
-    outcomes = {one["agent"]: one["conclusion"] for one in json.loads(said.stdout)["outcomes"]}
+    done = rolloutctl("profile", "check", *config, "--json", env={"ROLLOUTCTL_BUS": plane.address})
+    outcomes = {outcome["agent"]: outcome["conclusion"] for outcome in json.loads(done.stdout)["outcomes"]}
     assert outcomes["0.0"] == {"type": "skipped", "reason": "rank_not_selected"}
-    said = rolloutctl("profile", "start", "--step", "1", *config, "--ranks", "0", env={"ROLLOUTCTL_BUS": plane.address})
-    assert said.returncode == 2 and "--config says all of the plan" in said.stderr
+    done = rolloutctl("profile", "start", "--step", "1", *config, "--ranks", "0", env={"ROLLOUTCTL_BUS": plane.address})
+    assert done.returncode == 2 and "--config contains the whole plan" in done.stderr
     (tmp_path / "profiler.yaml").write_text("steps: [0]\nrollout: {rank: [77]}\n")
-    said = rolloutctl("profile", "check", *config, env={"ROLLOUTCTL_BUS": plane.address})
-    assert said.returncode == 2 and "did you mean ranks?" in said.stderr
+    done = rolloutctl("profile", "check", *config, env={"ROLLOUTCTL_BUS": plane.address})
+    assert done.returncode == 2 and "did you mean ranks?" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_configuration_is_checked_by_hand_and_says_who_is_meant(plane: Control
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_an_agent_says_what_is_wrong_with_its_engine_before_it_begins(words: tuple[str, ...], says: str) -> None:
-    said = rolloutctl("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", *words)
-    assert said.returncode == 2 and says in said.stderr, said.stderr
-    assert "Traceback" not in said.stderr
+def test_an_agent_rejects_wrong_engine_options_before_it_starts(words: tuple[str, ...], says: str) -> None:
+    done = rolloutctl("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", *words)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

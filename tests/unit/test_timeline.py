@@ -325,8 +325,8 @@ def test_commands_left_open_by_a_trainer_are_concluded_by_the_next() -> None:
         "kind": "command",
         "seq": 2,
         "epoch": 1,
-        "0.0": "acted (flush)",
-        "1.0": "missing (bus_restarted)",
+        "0.0": "acted",
+        "1.0": "missing bus_restarted",
     }
 
 

@@ -1,0 +1,144 @@
+"""Recorded decisions as text, one line each. Pure."""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from controlplane.machine import events as bus_events
+from controlplane.record.entries import LogEntry
+from schemas import events
+from schemas.formatting import count_outcomes, describe, format_outcome
+from schemas.reports import Report, SyncReport
+from schemas.wire import decode_command
+
+
+def format_decision(entry: LogEntry) -> str:
+    """Return what happened, then what was decided. Raises LogCorrupt for an entry that can't be read."""
+    event, effects = entry.typed_event(), entry.typed_effects()
+    if entry.agent:
+        parts = [_agent_event(event), *(_agent_effect(effect) for effect in effects)]  # type: ignore[arg-type]
+    else:
+        parts = [_bus_event(event), *_bus_effects(effects)]  # type: ignore[arg-type]
+    return " -> ".join(parts)
+
+
+# --- the coordinator --------------------------------------------------------------------------------------------------
+
+
+def _bus_event(event: bus_events.CoordinatorEvent) -> str:
+    match event:
+        case bus_events.Opened():
+            return f"bus of run {event.run} opens"
+        case bus_events.Issued():
+            return f"asked to publish {describe(event.command)}"
+        case bus_events.SyncRequested():
+            return f"asked for a sync to v{event.version} from {event.source.path}"
+        case bus_events.TimerFired():
+            return "deadline reached"
+        case bus_events.Closed():
+            return "bus closes"
+        case bus_events.AnswersReceived(answers=answers):
+            return "; ".join(f"{_agent(a.peer)} {format_outcome(a.outcome)} (seq {a.seq})" for a in answers)
+        case _:
+            return f"{_agent(event.peer)} {_peer_event(event)}"
+
+
+def _peer_event(
+    event: bus_events.HelloReceived
+    | bus_events.JoinReceived
+    | bus_events.StatusReceived
+    | bus_events.ResendRequested
+    | bus_events.PeerLost,
+) -> str:
+    match event:
+        case bus_events.HelloReceived(hello=hello):
+            return f"says hello from {hello.host}, pid {hello.pid}"
+        case bus_events.JoinReceived():
+            return "joins"
+        case bus_events.StatusReceived(status=status):
+            return f"is {'ready' if status.ready else 'not ready'}, v{status.version}, at seq {event.seq}"
+        case bus_events.ResendRequested():
+            return f"requests the records from {event.first} again"
+        case bus_events.PeerLost():
+            return f"is lost: {event.reason}"
+        case _:
+            assert_never(event)
+
+
+def _bus_effects(effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[str]:
+    for effect in effects:
+        match effect:
+            case bus_events.Publish():
+                yield f"seq {effect.seq}: {describe(decode_command(effect.envelope.body))}"
+            case bus_events.Conclude(report=Report() as report):
+                counts = count_outcomes(outcome.conclusion for outcome in report.outcomes)
+                yield f"seq {report.seq} concluded: {counts}"
+            case bus_events.Conclude(report=SyncReport() as sync):
+                yield sync.headline
+            case bus_events.Conclude():
+                pass
+            case bus_events.Refuse():
+                yield f"refused: {effect.reason}"
+            case bus_events.Send():
+                yield f"send {effect.message.__struct_config__.tag} to {_agent(effect.peer)}"
+            case bus_events.Ping():
+                yield f"ping {_agent(effect.peer)}"
+            case _:
+                assert_never(effect)
+
+
+def _agent(peer: str) -> str:
+    return peer.partition("/")[0]
+
+
+# --- an agent ---------------------------------------------------------------------------------------------------------
+
+
+def _agent_event(event: events.Event) -> str:
+    match event:
+        case events.Started():
+            return f"starts as incarnation {event.incarnation[:8]}"
+        case events.CommandReceived():
+            return f"seq {event.seq}: {describe(event.command)}"
+        case events.HeadSeen():
+            return f"newest is seq {event.seq}, epoch {event.epoch}"
+        case events.SnapshotReceived(desired=desired):
+            quarantined = ", quarantined" if desired.quarantined else ""
+            return f"snapshot at seq {event.seq}: v{desired.version}, {desired.generation}{quarantined}"
+        case events.EngineObserved():
+            return f"observes {_observation(event.observation)}"
+        case events.EngineReturned(result=events.Fault() as fault):
+            return f"call {event.call_id} failed ({fault.kind}): {fault.message}"
+        case events.EngineReturned():
+            return f"call {event.call_id} returned"
+        case events.LeaseExpired():
+            return "the bus's lease expires"
+        case events.Tick():
+            return "deadline reached"
+        case _:
+            assert_never(event)
+
+
+def _observation(seen: events.Observation) -> str:
+    parts = [f"{seen.engine}, tokenizer {seen.tokenizer}"]
+    parts += [f"v{seen.version}"] if seen.version is not None else []
+    parts += ["generating" if seen.generating else "paused"] if seen.generating is not None else []
+    parts += [f"asleep {' '.join(sorted(seen.asleep))}"] if seen.asleep else []
+    parts += ["profiling"] if seen.profiling else []
+    return ", ".join(parts)
+
+
+def _agent_effect(effect: events.Effect) -> str:
+    match effect:
+        case events.Perform():
+            return f"call {effect.call_id}: {effect.call.__struct_config__.tag}"
+        case events.Answer():
+            rule = f", rule {effect.rule}" if effect.rule else ""
+            return f"{format_outcome(effect.outcome)} (seq {effect.seq}{rule})"
+        case events.RequestResend():
+            return f"request the records from {effect.first} again"
+        case events.Restart():
+            return "restart"
+        case events.RequestSnapshot():
+            return "request a snapshot"
+        case _:
+            assert_never(effect)
