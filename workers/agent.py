@@ -277,7 +277,7 @@ class Agent:
     def _tell_unasked(self, call: Call, result: Returned | Fault) -> None:
         """A failure that no outcome tells, since no command waits for the call, or none does any more."""
         activity = self.state.activity
-        if isinstance(result, Fault) and activity is not None and (activity.cause is None or activity.overdue):
+        if isinstance(result, Fault) and activity is not None and (activity.trigger is None or activity.overdue):
             what, why = type(call).__name__, result.message
             logger.warning("agent %s: %s, which no command waits for, failed: %s", self.identity.agent, what, why)
 

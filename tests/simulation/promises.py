@@ -135,14 +135,14 @@ class Promises:
             self.broken("P1 order", f"{process.peer} went back from {before.seq} to {state.seq}")
         origins = {one.seq: one.epoch for one in effects if isinstance(one, Answer)}
         origins |= {one.seq: one.origin for one in state.queue}
-        if state.activity is not None and state.activity.cause is not None:
-            origins[state.activity.cause.seq] = state.activity.cause.origin
+        if state.activity is not None and state.activity.trigger is not None:
+            origins[state.activity.trigger.seq] = state.activity.trigger.origin
         for seq in range(base + 1, state.seq + 1):
             if seq not in origins:
                 self.broken("P2 no hole", f"{process.peer} went from {before.seq} to {state.seq}, leaving out {seq}")
             if seq not in self.log or self.log[seq].origin != origins[seq]:
                 self.broken("P1 order", f"{process.peer} took a command {seq} that is not the log's")
-        cut = before.interrupted.cause if before.interrupted is not None else None
+        cut = before.interrupted.trigger if before.interrupted is not None else None
         for effect in effects:
             if not isinstance(effect, Answer) or effect.rule in (1, 2):
                 continue
@@ -276,10 +276,10 @@ class Promises:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
         activity = process.state.activity
-        if isinstance(perform.call, StartProfile) and activity is not None and activity.cause is not None:
-            if activity.cause.seq in ledger.started:
-                self.broken("P5 one effect", f"{process.peer} opens a second session for {activity.cause.seq}")
-            ledger.started.add(activity.cause.seq)
+        if isinstance(perform.call, StartProfile) and activity is not None and activity.trigger is not None:
+            if activity.trigger.seq in ledger.started:
+                self.broken("P5 one effect", f"{process.peer} opens a second session for {activity.trigger.seq}")
+            ledger.started.add(activity.trigger.seq)
 
     def commits(self) -> list[WeightSync]:
         """Every commit that was published, in order."""

@@ -148,7 +148,7 @@ def check(situation: Situation, event: Event, state: AgentState, effects: tuple[
         if isinstance(effect, Perform):
             assert situation.calling is None or isinstance(event, EngineReturned), "P5: two calls at once"
             assert effect.call_id > before.calls_made, "P5: a call is made again"
-            cause = state.activity.cause if state.activity is not None else None
+            cause = state.activity.trigger if state.activity is not None else None
             assert cause is None or not _answered(situation, cause), "P5: what was answered is done again"
         if isinstance(effect, Answer) and not _said_of_a_copy(effect):
             others = {outcome for epoch, seq, outcome in situation.told if (epoch, seq) == (effect.epoch, effect.seq)}

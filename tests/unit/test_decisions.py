@@ -33,7 +33,8 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
-from workers.machine.decide import GATE, AgentState
+from workers.machine.gate import GATE
+from workers.machine.state import AgentState
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "decision-table.md").read_text("utf-8")
 PAUSE, RESUME, FLUSH, ABORT = (EngineCommand(operation=one) for one in ("pause", "resume", "flush", "abort"))

@@ -40,8 +40,8 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
-from workers.machine.decide import REMEMBERED, AgentState, in_sync, next_deadline
-from workers.machine.reconcile import call_name
+from workers.machine.decide import AgentState, in_sync, next_deadline
+from workers.machine.state import REMEMBERED, call_name
 
 PAUSE, RESUME, FLUSH, SLEEP, WAKE = (
     EngineCommand(operation=one) for one in ("pause", "resume", "flush", "sleep", "wake")
@@ -401,7 +401,7 @@ def test_a_load_that_was_cut_off_is_done_again_before_the_engine_serves() -> Non
 
 def test_a_call_on_the_machine_s_own_account_that_was_cut_off_is_answered_to_nobody() -> None:
     state, _ = fold(AgentState(), RESTARTED, observed(PAUSED), snapshot())
-    assert state.activity is not None and state.activity.cause is None
+    assert state.activity is not None and state.activity.trigger is None
     _, effects = fold(state, replace(RESTARTED, incarnation="c"), observed(PRESENT))
     assert effects == []
 

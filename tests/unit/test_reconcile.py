@@ -25,20 +25,16 @@ from schemas.events import (
 from schemas.identity import Identity, Operation, RolloutMode, Tag
 from schemas.outcomes import ErrorKind
 from tests.unit.machines import PRESENT, PRIMARY
-from workers.machine.reconcile import (
-    EngineState,
+from workers.machine.observe import (
     apply_interruption,
     apply_observation,
     apply_result,
-    call_name,
     contradiction,
-    holds_weights,
-    may_serve,
-    reconcile,
     relaunched,
-    wanted_weights,
     with_engine_state,
 )
+from workers.machine.reconcile import holds_weights, may_serve, reconcile, wanted_weights
+from workers.machine.state import EngineState, call_name
 
 V1 = Committed(1, Checkpoint("v1"), None)
 V2 = Committed(2, Checkpoint("v2"), None)
@@ -141,7 +137,7 @@ CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
     ),
     "frozen requests keep their cache": (
         Desired(committed=V2),
-        replace(READY, generating=False, version=2, loaded=V2, stale_cache=True, kept=True),
+        replace(READY, generating=False, version=2, loaded=V2, stale_cache=True, requests_kept=True),
         ["resume"],
     ),
     "weights that sleep are loaded when they are woken": (
@@ -375,8 +371,8 @@ def test_releasing_the_cache_drops_what_was_stale_in_it() -> None:
 
 def test_a_pause_that_keeps_its_requests_is_remembered_until_they_go_on() -> None:
     kept = carried_out(READY, (Pause("keep"),))
-    assert kept.kept
-    assert not carried_out(kept, (Resume(),)).kept
+    assert kept.requests_kept
+    assert not carried_out(kept, (Resume(),)).requests_kept
 
 
 @pytest.mark.parametrize(

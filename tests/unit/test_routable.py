@@ -13,8 +13,7 @@ from schemas.errors import ConfigError
 from schemas.events import Load, Resume, StopProfile
 from tests.unit import machines
 from workers.engines.http import api_key
-from workers.machine.decide import Activity, AgentState
-from workers.machine.suppressed import Suppressed
+from workers.machine.state import Activity, AgentState, Suppressed
 from workers.router import KEY_VARIABLE, Router, may_register, routable, should_be_registered
 
 SOURCE = Checkpoint("v1")
@@ -33,7 +32,7 @@ def agent_state(**changes: Any) -> Callable[[AgentState], AgentState]:
 
 
 def under_way(call: Load | Resume | StopProfile, overdue: bool = False) -> Callable[[AgentState], AgentState]:
-    activity = Activity(cause=None, calls=(call,), call_id=1, deadline_ms=1, overdue=overdue)
+    activity = Activity(trigger=None, calls=(call,), call_id=1, deadline_ms=1, overdue=overdue)
     return lambda state: replace(state, activity=activity)
 
 

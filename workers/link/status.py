@@ -2,7 +2,7 @@
 
 from schemas.reports import AgentStatus, Clock
 from workers.machine.decide import AgentState, in_sync
-from workers.machine.reconcile import call_name
+from workers.machine.state import call_name
 
 
 def status(state: AgentState, clock: Clock | None = None) -> AgentStatus:

@@ -1,4 +1,4 @@
-"""Row 10 of the decision table: what each command means on the one node that may act, given the engine's state."""
+"""Rule 10 of the decision table: what each command means on the one node that may act, given the engine's state."""
 
 from typing import Literal, assert_never
 
@@ -10,34 +10,28 @@ from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfi
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
 from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
-from workers.machine.reconcile import STEERABLE, EngineState, attainable, reconcile
+from workers.machine.reconcile import PAUSE_AND_RESUME, attainable, reconcile
+from workers.machine.state import EngineState
 
-Verdict = tuple[Call, ...] | Skipped | Failed
-"""Calls to make (none: the command is acted by being noted), or the outcome when there is nothing to do."""
+CallsOrOutcome = tuple[Call, ...] | Skipped | Failed
+"""The calls that a command needs (none: noting it was all), or its outcome if there is nothing to do."""
 
 _ABORT, _FLUSH = Abort(), Flush()
 _NO_PLAN = ProfilePlan(enabled=False)
 
-_NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, WeightSync: Operation.LOAD}
-_UNDER_PAUSE = frozenset({Operation.LOAD, Operation.SLEEP, Operation.WAKE}) | STEERABLE
 _ALL = frozenset(Operation)
-_NEEDED_FOR: dict[str, Operation] = {
-    "pause": Operation.PAUSE,
-    "resume": Operation.RESUME,
-    "sleep": Operation.SLEEP,
-    "wake": Operation.WAKE,
-    "flush": Operation.FLUSH,
-    "abort": Operation.ABORT,
-}
+_NEED_A_PAUSE = frozenset({Operation.LOAD, Operation.SLEEP, Operation.WAKE}) | PAUSE_AND_RESUME
+_BY_NAME = {operation.value: operation for operation in Operation}  # calling the enum costs five times as much
+_NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, WeightSync: Operation.LOAD}
 
 
 def is_disk_command(command: Command | UnknownCommand) -> bool:
-    """Is it about the traces on a node's disk? Then every node acts, whatever its engine."""
+    """Whether it is about the traces on a node's disk. Then every node acts, whatever its engine."""
     return type(command) is ProfileCommand and command.action in ("collect", "finish")
 
 
 def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
-    """Is it a profile command that asks nothing of this engine? Then it need not be up, idle, nor have a profiler."""
+    """Whether it is a profile command that asks nothing of this engine, which then need not be up, idle or able."""
     if type(command) is not ProfileCommand or command.action == "collect":
         return False
     if command.action == "stop":
@@ -49,34 +43,40 @@ def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, iden
 
 
 def missing_operation(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
-    """The operation that the engine would need for the command and does not have; None when it has all.
+    """Return the operation that the command needs and the engine lacks, or None.
 
-    What changes weights or memory needs a pause before and a resume after it. No engine has what an unknown command
+    A change of weights or memory needs a pause before it and a resume after it. No engine has what an unknown command
     needs.
     """
     if isinstance(command, UnknownCommand):
         return "unknown"
-    if is_disk_command(command):
+    if engine.operations >= _ALL or is_disk_command(command):
         return None
-    needed = _NEEDED_FOR[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
-    if needed is None or engine.operations >= _ALL:
+    needed = _BY_NAME[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
+    if needed is None:
         return None
     if needed not in engine.operations:
         return needed
-    return min(STEERABLE - engine.operations, default=None) if needed in _UNDER_PAUSE else None
+    return min(PAUSE_AND_RESUME - engine.operations, default=None) if needed in _NEED_A_PAUSE else None
 
 
-def verdict_on(
+def calls_for(
     command: Command | UnknownCommand,
     before: Desired,
     after: Desired,
     syncing: int,
     engine: EngineState,
     identity: Identity,
-) -> Verdict:
-    """What the primary does for `command`. before, after: what was to be brought about until now, and from now on.
+) -> CallsOrOutcome:
+    """Return what the primary does for a command.
 
-    syncing: version of the sync in which the command comes, 0 if none; also of one that this replica gave up.
+    Args:
+        command: A command that passed rules 1 to 9.
+        before: What was still desired before it.
+        after: What is still desired now.
+        syncing: Version of the sync that is in progress, also if this replica has dropped out of it; 0 if none.
+        engine: What the engine is believed to be.
+        identity: The place of this agent.
     """
     match command:
         case EngineCommand():
@@ -85,69 +85,89 @@ def verdict_on(
             return _weights(command, before, after, engine, identity)
         case ProfileCommand():
             return _profile(command, after, engine, identity)
-        case EpochStart() | UnknownCommand():  # the latter never passes the gate
+        case EpochStart() | UnknownCommand():  # the latter never passes rule 9
             return reconcile(after, engine, identity) or Skipped(Reason.ALREADY)
         case _:
             assert_never(command)
 
 
-def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
+def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
+    """Return the call by which this agent finishes profiling."""
+    plan = command.plan_for(identity.role) or _NO_PLAN
+    directories = tuple(trace_directory(step, plan, identity) for step in command.profiled_steps)
+    return FinishProfile(plan, directories, command.profiled_steps)
+
+
+def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
     if command.action == "stop":
         return reconcile(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
-    plan, step = command.plan_for(identity.role) or _NO_PLAN, command.step
+    plan = command.plan_for(identity.role) or _NO_PLAN
     if command.action == "finish":
         reason = finish_skip_reason(plan, identity)
         return Skipped(reason) if reason is not None else (finish_call(command, identity),)
-    reason = profile_skip_reason(plan, None if command.action == "check" else step, identity)
+    reason = profile_skip_reason(plan, None if command.action == "check" else command.step, identity)
     if reason is not None:
         return Skipped(reason)
     if command.action == "check":
         return (CheckProfile(plan),)
     if command.action == "collect":
-        if identity.node_rank == 0:
-            return Skipped(Reason.ALREADY)  # told by the outcome of the stop
-        return (CollectTraces(ProfileSession(step, plan), trace_directory(step, plan, identity)),)
+        return _collect(ProfileSession(command.step, plan), identity)
+    return _start(command.step, after, engine, identity)
+
+
+def _collect(session: ProfileSession, identity: Identity) -> CallsOrOutcome:
+    if identity.node_rank == 0:
+        return Skipped(Reason.ALREADY)  # the outcome of the stop named them
+    return (CollectTraces(session, trace_directory(session.step, session.plan, identity)),)
+
+
+def _start(step: int, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
     if engine.session is not None and engine.session.step == step:
         return Skipped(Reason.ALREADY_PROFILING)
     if after.quarantined or engine.torn:
-        return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))
+        return _out_of_service(identity, after)
     return reconcile(after, engine, identity)
 
 
-def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
-    """What the end of profiling asks of this agent, if anything."""
-    plan = command.plan_for(identity.role) or _NO_PLAN
-    directories = tuple(trace_directory(one, plan, identity) for one in command.profiled_steps)
-    return FinishProfile(plan, directories, command.profiled_steps)
-
-
-def _weights(command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity) -> Verdict:
+def _weights(
+    command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity
+) -> CallsOrOutcome:
     if identity.mode is RolloutMode.COLOCATED:
         return Skipped(Reason.MODE_NEVER_SYNCS)
     if command.version <= before.version:
         return Skipped(Reason.STALE_VERSION)
     left_out = identity.replica in command.quarantine
-    if command.phase != "abort" and not left_out and "weights" in attainable(before, engine).asleep:
-        return Failed(
-            ErrorKind.WEIGHTS_ASLEEP,
-            f"replica {identity.replica} was asked to {command.phase} version {command.version} while its weights are "
-            "asleep. Nothing was touched: wake the weights first, then sync.",
-        )
-    if command.phase == "load" and not left_out and (after.sync is None or after.sync.version != command.version):
-        return Failed(
-            ErrorKind.NO_SUCH_SYNC,
-            f"replica {identity.replica} was asked to load version {command.version}, which it did not prepare. "
-            f"Its engine was not touched and holds version {engine.version}.",
-        )
+    if not left_out:
+        failure = _cannot_sync(command, before, after, engine, identity)
+        if failure is not None:
+            return failure
     calls = reconcile(after, engine, identity, live=command.phase == "load")
     if calls or (before != after and not left_out):
         return calls
     return Skipped(Reason.QUARANTINED if left_out else Reason.ALREADY)
 
 
+def _cannot_sync(
+    command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity
+) -> Failed | None:
+    if command.phase != "abort" and "weights" in attainable(before, engine).asleep:
+        return Failed(
+            ErrorKind.WEIGHTS_ASLEEP,
+            f"replica {identity.replica} was asked to {command.phase} version {command.version} while its weights are "
+            "asleep. Nothing was touched: wake the weights first, then sync.",
+        )
+    if command.phase == "load" and (after.sync is None or after.sync.version != command.version):
+        return Failed(
+            ErrorKind.NO_SUCH_SYNC,
+            f"replica {identity.replica} was asked to load version {command.version}, which it did not prepare. "
+            f"Its engine was not touched and holds version {engine.version}.",
+        )
+    return None
+
+
 def _engine(
     command: EngineCommand, before: Desired, after: Desired, syncing: int, engine: EngineState, identity: Identity
-) -> Verdict:
+) -> CallsOrOutcome:
     if command.operation == "abort":
         return (_ABORT,)
     if command.operation == "flush":
@@ -162,15 +182,14 @@ def _engine(
             f"{syncing}. Nothing was touched: wait for its commit or abort.",
         )
     if command.operation == "resume" and after.quarantined:
-        return Failed(ErrorKind.QUARANTINED, _out_of_service(identity, after))
+        return _out_of_service(identity, after)
     calls = reconcile(after, engine, identity)
-    if calls or before != after:
-        return calls
-    return Skipped(Reason.ALREADY)
+    return calls if calls or before != after else Skipped(Reason.ALREADY)
 
 
-def _out_of_service(identity: Identity, desired: Desired) -> str:
-    return (
+def _out_of_service(identity: Identity, desired: Desired) -> Failed:
+    return Failed(
+        ErrorKind.QUARANTINED,
         f"replica {identity.replica} is out of service since the sync to version {desired.quarantined or 'unknown'}: "
-        "it stays paused until the next committed sync, or until its agent is restarted."
+        "it stays paused until the next committed sync, or until its agent is restarted.",
     )

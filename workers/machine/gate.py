@@ -1,38 +1,91 @@
-"""Rows 5 to 9 of the decision table: may this agent act on this command at all? The first row that holds wins."""
+"""Rules 4 to 9 of the decision table: may this agent act on this command at all? The first rule that holds wins.
+
+Rules 4 and 7 depend on the time: `must_wait` keeps a command in the queue while the engine launches (7), and `expiry`
+answers it when its time is over (4, or 7 if the engine was still launching). The others are the table `GATE`.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from schemas.commands import EngineCommand, UnknownCommand, WeightSync
-from schemas.events import CommandReceived
+from schemas.events import Answer, CommandReceived
 from schemas.identity import ROLLOUT
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import is_disk_command, missing_operation, needs_no_engine
 from workers.machine.state import AgentState
 
-# Built once, since building one costs a tenth of deciding.
+# Outcomes that most agents of a fleet give to most commands. They are built once: building one costs a tenth of a
+# decision.
+_EXPIRED = Skipped(Reason.EXPIRED)
 _NOT_TARGETED = Skipped(Reason.NOT_TARGETED)
 _NOT_AN_ENGINE = Skipped(Reason.NOT_AN_ENGINE)
 _NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
 
 
 class Rule(NamedTuple):
-    """One row of the decision table."""
+    """One rule of the decision table."""
 
     number: int
     when: Callable[[AgentState, CommandReceived], bool]
     then: Callable[[AgentState, CommandReceived], Outcome]
 
 
-def not_targeted(state: AgentState, event: CommandReceived) -> bool:
-    """Does the command name others only?"""
+def is_targeted(state: AgentState, event: CommandReceived) -> bool:
+    """Whether the command's target names this replica or rank."""
+    return event.target.replicas is None or event.target.includes(state.identity)
+
+
+def must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
+    """Rule 7: whether the command waits for an engine that still launches."""
+    return _awaits_launch(state, event) and now_ms < event.at_ms + event.ttl_ms
+
+
+def expiry(state: AgentState, event: CommandReceived) -> Answer:
+    """Rules 4 and 7: the answer to a command whose time is over."""
+    if not _awaits_launch(state, event):
+        return _answer(event, _EXPIRED, 4)
+    message = (
+        f"the engine of replica {state.identity.replica} was still launching when the command's time was over. "
+        "It was not called; it is brought to what is desired as soon as it is up."
+    )
+    return _answer(event, Failed(ErrorKind.ENGINE_NOT_READY, message), 7)
+
+
+def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
+    """Rules 5, 6, 8 and 9: the answer to a command on which this agent must not act; None if it may."""
+    for number, when, then in GATE:
+        if when(state, event):
+            return Answer(epoch=event.origin, seq=event.seq, outcome=then(state, event), rule=number)
+    return None
+
+
+def _answer(event: CommandReceived, outcome: Outcome, rule: int) -> Answer:
+    return Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=rule)
+
+
+def _awaits_launch(state: AgentState, event: CommandReceived) -> bool:
+    """Whether the command needs an engine that may still be launching."""
+    if state.engine.tokenizer != "unknown" or state.identity.node_rank > 0 or not is_targeted(state, event):
+        return False
+    return not (is_disk_command(event.command) or needs_no_engine(event.command, state.engine, state.identity))
+
+
+def _concerns_others(state: AgentState, event: CommandReceived) -> bool:
+    if state.identity.role != ROLLOUT and isinstance(event.command, WeightSync | EngineCommand):
+        return True
     return event.target.replicas is not None and not event.target.includes(state.identity)
 
 
-def _not_meant(state: AgentState, event: CommandReceived) -> bool:
-    if state.identity.role != ROLLOUT and isinstance(event.command, WeightSync | EngineCommand):
-        return True
-    return not_targeted(state, event)
+def _not_concerned(state: AgentState, event: CommandReceived) -> Outcome:
+    return _NOT_AN_ENGINE if is_targeted(state, event) else _NOT_TARGETED
+
+
+def _not_the_primary(state: AgentState, event: CommandReceived) -> bool:
+    return state.identity.node_rank > 0 and not is_disk_command(event.command)
+
+
+def _lacks_tokenizer(state: AgentState, event: CommandReceived) -> bool:
+    return state.identity.node_rank == 0 and state.engine.tokenizer == "absent"
 
 
 def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
@@ -43,28 +96,28 @@ def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
     )
 
 
-def _unsupported(state: AgentState, event: CommandReceived) -> bool:
-    lacks = missing_operation(event.command, state.engine) is not None
-    return lacks and not needs_no_engine(event.command, state.engine, state.identity)
+def _lacks_operation(state: AgentState, event: CommandReceived) -> bool:
+    lacking = missing_operation(event.command, state.engine) is not None
+    return lacking and not needs_no_engine(event.command, state.engine, state.identity)
 
 
-def _say_unsupported(state: AgentState, event: CommandReceived) -> Outcome:
+def _unsupported(state: AgentState, event: CommandReceived) -> Outcome:
     if isinstance(event.command, UnknownCommand):
         message = f"this agent knows no command {event.command.tag!r}: it is older than its bus."
         return Failed(ErrorKind.UNSUPPORTED, message)
-    has = ", ".join(sorted(state.engine.operations)) or "none"
-    lacks = missing_operation(event.command, state.engine)
+    available = ", ".join(sorted(state.engine.operations)) or "none"
+    missing = missing_operation(event.command, state.engine)
     return Failed(
         ErrorKind.UNSUPPORTED,
-        f"{state.engine.name} has no operation {lacks}; it has: {has}. Of a server, `rolloutctl engine probe URL` says "
-        "what to launch it with.",
+        f"{state.engine.name} has no operation {missing}; it has: {available}. Of a server, `rolloutctl engine probe "
+        "URL` says what to launch it with.",
     )
 
 
-GATE: tuple[Rule, ...] = (  # row 4, its time is over, is asked when the command's turn comes
-    Rule(5, _not_meant, lambda s, e: _NOT_TARGETED if not_targeted(s, e) else _NOT_AN_ENGINE),
-    Rule(6, lambda s, e: s.identity.node_rank > 0 and not is_disk_command(e.command), lambda s, e: _NOT_PRIMARY),
-    # row 7 (tokenizer unknown: hold) has no outcome of its own: see `_turn`
-    Rule(8, lambda s, e: s.identity.node_rank == 0 and s.engine.tokenizer == "absent", _tokenizer_missing),
-    Rule(9, _unsupported, _say_unsupported),
+GATE: tuple[Rule, ...] = (
+    Rule(5, _concerns_others, _not_concerned),
+    Rule(6, _not_the_primary, lambda state, event: _NOT_PRIMARY),
+    Rule(8, _lacks_tokenizer, _tokenizer_missing),
+    Rule(9, _lacks_operation, _unsupported),
 )
+"""The rules that do not depend on the time."""

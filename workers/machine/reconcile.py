@@ -1,144 +1,100 @@
-"""From what an engine is to what it is to be: the one function behind commands, late joiners, restarts and the lease.
+"""The engine calls that bring an engine to its desired state, whoever needs them: a command, a late joiner, a restart
+or the lease.
 
-`reconcile(desired, engine) -> calls` gives the engine calls, in order, that lead from one to the other; none when it
-holds already. Preconditions that would kill an engine are met here by construction: memory is released only after a
-pause, only tags that were released are woken, weights are loaded only while paused and awake, and the cache is
-flushed between new weights and the first request on them.
+Each aspect of the engine (session, weights, memory, generation) has a function that plans its calls; `reconcile` merges
+the plans in the one order that is safe. Calls that would kill an engine cannot occur: memory is released only after a
+pause, only tags that were released are woken, weights are loaded only while the engine is paused and they are awake,
+and the cache is flushed between new weights and the first request on them.
 
-The transition that is missing on purpose: nothing leads out of quarantine. Only a commit, an abort of the same sync,
-or a new start of the agent changes `desired` so that a load is wanted again.
+The transition that is missing on purpose: nothing here leads out of quarantine. Only a commit, an abort of the same
+sync, or a new start of the agent changes `desired` so that a load is wanted again.
 """
 
-from typing import Literal, assert_never
+from typing import NamedTuple
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.commands import durable_source
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
-from schemas.events import (
-    Abort,
-    Call,
-    CheckProfile,
-    CheckSource,
-    CollectTraces,
-    Fault,
-    FinishProfile,
-    Flush,
-    Load,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
-from schemas.identity import Count, Identity, Operation, RolloutMode, Tag
-from schemas.outcomes import ErrorKind, Failed
+from schemas.events import Call, CheckSource, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
+from schemas.identity import Identity, Operation, RolloutMode
 from schemas.selection import trace_directory
+from workers.machine.state import EngineState
 
-STEERABLE = frozenset({Operation.PAUSE, Operation.RESUME})
-"""What an engine must have to be brought anywhere: without it, weights and memory are left as they are."""
-_NEEDED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD}) | STEERABLE
-
-
-class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the machine believes of its engine: what its calls brought about, corrected by each observation.
-
-    version: of the weights held, 0 as launched.   torn: a load was cut off or failed and nobody knows what is held, or
-    the weights were discarded.
-    loaded: what the last load was to bring; a number alone does not tell weights apart, since one that was aborted may
-    be tried again from another source.   checked: the source that was last found good.
-    stale_cache: prefixes in the cache were computed by other weights.
-    kept: requests were frozen by the last pause and continue, so their cache must not be dropped.
-    """
-
-    name: str = "unknown"
-    instance: str | None = None
-    tokenizer: Literal["present", "absent", "unknown"] = "unknown"
-    operations: frozenset[Operation] = frozenset()
-    generating: bool = True
-    asleep: frozenset[Tag] = frozenset()
-    session: ProfileSession | None = None
-    version: Count = 0
-    digest: str | None = None
-    torn: bool = False
-    stale_cache: bool = False
-    loaded: Committed | None = None
-    checked: Committed | None = None
-    kept: bool = False
+PAUSE_AND_RESUME = frozenset({Operation.PAUSE, Operation.RESUME})
+"""An engine without these two keeps its weights and memory as they are: changing either needs a pause."""
+_RECONCILED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD}) | PAUSE_AND_RESUME
 
 
-def _directory(session: ProfileSession, identity: Identity) -> str:
-    return trace_directory(session.step, session.plan, identity)
+class SessionPlan(NamedTuple):
+    """Calls for the profiling session."""
+
+    close: tuple[Call, ...] = ()
+    open: tuple[Call, ...] = ()
 
 
-def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
-    """The weights the engine is to hold now, or None when it is to keep what it has."""
-    if identity.mode is RolloutMode.COLOCATED:
-        return None
-    if desired.sync is not None:  # also of a replica in quarantine: a sync is its way back
-        return desired.sync if desired.sync.phase == "load" else None
-    return desired.committed if desired.quarantined == 0 else None
+class WeightsPlan(NamedTuple):
+    """Calls for the weights. unreachable: weights are wanted that this engine cannot get, so it must not serve."""
+
+    check: tuple[Call, ...] = ()
+    load: tuple[Call, ...] = ()
+    unreachable: bool = False
 
 
-def as_committed(weights: Committed | Syncing | CheckSource | Load) -> Committed:
-    """What tells weights apart: number, source and manifest."""
-    if isinstance(weights, Committed):
-        return weights
-    return Committed(weights.version, weights.source, weights.manifest)
+class MemoryPlan(NamedTuple):
+    """Calls for the memory: what is woken before a load, what after it, and what is released."""
+
+    wake: tuple[Call, ...] = ()
+    wake_rest: tuple[Call, ...] = ()
+    release: tuple[Call, ...] = ()
 
 
-def reloadable(weights: Committed) -> Committed | None:
-    """The same weights from where they can be had at any time; None when they were to be had only once."""
-    source = durable_source(weights.source)
-    return Committed(weights.version, source, weights.manifest) if source is not None else None
+class GenerationPlan(NamedTuple):
+    """Calls for generation, and for the cache that it uses."""
 
-
-def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
-    """Does the engine hold these weights, as far as anybody knows?"""
-    if engine.torn or engine.version != weights.version:
-        return False
-    loaded, wanted = engine.loaded, as_committed(weights)
-    return loaded is None or loaded.version != engine.version or loaded in (wanted, reloadable(wanted))
-
-
-def holds_committed(desired: Desired, engine: EngineState) -> bool:
-    """Does the engine hold what is committed: the weights of the newest commit, or else those it was launched with?"""
-    if desired.committed is None:
-        return engine.version == 0 and not engine.torn
-    return holds_weights(engine, desired.committed)
-
-
-def may_serve(desired: Desired, engine: EngineState) -> bool:
-    """May the engine generate once everything that `desired` asks for is done?
-
-    An engine that holds uncommitted or torn weights, with nothing committed to go back to, may not.
-    """
-    lost = desired.committed is None and not holds_committed(desired, engine)
-    return desired.serving and not lost
-
-
-def attainable(desired: Desired, engine: EngineState) -> Desired:
-    """`desired` without what this engine has no operation for: it was answered `unsupported`, and is not asked for."""
-    if engine.operations >= _NEEDED:
-        return desired
-    if not engine.operations >= STEERABLE:
-        desired = Desired(profile=desired.profile)
-    if not {Operation.SLEEP, Operation.WAKE} <= engine.operations:
-        desired = replace(desired, asleep=frozenset())
-    return desired if Operation.PROFILE in engine.operations else replace(desired, profile=None)
+    pause: tuple[Call, ...] = ()
+    flush: tuple[Call, ...] = ()
+    resume: tuple[Call, ...] = ()
 
 
 def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: bool = False) -> tuple[Call, ...]:
-    """The calls that bring the engine to `desired`, in the order in which they must be made.
+    """Return the engine calls that bring `engine` to `desired`, in the order in which they must be made.
 
-    live: in answer to a load that was just commanded. Only then is somebody there who broadcasts; whoever comes later
-    takes the same weights from where they can be had again, or can't follow.
+    The order matters. An engine may generate by itself as soon as all of its memory is awake, so weights are woken and
+    loaded before the rest of the memory is woken; the cache is flushed only after the weights that made it stale were
+    replaced.
+
+    Args:
+        desired: What is still desired of the replica.
+        engine: What the engine is believed to be.
+        identity: The place of this agent.
+        live: Whether a load was just commanded. Only then does the trainer send a broadcast; an agent that comes later
+            needs the same weights from a durable source.
     """
-    if (
+    if _serves_what_is_desired(desired, engine):
+        return ()
+    desired = attainable(desired, engine)
+    session = plan_session(desired, engine, identity)
+    weights = plan_weights(desired, engine, identity, live)
+    memory = plan_memory(desired, engine, identity, loading=bool(weights.load))
+    generation = plan_generation(desired, engine, weights, releasing=bool(memory.release))
+    return (
+        *session.close,
+        *weights.check,
+        *generation.pause,
+        *memory.wake,
+        *weights.load,
+        *memory.wake_rest,
+        *generation.flush,
+        *memory.release,
+        *generation.resume,
+        *session.open,
+    )
+
+
+def _serves_what_is_desired(desired: Desired, engine: EngineState) -> bool:
+    """Recognize the usual case fast: it serves the committed weights, and nothing else is desired."""
+    return (
         engine.generating
         and desired.generation == "running"
         and desired.sync is None
@@ -148,239 +104,135 @@ def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: b
         and not (engine.torn or engine.stale_cache or engine.asleep)
         and engine.version == desired.version
         and (engine.loaded is None or engine.loaded == desired.committed)
-    ):
-        return ()  # the usual case: it serves what is committed, and nothing else is wanted
-    calls: list[Call] = []
-    desired = attainable(desired, engine)
-    closing = engine.session is not None and (desired.profile is None or engine.session.step != desired.profile.step)
-    if closing and engine.session is not None:
-        calls.append(StopProfile(engine.session, _directory(engine.session, identity)))
+    )
 
+
+def attainable(desired: Desired, engine: EngineState) -> Desired:
+    """Return `desired` without what this engine has no operation for. A command for that was answered `unsupported`."""
+    if engine.operations >= _RECONCILED:
+        return desired
+    if not engine.operations >= PAUSE_AND_RESUME:
+        desired = Desired(profile=desired.profile)
+    if not {Operation.SLEEP, Operation.WAKE} <= engine.operations:
+        desired = replace(desired, asleep=frozenset())
+    return desired if Operation.PROFILE in engine.operations else replace(desired, profile=None)
+
+
+# --- one plan for each aspect -----------------------------------------------------------------------------------------
+
+
+def plan_session(desired: Desired, engine: EngineState, identity: Identity) -> SessionPlan:
+    """Close a session that is not desired, and open the desired one unless it is open."""
+    current, wanted = engine.session, desired.profile
+    if current is not None and wanted is not None and current.step == wanted.step:
+        return SessionPlan()
+    return SessionPlan(
+        close=() if current is None else (StopProfile(current, _directory(current, identity)),),
+        open=() if wanted is None else (StartProfile(wanted, _directory(wanted, identity)),),
+    )
+
+
+def plan_weights(desired: Desired, engine: EngineState, identity: Identity, live: bool) -> WeightsPlan:
+    """Check the source of a sync that is prepared; load weights that are wanted and not held."""
+    wanted = wanted_weights(desired, identity)
+    if wanted is not None and (holds_weights(engine, wanted) or "weights" in desired.asleep):
+        wanted = None  # weights that sleep are loaded when the trainer wakes them; the engine can't serve before
+    source = wanted if wanted is None or live else durable(as_committed(wanted))
+    can_load = Operation.LOAD in engine.operations
+    preparing = desired.sync if desired.sync is not None and desired.sync.phase == "prepare" else None
+    unchecked = preparing or source
+    check: tuple[Call, ...] = ()
+    if unchecked is not None and can_load and engine.checked != as_committed(unchecked):
+        check = (CheckSource(unchecked.source, unchecked.manifest, unchecked.version),)
+    if wanted is None:
+        return WeightsPlan(check)
+    if source is None or not can_load:
+        return WeightsPlan(check, unreachable=True)
+    return WeightsPlan(check, load=(Load(source.version, source.source, source.manifest),))
+
+
+def plan_memory(desired: Desired, engine: EngineState, identity: Identity, loading: bool) -> MemoryPlan:
+    """Wake what is asleep and should not be, and release what should be asleep. loading: weights are loaded as well."""
+    waking, releasing = engine.asleep - desired.asleep, desired.asleep - engine.asleep
+    if not (waking or releasing):
+        return MemoryPlan()
+    first = waking & {"weights"} if loading and len(waking) > 1 else waking
+    rest = waking - first
+    # A replica that never syncs could not load its weights again.
+    discard = desired.discard and "weights" in releasing and identity.mode is not RolloutMode.COLOCATED
+    return MemoryPlan(
+        wake=(Wake(first),) if first else (),
+        wake_rest=(Wake(rest),) if rest else (),
+        release=(Sleep(releasing, discard=discard),) if releasing else (),
+    )
+
+
+def plan_generation(desired: Desired, engine: EngineState, weights: WeightsPlan, releasing: bool) -> GenerationPlan:
+    """Pause for a load, for a release and while the engine must not serve; flush a stale cache; resume at the end."""
     sync = desired.sync
-    weights = wanted_weights(desired, identity)
-    if weights is not None and holds_weights(engine, weights):
-        weights = None
-    if weights is not None and "weights" in desired.asleep:
-        weights = None  # loaded when the trainer wakes them; the engine can't serve before that either
-    missed = weights is not None and not live and durable_source(weights.source) is None
-    if weights is not None and not live:
-        weights = reloadable(as_committed(weights))
-    unchecked = sync if sync is not None and sync.phase == "prepare" else weights
-    if unchecked is not None and Operation.LOAD in engine.operations and engine.checked != as_committed(unchecked):
-        calls.append(CheckSource(unchecked.source, unchecked.manifest, unchecked.version))
-
-    releasing = desired.asleep - engine.asleep if desired.asleep else desired.asleep
-    serving = may_serve(desired, engine)
-    if missed or (weights is not None and Operation.LOAD not in engine.operations):
-        weights, serving = None, False  # it can't follow, and must not serve what nobody wants
-    steered = engine.operations >= STEERABLE
-    pausing = steered and engine.generating and (not serving or weights is not None or bool(releasing))
+    pausable = engine.operations >= PAUSE_AND_RESUME
+    serving = may_serve(desired, engine) and not weights.unreachable
+    pausing = pausable and engine.generating and (not serving or bool(weights.load) or releasing)
     mode = sync.in_flight if sync is not None else desired.pause_mode
-    if pausing:
-        calls.append(Pause(mode))
-    waking = engine.asleep - desired.asleep if engine.asleep else engine.asleep
-    # Weights before the rest: an engine may generate by itself as soon as all its memory is awake.
-    first = waking & {"weights"} if weights is not None and len(waking) > 1 else waking
-    if first:
-        calls.append(Wake(first))
-    if weights is not None:
-        calls.append(Load(weights.version, weights.source, weights.manifest))
-    if waking - first:
-        calls.append(Wake(waking - first))
-    stale = (engine.stale_cache or weights is not None) and not (engine.kept or (pausing and mode == "keep"))
-    if stale and serving and sync is None and "kv_cache" not in desired.asleep:
-        calls.append(Flush())
-    if releasing:
-        regained = identity.mode is not RolloutMode.COLOCATED  # what never syncs must keep what it has
-        calls.append(Sleep(releasing, discard=desired.discard and regained and "weights" in releasing))
-    if serving and steered and (pausing or not engine.generating):
-        calls.append(Resume())
-    if desired.profile is not None and (closing or engine.session is None):
-        calls.append(StartProfile(desired.profile, _directory(desired.profile, identity)))
-    return tuple(calls)
-
-
-def apply_observation(engine: EngineState, seen: Observation) -> EngineState:
-    """Correct the belief by what was read. What the engine can't tell stays as believed.
-
-    Another instance than the one that was believed in is an engine of which nothing is known but what was read.
-    """
-    if seen.instance is not None and engine.instance is not None and seen.instance != engine.instance:
-        engine = EngineState()
-    return replace(
-        engine,
-        name=seen.engine,
-        instance=seen.instance or engine.instance,
-        tokenizer=seen.tokenizer,
-        operations=seen.operations,
-        generating=engine.generating if seen.generating is None else seen.generating,
-        asleep=engine.asleep if seen.asleep is None else seen.asleep,
-        session=None if seen.profiling is False else engine.session,
-        version=engine.version if seen.version is None else seen.version,
-        digest=engine.digest if seen.digest is None else seen.digest,
+    requests_kept = engine.requests_kept or (pausing and mode == "keep")
+    stale = (engine.stale_cache or bool(weights.load)) and not requests_kept
+    flushing = stale and serving and sync is None and "kv_cache" not in desired.asleep
+    resuming = pausable and serving and (pausing or not engine.generating)
+    return GenerationPlan(
+        pause=(Pause(mode),) if pausing else (),
+        flush=(Flush(),) if flushing else (),
+        resume=(Resume(),) if resuming else (),
     )
 
 
-def relaunched(before: EngineState, after: EngineState) -> bool:
-    """Was the engine launched again in between? Then nothing that it had been told holds any more."""
-    return before.instance is not None and before.instance != after.instance
+def _directory(session: ProfileSession, identity: Identity) -> str:
+    return trace_directory(session.step, session.plan, identity)
 
 
-def apply_result(
-    engine: EngineState, call: Call, result: Returned | Fault, seen: Observation | None
-) -> tuple[EngineState, Failed | None]:
-    """The belief after a call returned, and why the call failed if it did: refused, or contradicted by reading back."""
-    known = engine.digest
-    if isinstance(result, Fault):
-        learned = _after_fault(engine, call, result)
-        if seen is not None:
-            learned = apply_observation(learned, seen)
-            unharmed = seen.digest is not None and seen.digest == known and not engine.torn
-            learned = replace(learned, torn=(learned.torn or _discards(call)) and not unharmed)
-        return learned, Failed(ErrorKind(result.kind), with_engine_state(result.message, learned))
-    learned = _after_success(engine, call, result)
-    if seen is None:
-        return learned, None
-    failure = contradiction(call, result, seen)
-    session = learned.session if isinstance(call, StartProfile) else None
-    learned = apply_observation(learned, seen)
-    if _discards(call):  # whichever engine it was that answered, if it was launched again meanwhile
-        learned = replace(learned, torn=True)
-    if failure is None:  # a window may have closed by now: the session still wants its stop
-        return (learned if session is None else replace(learned, session=session)), None
-    torn = learned.torn or isinstance(call, Load)
-    return replace(learned, torn=torn), Failed(failure.error, with_engine_state(failure.message, learned))
+# --- weights: which are wanted, which are held ------------------------------------------------------------------------
 
 
-def apply_interruption(engine: EngineState, call: Call, seen: Observation) -> tuple[EngineState, bool]:
-    """The belief about an engine whose agent died during `call`, and whether reading it back shows that it was done.
+def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
+    """Return the weights that the engine should hold now, or None if it should keep what it has."""
+    if identity.mode is RolloutMode.COLOCATED:
+        return None
+    if desired.sync is not None:  # also for a replica in quarantine: a sync is its way back
+        return desired.sync if desired.sync.phase == "load" else None
+    return desired.committed if desired.quarantined == 0 else None
 
-    A profile start that may have happened is believed in, so that it is stopped. A load that can't be proven complete
-    leaves the engine torn, and settling loads again: a checkpoint may be loaded twice.
+
+def as_committed(weights: Committed | Syncing | CheckSource | Load) -> Committed:
+    """Return what identifies weights: version, source and manifest."""
+    if isinstance(weights, Committed):
+        return weights
+    return Committed(weights.version, weights.source, weights.manifest)
+
+
+def durable(weights: Committed) -> Committed | None:
+    """Return the same weights with a source that can be read at any time; None if there is none."""
+    source = durable_source(weights.source)
+    return Committed(weights.version, source, weights.manifest) if source is not None else None
+
+
+def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
+    """Whether the engine holds these weights, as far as anybody knows."""
+    if engine.torn or engine.version != weights.version:
+        return False
+    loaded, wanted = engine.loaded, as_committed(weights)
+    return loaded is None or loaded.version != engine.version or loaded in (wanted, durable(wanted))
+
+
+def holds_committed(desired: Desired, engine: EngineState) -> bool:
+    """Whether the engine holds the committed weights, or those it was launched with if nothing was committed."""
+    if desired.committed is None:
+        return engine.version == 0 and not engine.torn
+    return holds_weights(engine, desired.committed)
+
+
+def may_serve(desired: Desired, engine: EngineState) -> bool:
+    """Whether the engine may generate once everything that `desired` asks for is done.
+
+    An engine that holds uncommitted or torn weights must not, if nothing was committed that it could go back to.
     """
-    if seen.instance is not None and engine.instance is not None and seen.instance != engine.instance:
-        return apply_observation(engine, seen), False
-    before = engine.digest
-    engine = apply_observation(engine, seen)
-    match call:
-        case Pause():
-            return replace(engine, kept=call.mode == "keep"), seen.generating is False
-        case Resume():
-            return engine, seen.generating is True
-        case Sleep():
-            unharmed = seen.digest is not None and seen.digest == before
-            torn = engine.torn or (call.discard and not unharmed)
-            return replace(engine, torn=torn), seen.asleep is not None and call.tags <= seen.asleep
-        case Wake():
-            return engine, seen.asleep is not None and not (call.tags & seen.asleep)
-        case StartProfile():
-            return (engine if seen.profiling is False else replace(engine, session=call.session)), False
-        case StopProfile():
-            return engine, seen.profiling is False
-        case Load():
-            wanted = call.manifest.content if call.manifest is not None else None
-            done = wanted is not None and seen.digest == wanted and seen.version == call.version
-            unharmed = seen.digest is not None and seen.digest == before
-            loaded = as_committed(call) if done else engine.loaded
-            torn = not done and (engine.torn or not unharmed)  # torn weights that nothing touched are still torn
-            return replace(engine, torn=torn, stale_cache=True, loaded=loaded), done
-        case _:
-            return engine, False
-
-
-def with_engine_state(message: str, engine: EngineState) -> str:
-    """An error's message, and one sentence more on what the engine holds now, if it is one that is given weights."""
-    if Operation.LOAD not in engine.operations:
-        return message
-    weights = "weights that nobody can vouch for" if engine.torn else f"version {engine.version}"
-    return f"{message} The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
-
-
-def _discards(call: Call) -> bool:
-    return isinstance(call, Sleep) and call.discard
-
-
-def _after_fault(engine: EngineState, call: Call, fault: Fault) -> EngineState:
-    match call:
-        case Load() if fault.kind != "source_refused":
-            return replace(engine, torn=True, stale_cache=True)
-        case Sleep():
-            return replace(engine, torn=engine.torn or _discards(call))
-        case StopProfile() | StartProfile():
-            return replace(engine, session=None)
-        case _:
-            return engine
-
-
-def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineState:
-    match call:
-        case Flush():
-            return replace(engine, stale_cache=False) if engine.stale_cache else engine
-        case Pause():
-            return replace(engine, generating=False, kept=call.mode == "keep")
-        case Resume():
-            return replace(engine, generating=True, kept=False)
-        case CheckSource():
-            return replace(engine, checked=as_committed(call))
-        case Load():
-            fresh = replace(engine, version=call.version, digest=result.digest, torn=False, stale_cache=True)
-            return replace(fresh, loaded=as_committed(call), checked=None)
-        case StartProfile():
-            return replace(engine, session=call.session)
-        case StopProfile():
-            return replace(engine, session=None)
-        case Sleep():
-            stale = engine.stale_cache and "kv_cache" not in call.tags
-            return replace(
-                engine, asleep=engine.asleep | call.tags, stale_cache=stale, torn=engine.torn or _discards(call)
-            )
-        case Wake():
-            return replace(engine, asleep=engine.asleep - call.tags)
-        case Abort() | CollectTraces() | CheckProfile() | FinishProfile():
-            return engine
-        case _:
-            assert_never(call)
-
-
-def contradiction(call: Call, result: Returned, seen: Observation) -> Failed | None:
-    """What reading the engine back says against a call that it answered with yes. None when it holds, or can't tell."""
-    what: str | None = None
-    match call:
-        case Pause() if seen.generating:
-            what = "it still generates"
-        case Resume() if seen.generating is False:
-            what = "it is still paused"
-        case Sleep() if seen.asleep is not None and not call.tags <= seen.asleep:
-            what = f"still awake: {', '.join(sorted(call.tags - seen.asleep))}"
-        case Wake() if seen.asleep is not None and call.tags & seen.asleep:
-            what = f"still asleep: {', '.join(sorted(call.tags & seen.asleep))}"
-        case StartProfile() if seen.profiling is False and call.session.plan.window is None:
-            what = "no session is open"
-        case StopProfile() if seen.profiling:
-            what = "a session is still open"
-        case Load() if seen.version is not None and seen.version != call.version:
-            what = f"it holds version {seen.version}, not {call.version}"
-        case Load():
-            return _digest_contradiction(call, result, seen)
-        case _:
-            pass
-    if what is None:
-        return None
-    return Failed(ErrorKind.NO_EFFECT, f"{seen.engine} answered yes to {call_name(call)}, but {what}.")
-
-
-def _digest_contradiction(call: Load, result: Returned, seen: Observation) -> Failed | None:
-    wanted = call.manifest.content if call.manifest is not None else None
-    held = seen.digest or result.digest
-    if wanted is None or held is None or wanted == held or ":" in held:  # a digest of the engine's own kind
-        return None
-    return Failed(
-        ErrorKind.DIGEST_MISMATCH,
-        f"{seen.engine} answered yes to load of version {call.version}, but holds weights with digest {held[:12]}, "
-        f"not the source's {wanted[:12]}. It stays paused and out of service until a sync succeeds.",
-    )
-
-
-def call_name(call: Call) -> str:
-    """The word for a call in outcomes and logs: its tag."""
-    return str(call.__struct_config__.tag)
+    lost = desired.committed is None and not holds_committed(desired, engine)
+    return desired.serving and not lost

@@ -1,43 +1,121 @@
-"""Everything that one agent knows, as its machine holds it between two events."""
+"""What one agent knows: the state of its machine between two events, and what it believes about its engine."""
+
+from typing import Literal, get_args
 
 from msgspec import Struct
 
-from schemas.desired import Desired
+from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import Answer, Call, CommandReceived, FinishProfile, Returned, Settings
-from schemas.identity import Count, Identity, Positive
-from workers.machine.reconcile import EngineState
-from workers.machine.suppressed import NOTHING_SUPPRESSED, Suppressed
+from schemas.identity import Count, Identity, Operation, Positive, Tag
+
+REMEMBERED = 16
+"""Number of stored answers: at least this many, at most twice as many."""
+_MOST_REMEMBERED = 2 * REMEMBERED
 
 NOTHING_REPORTED = Returned()
+_CALL_NAMES = {kind: str(kind.__struct_config__.tag) for kind in get_args(Call)}
 
 
-class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine calls under way: for a command, or (cause None) on the machine's own account.
+class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What the machine believes about its engine: the effect of its calls, corrected by each observation.
 
-    calls: still to be made; the first is in flight.   made: names of those that returned well.   told: by them, of a
-    profiling session.
-    overdue: the deadline passed and the command was answered; the call in flight is still awaited.
+    Attributes:
+        name: Engine and version, as observed.
+        instance: Differs between two launches of the engine; None if the engine has none.
+        tokenizer: Whether this node has the request front end; unknown while the engine launches.
+        operations: What the engine can be asked to do.
+        generating: False while paused.
+        asleep: Memory that is released.
+        session: The open profiling session.
+        version: Version of the weights in the engine; 0 as launched.
+        digest: Digest of those weights, where the engine reports one.
+        torn: Nobody knows which weights are in the engine: a load failed or was cut off, or they were discarded.
+        stale_cache: The cache holds prefixes that other weights computed.
+        loaded: What the last load was to bring. The version alone does not identify weights, since an aborted version
+            may be tried again from another source.
+        checked: The source that last passed its check.
+        requests_kept: The last pause froze the requests. They continue, so their cache must not be flushed.
     """
 
-    cause: CommandReceived | None
+    name: str = "unknown"
+    instance: str | None = None
+    tokenizer: Literal["present", "absent", "unknown"] = "unknown"
+    operations: frozenset[Operation] = frozenset()
+    generating: bool = True
+    asleep: frozenset[Tag] = frozenset()
+    session: ProfileSession | None = None
+    version: Count = 0
+    digest: str | None = None
+    torn: bool = False
+    stale_cache: bool = False
+    loaded: Committed | None = None
+    checked: Committed | None = None
+    requests_kept: bool = False
+
+
+class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Parts of the desired state that this agent has given up; see `workers/machine/suppressed.py`.
+
+    Attributes:
+        session: The desired profiling session failed to open, or its command expired.
+        sync: Version of the weight sync that this replica has dropped out of; 0 if none.
+        quarantined: Version that this replica could not load; 0 if none. The replica stays paused until the next
+            commit, or until that sync is aborted.
+    """
+
+    session: bool = False
+    sync: Count = 0
+    quarantined: Count = 0
+
+
+NOTHING_SUPPRESSED = Suppressed()
+
+
+class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Engine calls that are being made, one at a time.
+
+    Attributes:
+        trigger: The command that needs them; None if the machine makes them by itself, to reconcile.
+        calls: Calls not yet returned. The first is in flight.
+        call_id: Number of the call in flight.
+        deadline_ms: When the command fails with `engine_timeout`.
+        completed: Names of the calls that succeeded.
+        reported: What those calls reported about a profiling session.
+        overdue: The deadline has passed and the command was answered. The call in flight is still awaited.
+    """
+
+    trigger: CommandReceived | None
     calls: tuple[Call, ...]
     call_id: Positive
     deadline_ms: int
-    made: tuple[str, ...] = ()
+    completed: tuple[str, ...] = ()
     reported: Returned = NOTHING_REPORTED
     overdue: bool = False
 
 
-class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Everything an agent knows. Nothing that can be derived is stored.
 
-    epoch, seq: newest bus epoch seen; last command applied in order.
-    suppressed: what failed, and is not tried again unasked.
-    joined: a snapshot was applied in this incarnation.   astray: the lease ran out or histories diverged; only a
-    snapshot helps.   queue: in order, not decided yet.   held: after a hole.   needs: first seq asked for, 0 if none.
-    reconcile_blocked: settling failed and waits for something new before it is tried again.
-    deferred_finish: what a finish asked for while the engine was still writing a trace.
-    interrupted: what was under way when the last incarnation ended; settled once the engine has been read.
+    Attributes:
+        identity: The place of this node in the fleet.
+        incarnation: This life of the agent process.
+        settings: Limits of the machine.
+        epoch: Newest bus epoch seen.
+        seq: Position: the last command that was taken in order.
+        desired: The fold of the run's commands up to `seq`.
+        suppressed: Parts of `desired` that are not pursued.
+        engine: What is believed about the engine.
+        joined: A snapshot was applied in this incarnation.
+        diverged: The lease expired or two histories exist. Only a snapshot helps.
+        queue: Commands in order, not decided yet.
+        reorder_buffer: Commands behind a hole.
+        resend_from: First seq of the pending resend request; 0 if none.
+        activity: Engine calls that are being made.
+        calls_made: Number of calls begun so far; the last `call_id`.
+        answers: The newest answers, for commands that arrive again.
+        reconcile_blocked: Reconciling failed, and is not tried again before something new happens.
+        deferred_finish: A finish that waits until the engine has written its last trace.
+        interrupted: What was under way when the last incarnation ended. It is resolved once the engine was observed.
     """
 
     identity: Identity = Identity(replica=0, node_rank=0)
@@ -59,3 +137,13 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reconcile_blocked: bool = False
     deferred_finish: FinishProfile | None = None
     interrupted: Activity | None = None
+
+
+def remember(answers: tuple[Answer, ...], answer: Answer) -> tuple[Answer, ...]:
+    """Return `answers` with `answer` added. Half are dropped at a time: dropping one each time would copy more."""
+    return (answers[-REMEMBERED:] if len(answers) >= _MOST_REMEMBERED else answers) + (answer,)
+
+
+def call_name(call: Call) -> str:
+    """Return the name of a call in outcomes and logs: its tag."""
+    return _CALL_NAMES[type(call)]

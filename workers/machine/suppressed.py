@@ -1,49 +1,40 @@
-"""What an agent gave up of what is desired, because it failed or came too late. Pure.
+"""Parts of the desired state that this agent no longer pursues, because they failed or expired. Pure.
 
-What is desired is the fold of the run's commands, and the same on both sides of the wire. So a failure never changes
-it: if it did, the next commands would be folded into different states here and at the bus. It is noted beside it, and
-goes when a command asks anew or a snapshot is applied.
+The desired state is a fold of the run's commands, and both sides of the wire must compute the same one. A failure is
+therefore never folded in; it is kept beside it as `Suppressed`, and cleared when a command asks again or a snapshot
+arrives.
 """
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired
 from schemas.events import Call, CheckSource, Load, StartProfile
-from schemas.identity import Count
-from workers.machine.reconcile import EngineState, holds_committed
-
-
-class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """session: the desired session failed to open, or its time was over.   sync: version of a weight sync in which the
-    replica takes no part any more.   quarantined: version that it could not follow; it stays paused until a commit, or
-    the abort of that sync.
-    """
-
-    session: bool = False
-    sync: Count = 0
-    quarantined: Count = 0
-
-
-NOTHING_SUPPRESSED = Suppressed()
+from workers.machine.reconcile import holds_committed
+from workers.machine.state import NOTHING_SUPPRESSED, EngineState, Suppressed
 
 
 def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
-    """What is left to be brought about."""
+    """Return `desired` without what is suppressed."""
     if suppressed is NOTHING_SUPPRESSED:
         return desired
-    apart = desired.sync is not None and desired.sync.version == suppressed.sync
+    dropped_out = desired.sync is not None and desired.sync.version == suppressed.sync
     return replace(
         desired,
         profile=None if suppressed.session else desired.profile,
-        sync=None if apart else desired.sync,
+        sync=None if dropped_out else desired.sync,
         quarantined=desired.quarantined or suppressed.quarantined,
     )
 
 
 def clear_suppressed(suppressed: Suppressed, command: Command | UnknownCommand, before: Desired) -> Suppressed:
-    """What stays given up when `command`, which names this replica, asks anew. before: what was desired until now."""
+    """Return what stays suppressed after `command`, which names this replica and may ask again for what failed.
+
+    Args:
+        suppressed: What was suppressed before it.
+        command: The command.
+        before: The desired state before it.
+    """
     match command:
         case ProfileCommand(action="collect" | "check" | "finish"):
             return suppressed
@@ -60,12 +51,18 @@ def clear_suppressed(suppressed: Suppressed, command: Command | UnknownCommand, 
 
 
 def suppress(
-    suppressed: Suppressed, failed: Command | UnknownCommand | Call, left: Desired, engine: EngineState
+    suppressed: Suppressed, failed: Command | UnknownCommand | Call, remaining: Desired, engine: EngineState
 ) -> Suppressed:
-    """Give up what failed and must not be tried again unasked, and leave a replica that can't follow out of service.
+    """Return what is suppressed after `failed`, so that it is not tried again unasked.
 
-    left: what remained to be brought about. A replica that refused to prepare was not touched and goes on as before
-    the sync. One that did not load is quarantined: it could otherwise serve weights that nobody committed.
+    A replica that refused to prepare was not touched, and goes on as before the sync. One that did not load is
+    quarantined: it could otherwise serve weights that nobody committed.
+
+    Args:
+        suppressed: What was suppressed before.
+        failed: The command that failed, or the call that no command had asked for.
+        remaining: What was still desired when it failed.
+        engine: The engine after the failure.
     """
     match failed:
         case ProfileCommand(action="collect" | "check" | "finish"):
@@ -75,11 +72,12 @@ def suppress(
         case WeightSync(phase="prepare"):
             return replace(suppressed, sync=failed.version)
         case WeightSync() | CheckSource() | Load():
-            since = suppressed.quarantined  # the abort of this sync must not lift an older quarantine
-            if left.sync is not None:
-                return replace(suppressed, sync=left.sync.version, quarantined=since or left.sync.version)
-            if not holds_committed(left, engine):
-                return replace(suppressed, quarantined=since or max(1, left.version))
+            earlier = suppressed.quarantined  # the abort of this sync must not lift an older quarantine
+            if remaining.sync is not None:
+                version = remaining.sync.version
+                return replace(suppressed, sync=version, quarantined=earlier or version)
+            if not holds_committed(remaining, engine):
+                return replace(suppressed, quarantined=earlier or max(1, remaining.version))
             return suppressed
         case _:
             return suppressed

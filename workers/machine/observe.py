@@ -1,0 +1,251 @@
+"""What the machine believes about its engine after an observation, after a call, and after a call that was cut off.
+
+An engine's answer is not trusted where the engine can be read: a call that succeeded has to be visible afterwards, and
+what an observation reports replaces what was believed. What an engine cannot report stays as it was believed.
+"""
+
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from schemas.events import (
+    Abort,
+    Call,
+    CheckProfile,
+    CheckSource,
+    CollectTraces,
+    Fault,
+    FinishProfile,
+    Flush,
+    Load,
+    Observation,
+    Pause,
+    Resume,
+    Returned,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
+from schemas.identity import Operation
+from schemas.outcomes import ErrorKind, Failed
+from workers.machine.reconcile import as_committed
+from workers.machine.state import EngineState, call_name
+
+
+def apply_observation(engine: EngineState, observation: Observation) -> EngineState:
+    """Return `engine` corrected by an observation. Of an engine that was relaunched only the observation is known."""
+    if _other_instance(engine, observation):
+        engine = EngineState()
+    return replace(
+        engine,
+        name=observation.engine,
+        instance=observation.instance or engine.instance,
+        tokenizer=observation.tokenizer,
+        operations=observation.operations,
+        generating=engine.generating if observation.generating is None else observation.generating,
+        asleep=engine.asleep if observation.asleep is None else observation.asleep,
+        session=None if observation.profiling is False else engine.session,
+        version=engine.version if observation.version is None else observation.version,
+        digest=engine.digest if observation.digest is None else observation.digest,
+    )
+
+
+def relaunched(before: EngineState, after: EngineState) -> bool:
+    """Whether the engine was launched again in between, and has lost everything it was given."""
+    return before.instance is not None and before.instance != after.instance
+
+
+def _other_instance(engine: EngineState, observation: Observation) -> bool:
+    return None not in (observation.instance, engine.instance) and observation.instance != engine.instance
+
+
+# --- a call returned --------------------------------------------------------------------------------------------------
+
+
+def apply_result(
+    engine: EngineState, call: Call, result: Returned | Fault, observation: Observation | None
+) -> tuple[EngineState, Failed | None]:
+    """Return the engine after a call, and why the call failed if it did.
+
+    Args:
+        engine: What was believed before the call.
+        call: The call.
+        result: What the engine's adapter returned or raised.
+        observation: What was read after the call; None if nothing could be read.
+    """
+    if isinstance(result, Fault):
+        after = _after_fault(engine, call, result)
+        if observation is not None:
+            intact = not engine.torn and _same_digest(engine, observation)
+            after = apply_observation(after, observation)
+            after = replace(after, torn=(after.torn or _discards(call)) and not intact)
+        return after, Failed(ErrorKind(result.kind), with_engine_state(result.message, after))
+    called = _after_success(engine, call, result)
+    if observation is None:
+        return called, None
+    failure = contradiction(call, result, observation)
+    after = apply_observation(called, observation)
+    if _discards(call):  # whichever instance answered, if the engine was relaunched meanwhile
+        after = replace(after, torn=True)
+    if failure is not None:
+        torn = after.torn or isinstance(call, Load)
+        return replace(after, torn=torn), Failed(failure.error, with_engine_state(failure.message, after))
+    if isinstance(call, StartProfile):  # its window may have closed before the observation: it still needs a stop
+        after = replace(after, session=called.session)
+    return after, None
+
+
+def _after_fault(engine: EngineState, call: Call, fault: Fault) -> EngineState:
+    match call:
+        case Load() if fault.kind != "source_refused":
+            return replace(engine, torn=True, stale_cache=True)
+        case Sleep():
+            return replace(engine, torn=engine.torn or _discards(call))
+        case StopProfile() | StartProfile():
+            return replace(engine, session=None)
+        case _:
+            return engine
+
+
+def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineState:
+    match call:
+        case Flush():
+            return replace(engine, stale_cache=False) if engine.stale_cache else engine
+        case Pause():
+            return replace(engine, generating=False, requests_kept=call.mode == "keep")
+        case Resume():
+            return replace(engine, generating=True, requests_kept=False)
+        case CheckSource():
+            return replace(engine, checked=as_committed(call))
+        case Load():
+            return replace(
+                engine,
+                version=call.version,
+                digest=result.digest,
+                torn=False,
+                stale_cache=True,
+                loaded=as_committed(call),
+                checked=None,
+            )
+        case StartProfile():
+            return replace(engine, session=call.session)
+        case StopProfile():
+            return replace(engine, session=None)
+        case Sleep():
+            stale = engine.stale_cache and "kv_cache" not in call.tags
+            torn = engine.torn or _discards(call)
+            return replace(engine, asleep=engine.asleep | call.tags, stale_cache=stale, torn=torn)
+        case Wake():
+            return replace(engine, asleep=engine.asleep - call.tags)
+        case Abort() | CollectTraces() | CheckProfile() | FinishProfile():
+            return engine
+        case _:
+            assert_never(call)
+
+
+def contradiction(call: Call, result: Returned, observation: Observation) -> Failed | None:
+    """Return why a call that the engine reported as done did not take effect; None if it did, or nobody can tell."""
+    found = _contradicting(call, observation)
+    if found is not None:
+        return Failed(ErrorKind.NO_EFFECT, f"{observation.engine} answered yes to {call_name(call)}, but {found}.")
+    return _digest_contradiction(call, result, observation) if isinstance(call, Load) else None
+
+
+def _contradicting(call: Call, observation: Observation) -> str | None:
+    asleep = observation.asleep
+    match call:
+        case Pause() if observation.generating:
+            return "it still generates"
+        case Resume() if observation.generating is False:
+            return "it is still paused"
+        case Sleep() if asleep is not None and not call.tags <= asleep:
+            return f"still awake: {', '.join(sorted(call.tags - asleep))}"
+        case Wake() if asleep is not None and call.tags & asleep:
+            return f"still asleep: {', '.join(sorted(call.tags & asleep))}"
+        case StartProfile() if observation.profiling is False and call.session.plan.window is None:
+            return "no session is open"
+        case StopProfile() if observation.profiling:
+            return "a session is still open"
+        case Load() if observation.version not in (None, call.version):
+            return f"it holds version {observation.version}, not {call.version}"
+        case _:
+            return None
+
+
+def _digest_contradiction(call: Load, result: Returned, observation: Observation) -> Failed | None:
+    expected = call.manifest.content if call.manifest is not None else None
+    actual = observation.digest or result.digest
+    if expected is None or actual is None or expected == actual or ":" in actual:  # a digest of the engine's own kind
+        return None
+    return Failed(
+        ErrorKind.DIGEST_MISMATCH,
+        f"{observation.engine} answered yes to load of version {call.version}, but holds weights with digest "
+        f"{actual[:12]}, not the source's {expected[:12]}. It stays paused and out of service until a sync succeeds.",
+    )
+
+
+# --- a call was cut off -----------------------------------------------------------------------------------------------
+
+
+def apply_interruption(engine: EngineState, call: Call, observation: Observation) -> tuple[EngineState, bool]:
+    """Return the engine after its agent died during `call`, and whether the observation proves that the call was done.
+
+    A profile start that may have happened is taken for done, so that the session gets stopped. A load that can't be
+    proven complete leaves the engine torn, so that it is loaded again: a checkpoint may be loaded twice.
+    """
+    after = apply_observation(engine, observation)
+    if _other_instance(engine, observation):
+        return after, False
+    intact = _same_digest(engine, observation)
+    match call:
+        case Pause():
+            after = replace(after, requests_kept=call.mode == "keep")
+        case Sleep():
+            after = replace(after, torn=after.torn or (call.discard and not intact))
+        case StartProfile() if observation.profiling is not False:
+            after = replace(after, session=call.session)
+        case Load() if _is_visible(call, observation):
+            after = replace(after, torn=False, stale_cache=True, loaded=as_committed(call))
+        case Load():
+            after = replace(after, torn=after.torn or not intact, stale_cache=True)
+        case _:
+            pass
+    return after, _is_visible(call, observation)
+
+
+def _is_visible(call: Call, observation: Observation) -> bool:
+    """Whether the observation shows the effect of the call."""
+    asleep = observation.asleep
+    match call:
+        case Pause():
+            return observation.generating is False
+        case Resume():
+            return observation.generating is True
+        case Sleep():
+            return asleep is not None and call.tags <= asleep
+        case Wake():
+            return asleep is not None and not call.tags & asleep
+        case StopProfile():
+            return observation.profiling is False
+        case Load() if call.manifest is not None and call.manifest.content is not None:
+            return (observation.digest, observation.version) == (call.manifest.content, call.version)
+        case _:
+            return False
+
+
+def with_engine_state(message: str, engine: EngineState) -> str:
+    """Return an error message with a sentence on what the engine holds now, if it can be given weights at all."""
+    if Operation.LOAD not in engine.operations:
+        return message
+    weights = "weights that nobody can vouch for" if engine.torn else f"version {engine.version}"
+    return f"{message} The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
+
+
+def _discards(call: Call) -> bool:
+    return isinstance(call, Sleep) and call.discard
+
+
+def _same_digest(engine: EngineState, observation: Observation) -> bool:
+    """Whether the engine proves that it holds the same weights as before."""
+    return observation.digest is not None and observation.digest == engine.digest
