@@ -1,12 +1,16 @@
 """Fixtures for every test."""
 
+import os
+import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import zmq
 from hypothesis import settings
 
 from schemas.carriers.sockets import Context
+from tests import reaper
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile("untimed")
@@ -16,6 +20,12 @@ LOOPS = [
     pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
     pytest.param(("trio", {}), id="trio"),
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that this run starts end with it. Several workers share the cores, so torch takes one in each."""
+    config.add_cleanup(partial(reaper.finish, reaper.start()))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,9 +45,24 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object
     return backend
 
 
+@pytest.fixture(scope="session")
+def closing() -> Iterator[list[threading.Thread]]:
+    """Threads that close the contexts of tests which have ended. Each must come to its end."""
+    threads: list[threading.Thread] = []
+    yield threads
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads), "a ZeroMQ context can't be closed"
+
+
 @pytest.fixture
-def context() -> Iterator[Context]:
-    """A ZeroMQ context whose sockets all close with the test."""
+def context(closing: list[threading.Thread]) -> Iterator[Context]:
+    """A ZeroMQ context whose sockets all close with the test.
+
+    A closed socket still delivers for two seconds if its peer is gone. That is the product's choice and stays so in
+    tests, but the next test does not wait for it.
+    """
     context: Context = zmq.Context()
     yield context
-    context.destroy(linger=0)
+    closing.append(threading.Thread(target=context.destroy, kwargs={"linger": 0}))
+    closing[-1].start()

@@ -1,6 +1,7 @@
 """Our commands and small programs, run as processes of their own."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parents[1]
+OURS = re.compile(r"ROLLOUTCTL_(?!TEST_)")
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of this process with this checkout on the path, and none of our settings but `changes`."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUTCTL_")}
+    inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
     return {**inherited, "PYTHONPATH": str(ROOT), **(changes or {})}
 
 
