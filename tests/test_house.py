@@ -1,12 +1,13 @@
-"""The house, checked: who may import whom, which modules stay pure, how large and how named things are.
+"""The rules of the house, checked: who may import whom, which modules stay pure, how large and how named things are.
 
-Each rule is a function from one source file to what is wrong in it; each has a test that runs it over the tree, and bad
-snippets in `CAUGHT` that show that it can fail. To move a module into or out of the pure ones, edit `PURE`.
+A rule is a function from source files to what is wrong in them. Each has a test that runs it over the tree, and bad
+snippets in `CAUGHT` which show that it can fail. To move a module into or out of the pure ones, edit `PURE`.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("schemas", "controlplane", "workers")
-MOST_LINES, MOST_FUNCTION_LINES = 600, 70
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 
 PURE = (
     *("schemas/identity.py", "schemas/commands.py", "schemas/desired.py", "schemas/selection.py"),
@@ -30,10 +31,10 @@ PURE = (
     *("controlplane/timeline/fleet_tracks.py", "controlplane/timeline/tracks.py"),
     *("workers/machine/*.py", "workers/engine.py", "workers/link/clocks.py"),
 )
-"""Modules that decide or describe, and never act: no I/O, no clock, no chance. A name may be ahead of its file."""
+"""Modules that decide or describe, and never act: no I/O, no clock, no random number."""
 
 READERS = ("schemas/profiler/files.py",)
-"""What a constructor of a pure module may load on use: it makes the value out of a file."""
+"""What a constructor of a pure module may import inside a function: it builds the value from a file."""
 
 PURE_MAY_IMPORT = {
     *("abc", "base64", "binascii", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses"),
@@ -41,7 +42,7 @@ PURE_MAY_IMPORT = {
     *("msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
     *("types", "typing", "zlib"),
 }
-"""Outside our own packages. Of pathlib, `PurePath` and `PurePosixPath` too: they touch no disk."""
+"""Modules from outside our packages. `PurePath` and `PurePosixPath` are allowed too: they touch no disk."""
 
 IMPURE_CALLS = {"open", "input", "hash", "id", "vars", "globals", "locals"}
 
@@ -53,7 +54,11 @@ HEAVY_ROOMS = (
     *("workers/engines/*.py", "workers/engines/*/*.py", "workers/profilers/*.py"),
     *("workers/ray_placement.py", "workers/router.py", "controlplane/cli/demo_training.py"),
 )
-"""Where the optional dependencies are used; nowhere else."""
+"""The only places that may use the optional dependencies."""
+
+SHARED_FILE_NAMES = {"__init__", "__main__"}
+SHARED_NAME_ROOMS = ("controlplane/cli/*.py", "workers/engines/*/engine.py", "workers/engines/*/in_process.py")
+"""Files whose folder says what they are, so that their name may occur elsewhere."""
 
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers", "shared"}
 UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib"}
@@ -73,29 +78,48 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def room(self) -> str:
         """The top directory."""
         return self.path.parts[0]
+
+    @property
+    def module(self) -> str:
+        """The name under which it is imported."""
+        return ".".join(self.path.with_suffix("").parts).removesuffix(".__init__")
 
     def within(self, patterns: tuple[str, ...]) -> bool:
         return any(self.path.match(pattern) for pattern in patterns)
 
 
 class Wrong(NamedTuple):
-    """What is wrong, at which line, and what to do."""
+    """What is wrong, where, and what to do."""
 
+    source: Source
     line: int
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.source.path}:{self.line}: {self.text}"
+
 
 class Import(NamedTuple):
-    """`import module` (name None) or `from module import name`."""
+    """`import module` (name None) or `from module import name`.
+
+    Attributes:
+        on_use: Inside a function, or for type checkers only.
+        for_types: For type checkers only.
+    """
 
     line: int
     module: str
     name: str | None
     on_use: bool
+    for_types: bool
 
     @property
     def top(self) -> str:
@@ -103,29 +127,29 @@ class Import(NamedTuple):
 
 
 Rule = Callable[[Source], Iterator[Wrong]]
+TreeRule = Callable[[list[Source]], Iterator[Wrong]]
 
 
+@cache
 def sources(*rooms: str) -> list[Source]:
     files = sorted(file for room in rooms for file in (ROOT / room).rglob("*.py"))
     return [Source(file.relative_to(ROOT).as_posix(), file.read_text("utf-8")) for file in files]
 
 
 def imports(source: Source) -> Iterator[Import]:
-    """Every import in the file, relative ones made absolute. On use: in a function, or for type checkers only."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    later = [
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, functions) or (isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING")
-    ]
-    inside = {id(part) for node in later for part in ast.walk(node)}
-    for node in ast.walk(source.tree):
+    """Every import in the file, relative ones made absolute."""
+    functions = [node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    checked = [node for node in source.nodes if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING"]
+    for_types = {id(part) for node in checked for statement in node.body for part in ast.walk(statement)}
+    on_use = for_types | {id(part) for node in functions for part in ast.walk(node)}
+    for node in source.nodes:
+        when = (id(node) in on_use, id(node) in for_types)
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, one.name, None, id(node) in inside) for one in node.names)
+            yield from (Import(node.lineno, alias.name, None, *when) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = source.path.parts[: -node.level] if node.level else ()
             module = ".".join((*above, *(node.module.split(".") if node.module else ())))
-            yield from (Import(node.lineno, module, one.name, id(node) in inside) for one in node.names)
+            yield from (Import(node.lineno, module, alias.name, *when) for alias in node.names)
 
 
 def dotted(node: ast.expr) -> str:
@@ -138,14 +162,14 @@ def dotted(node: ast.expr) -> str:
 
 
 def called(node: ast.AST) -> str:
-    """The dotted name that a call calls."""
+    """The dotted name of the function that a call calls."""
     return dotted(node.func) if isinstance(node, ast.Call) else ""
 
 
 def structs(source: Source) -> Iterator[ast.ClassDef]:
     """Classes that are msgspec Structs: by a base of that name, by a Struct of this file, or by a class option."""
     known = {"Struct", "msgspec.Struct"}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef) and (
             known & {dotted(base) for base in node.bases} or STRUCT_OPTIONS & {option.arg for option in node.keywords}
         ):
@@ -153,49 +177,52 @@ def structs(source: Source) -> Iterator[ast.ClassDef]:
             yield node
 
 
-# --- the rules --------------------------------------------------------------------------------------------------------
+# --- rules for one file -----------------------------------------------------------------------------------------------
 
 
 def arrows(source: Source) -> Iterator[Wrong]:
-    """schemas <- controlplane, schemas <- workers, no other; controlplane/cli sees both; nobody sees tests or bench."""
+    """schemas <- controlplane, schemas <- workers, and no other; controlplane/cli imports both; none imports tests."""
     allowed = {"schemas": {"schemas"}, "controlplane": {"controlplane", "schemas"}, "workers": {"workers", "schemas"}}
     sees = set(PRODUCT) if source.path.parts[:2] == ("controlplane", "cli") else allowed[source.room]
-    for one in imports(source):
-        if one.top in {*PRODUCT, "tests", "bench"} - sees:
-            yield Wrong(
-                one.line, f"imports {one.module}: put what both sides need in schemas, or hand it in from the cli"
-            )
+    for found in imports(source):
+        if found.top in {*PRODUCT, "tests", "bench"} - sees:
+            advice = "put what both sides need in schemas, or pass it in from the cli"
+            yield Wrong(source, found.line, f"imports {found.module}: {advice}")
 
 
 def pure_imports(source: Source) -> Iterator[Wrong]:
-    """A pure module imports pure modules and a list of harmless ones."""
-    for one in imports(source):
-        if one.top in PRODUCT:
-            inner = Source(f"{one.module.replace('.', '/')}.py", "")
-            deeper = Source(f"{one.module.replace('.', '/')}/{one.name}.py", "")
-            reads = one.on_use and inner.within(READERS)
+    """A pure module imports pure modules, and harmless ones from a list."""
+    for found in imports(source):
+        if found.top in PRODUCT:
+            inner = Source(f"{found.module.replace('.', '/')}.py", "")
+            deeper = Source(f"{found.module.replace('.', '/')}/{found.name}.py", "")
+            reads = found.on_use and inner.within(READERS)
             if not inner.within(PURE) and not deeper.within(PURE) and not reads:
-                yield Wrong(one.line, f"imports {one.module}, which is not pure: take it as an argument or event")
-        elif one.module == "pathlib" and one.name in {"PurePath", "PurePosixPath"}:
+                text = f"imports {found.module}, which is not pure: take it as an argument or event"
+                yield Wrong(source, found.line, text)
+        elif found.module == "pathlib" and found.name in {"PurePath", "PurePosixPath"}:
             continue
-        elif one.module not in PURE_MAY_IMPORT:
-            yield Wrong(one.line, f"imports {one.module}: a shell does that; time, ids and chance come with events")
+        elif found.module not in PURE_MAY_IMPORT:
+            text = f"imports {found.module}: a shell does that; time, ids and random numbers come with events"
+            yield Wrong(source, found.line, text)
 
 
 def pure_expressions(source: Source) -> Iterator[Wrong]:
-    """No float, nothing that differs from process to process, no order taken from a set."""
-    for node in ast.walk(source.tree):
+    """No float, nothing that differs between processes, and no order taken from a set."""
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, float):
-            yield Wrong(node.lineno, f"float {node.value}: count in a unit that is whole (ms, ns, per mille)")
+            yield Wrong(source, node.lineno, f"float {node.value}: count in whole units (ms, ns, per mille)")
         elif called(node) in IMPURE_CALLS and isinstance(node, ast.Call):
-            yield Wrong(node.lineno, f"calls {called(node)}(): its answer differs from process to process")
-        for ordered in taken_in_order(node):
-            if isinstance(ordered, ast.Set | ast.SetComp) or called(ordered) in {"set", "frozenset"}:
-                yield Wrong(ordered.lineno, "takes the order of a set, which differs from process to process: sort it")
+            yield Wrong(source, node.lineno, f"calls {called(node)}(): its result differs between processes")
+        for iterated in iterated_by(node):
+            if isinstance(iterated, ast.Set | ast.SetComp) or called(iterated) in {"set", "frozenset"}:
+                yield Wrong(
+                    source, iterated.lineno, "uses the order of a set, which differs between processes: sort it"
+                )
 
 
-def taken_in_order(node: ast.AST) -> Iterator[ast.expr]:
-    """What this node walks through in an order that shows."""
+def iterated_by(node: ast.AST) -> Iterator[ast.expr]:
+    """What this node iterates over in an order that shows in its result."""
     if isinstance(node, ast.For | ast.comprehension):
         yield node.iter
     elif isinstance(node, ast.Starred):
@@ -206,173 +233,223 @@ def taken_in_order(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def file_size(source: Source) -> Iterator[Wrong]:
-    """No file over 600 lines."""
+    """No file is over 600 lines."""
     lines = source.text.count("\n")
-    if lines > MOST_LINES:
-        yield Wrong(lines, f"{lines} lines, of at most {MOST_LINES}: two reasons to change are two files")
+    if lines > MAX_FILE_LINES:
+        text = f"{lines} lines, of at most {MAX_FILE_LINES}: a file with two reasons to change is two files"
+        yield Wrong(source, lines, text)
 
 
 def function_size(source: Source) -> Iterator[Wrong]:
-    """No function over 70 lines, its docstring counted."""
-    for node in ast.walk(source.tree):
+    """No function is over 70 lines, with its docstring."""
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > MOST_FUNCTION_LINES:
-                yield Wrong(
-                    node.lineno, f"{node.name} has {lines} lines, at most {MOST_FUNCTION_LINES}: name its parts"
-                )
+            if lines > MAX_FUNCTION_LINES:
+                text = f"{node.name} has {lines} lines, of at most {MAX_FUNCTION_LINES}: name its parts"
+                yield Wrong(source, node.lineno, text)
 
 
 def names(source: Source) -> Iterator[Wrong]:
-    """A file or directory is the noun it holds."""
+    """A file or directory is named for what it holds."""
     for part in (*source.path.parts[:-1], source.path.stem):
         if EMPTY_NAMES & {part, *part.split("_")}:
-            yield Wrong(1, f"`{part}` says nothing: name it for what it holds")
+            yield Wrong(source, 1, f"`{part}` says nothing: name it for what it holds")
 
 
 def struct_annotations(source: Source) -> Iterator[Wrong]:
-    """msgspec resolves annotations when it builds a codec: they have to be there."""
+    """A file with Structs doesn't postpone annotations: msgspec needs them when it builds a codec."""
     defines = any(True for _ in structs(source))
-    for one in imports(source):
-        if defines and (one.module, one.name) == ("__future__", "annotations"):
-            yield Wrong(one.line, "postpones annotations that msgspec needs: delete the import")
+    for found in imports(source):
+        if defines and (found.module, found.name) == ("__future__", "annotations"):
+            yield Wrong(source, found.line, "postpones annotations that msgspec needs: delete the import")
 
 
 def struct_fields(source: Source) -> Iterator[Wrong]:
-    """A Struct field says what it holds."""
+    """No Struct field is Any."""
     for struct in structs(source):
         for field in struct.body:
             if isinstance(field, ast.AnnAssign):
                 parts = {dotted(part) for part in ast.walk(field.annotation) if isinstance(part, ast.expr)}
                 if parts & {"Any", "typing.Any"}:
-                    yield Wrong(
-                        field.lineno, f"a field of {struct.name} is Any: give its type, or msgspec.Raw to defer it"
-                    )
+                    text = f"a field of {struct.name} is Any: give its type, or msgspec.Raw to defer decoding"
+                    yield Wrong(source, field.lineno, text)
 
 
 def safe_loading(source: Source) -> Iterator[Wrong]:
     """Bytes from elsewhere never become code."""
-    for one in imports(source):
-        if one.top in UNSAFE_MODULES:
-            yield Wrong(one.line, f"imports {one.module}: load safetensors, json or msgspec, which can't run code")
-        elif f"{one.module}.{one.name}" in UNSAFE_CALLS:
-            yield Wrong(one.line, f"imports {one.module}.{one.name}, which can run what it reads")
-    for node in ast.walk(source.tree):
+    for found in imports(source):
+        if found.top in UNSAFE_MODULES:
+            text = f"imports {found.module}: load safetensors, json or msgspec, which can't run code"
+            yield Wrong(source, found.line, text)
+        elif f"{found.module}.{found.name}" in UNSAFE_CALLS:
+            yield Wrong(source, found.line, f"imports {found.module}.{found.name}, which can run what it reads")
+    for node in source.nodes:
         if isinstance(node, ast.Call) and called(node) in UNSAFE_CALLS:
-            yield Wrong(node.lineno, f"calls {called(node)}, which can run what it reads: use safetensors or json")
+            text = f"calls {called(node)}, which can run what it reads: use safetensors or json"
+            yield Wrong(source, node.lineno, text)
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and getattr(node.value, "value", None) is True:
-            yield Wrong(node.value.lineno, "allows objects in an array file, which can run code: leave them refused")
+            yield Wrong(source, node.value.lineno, "allows objects in an array file, which can run code: refuse them")
 
 
 def no_sleeping(source: Source) -> Iterator[Wrong]:
-    """Nobody sleeps: neither a shell, which would block its loop, nor a test, which would be slow and still flaky."""
+    """Nobody calls time.sleep: it blocks a shell's loop, and makes a test slow and still flaky."""
     clocks = {"time"}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
-            clocks |= {one.asname or one.name for one in node.names if one.name == "time"}
+            clocks |= {alias.asname or alias.name for alias in node.names if alias.name == "time"}
     advice = "sleeps: wait for the event itself with a deadline, or move a clock that the test owns"
-    for one in imports(source):
-        if (one.module, one.name) == ("time", "sleep"):
-            yield Wrong(one.line, advice)
-    for node in ast.walk(source.tree):
+    for found in imports(source):
+        if (found.module, found.name) == ("time", "sleep"):
+            yield Wrong(source, found.line, advice)
+    for node in source.nodes:
         if isinstance(node, ast.Call) and called(node) in {f"{clock}.sleep" for clock in clocks}:
-            yield Wrong(node.lineno, advice)
+            yield Wrong(source, node.lineno, advice)
 
 
 def heavy_imports(source: Source) -> Iterator[Wrong]:
     """Optional dependencies stay in their rooms, and load when they are used."""
     entrance = source.path.name == "__init__.py"
-    for one in imports(source):
-        if one.top in HEAVY and not source.within(HEAVY_ROOMS):
-            yield Wrong(one.line, f"imports {one.module}: only {', '.join(HEAVY_ROOMS)} may")
-        elif one.top in HEAVY and entrance and not one.on_use:
-            yield Wrong(one.line, f"loads {one.module} when it is loaded itself: import it where it is used")
+    for found in imports(source):
+        if found.top in HEAVY and not source.within(HEAVY_ROOMS):
+            yield Wrong(source, found.line, f"imports {found.module}: only {', '.join(HEAVY_ROOMS)} may")
+        elif found.top in HEAVY and entrance and not found.on_use:
+            yield Wrong(source, found.line, f"loads {found.module} on import: import it where it is used")
 
 
 def rooms_on_use(source: Source) -> Iterator[Wrong]:
-    """Who names a room of an optional dependency loads it on use, or the dependency is optional no more."""
-    for one in imports(source):
-        inner = f"{one.module.replace('.', '/')}"
-        heavy = any(Source(f"{path}.py", "").within(HEAVY_ROOMS) for path in (inner, f"{inner}/{one.name}"))
-        if heavy and not one.on_use and not source.within(HEAVY_ROOMS) and needs_extra(inner, one.name):
-            yield Wrong(one.line, f"loads {one.module} when it is loaded itself: import it where it is used")
+    """A module that uses an optional dependency is imported inside a function, or the dependency isn't optional."""
+    for found in imports(source):
+        inner = found.module.replace(".", "/")
+        heavy = any(Source(f"{path}.py", "").within(HEAVY_ROOMS) for path in (inner, f"{inner}/{found.name}"))
+        if heavy and not found.on_use and not source.within(HEAVY_ROOMS) and needs_extra(inner, found.name):
+            yield Wrong(source, found.line, f"loads {found.module} on import: import it where it is used")
 
 
 def needs_extra(path: str, name: str | None) -> bool:
-    """Whether a room of ours imports an optional dependency as soon as it is imported. What is not there does."""
+    """Whether importing this module imports an optional dependency. A module that doesn't exist counts as one."""
     package = () if name is not None else (ROOT / path / "__init__.py",)
     for file in (ROOT / f"{path}/{name}.py", ROOT / f"{path}.py", *package):
         if file.is_file():
             source = Source(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
-            return any(one.top in HEAVY and not one.on_use for one in imports(source))
+            return any(found.top in HEAVY and not found.on_use for found in imports(source))
     return True
+
+
+def docstring_lines(source: Source) -> Iterator[Wrong]:
+    """A docstring gives each parameter a line of its own, which documentation tools can read."""
+    for node in source.nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for number, line in enumerate(node.value.value.splitlines()):
+                if re.search(r"\S {3,}\w+(, \w+)*: ", line):
+                    text = "several parameters on one line: give each a line under `Args:` or `Attributes:`"
+                    yield Wrong(source, node.lineno + number, text)
+
+
+# --- rules for the tree -----------------------------------------------------------------------------------------------
+
+
+def import_circles(files: list[Source]) -> Iterator[Wrong]:
+    """No module imports itself through others, not even inside a function. Imports for type checkers don't count."""
+    by_module = {source.module: source for source in files}
+    imported = {source.module: sorted(imported_by(source, set(by_module))) for source in files}
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> Iterator[Wrong]:
+        if module in path:
+            circle = " -> ".join((*path[path.index(module) :], module))
+            yield Wrong(by_module[module], 1, f"{circle}: move what both need into a third module")
+        elif module not in done:
+            for inner in imported[module]:
+                yield from walk(inner, (*path, module))
+            done.add(module)
+
+    for module in by_module:
+        yield from walk(module, ())
+
+
+def imported_by(source: Source, modules: set[str]) -> set[str]:
+    """Which of our modules this one imports when it is imported or used."""
+    found = {
+        next((name for name in (f"{item.module}.{item.name}", item.module) if name in modules), "")
+        for item in imports(source)
+        if not item.for_types
+    }
+    return found - {"", source.module}
+
+
+def class_names(files: list[Source]) -> Iterator[Wrong]:
+    """No class name occurs twice."""
+    first: dict[str, Source] = {}
+    for source in files:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                other = first.setdefault(node.name, source)
+                if other is not source:
+                    yield Wrong(source, node.lineno, f"{node.name} is also a class of {other.path}: rename one of them")
+
+
+def file_names(files: list[Source]) -> Iterator[Wrong]:
+    """No file name occurs twice, unless its folder says what it is."""
+    first: dict[str, Source] = {}
+    for source in files:
+        if source.path.stem not in SHARED_FILE_NAMES and not source.within(SHARED_NAME_ROOMS):
+            other = first.setdefault(source.path.name, source)
+            if other is not source:
+                yield Wrong(source, 1, f"is named like {other.path}: rename one of them")
+
+
+def pure_patterns(files: list[Source]) -> Iterator[Wrong]:
+    """Every entry of PURE names a file, or a moved module would no longer be checked."""
+    for pattern in PURE:
+        if not any(source.within((pattern,)) for source in files):
+            yield Wrong(Source("tests/test_house.py", ""), 1, f"{pattern} in PURE names no file")
 
 
 # --- over the tree ----------------------------------------------------------------------------------------------------
 
+EVERYWHERE: tuple[Rule, ...] = (file_size, function_size, names)
+PRODUCT_AND_TESTS: tuple[Rule, ...] = (no_sleeping,)
+IN_THE_PRODUCT: tuple[Rule, ...] = (
+    arrows,
+    struct_annotations,
+    struct_fields,
+    safe_loading,
+    heavy_imports,
+    rooms_on_use,
+)
+IN_PURE_MODULES: tuple[Rule, ...] = (pure_imports, pure_expressions)
+OVER_THE_PRODUCT: tuple[TreeRule, ...] = (pure_patterns,)
 
-def hold(rule: Rule, files: list[Source]) -> None:
+
+def keep(rule: Rule | TreeRule, wrong: Iterator[Wrong]) -> None:
     """Fail with one line for each thing that is wrong."""
+    assert not (found := [str(item) for item in wrong]), "\n".join([f"{rule.__doc__}", *found])
+
+
+@pytest.mark.parametrize(
+    ("rule", "files"),
+    [
+        *((rule, sources(*PRODUCT, "tests", "bench")) for rule in EVERYWHERE),
+        *((rule, sources(*PRODUCT, "tests")) for rule in PRODUCT_AND_TESTS),
+        *((rule, sources(*PRODUCT)) for rule in IN_THE_PRODUCT),
+        *((rule, [source for source in sources(*PRODUCT) if source.within(PURE)]) for rule in IN_PURE_MODULES),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_file_keeps_the_rules(rule: Rule, files: list[Source]) -> None:
     assert files, "no files found: is this a checkout?"
-    wrong = [f"{source.path}:{one.line}: {one.text}" for source in files for one in rule(source)]
-    assert not wrong, "\n".join([f"{rule.__doc__}", *wrong])
+    keep(rule, (wrong for source in files for wrong in rule(source)))
 
 
-def pure() -> list[Source]:
-    return [source for source in sources(*PRODUCT) if source.within(PURE)]
-
-
-def test_imports_follow_the_arrows() -> None:
-    hold(arrows, sources(*PRODUCT))
-
-
-def test_pure_modules_import_nothing_that_acts() -> None:
-    hold(pure_imports, pure())
-
-
-def test_pure_modules_say_the_same_in_every_process() -> None:
-    hold(pure_expressions, pure())
-
-
-def test_no_file_is_too_long() -> None:
-    hold(file_size, sources(*PRODUCT, "tests", "bench"))
-
-
-def test_no_function_is_too_long() -> None:
-    hold(function_size, sources(*PRODUCT, "tests", "bench"))
-
-
-def test_every_file_is_named_for_what_it_holds() -> None:
-    hold(names, sources(*PRODUCT, "tests", "bench"))
-
-
-def test_structs_keep_their_annotations() -> None:
-    hold(struct_annotations, sources(*PRODUCT))
-
-
-def test_no_struct_field_is_any() -> None:
-    hold(struct_fields, sources(*PRODUCT))
-
-
-def test_nothing_that_is_loaded_can_run_code() -> None:
-    hold(safe_loading, sources(*PRODUCT))
-
-
-def test_nobody_sleeps() -> None:
-    hold(no_sleeping, sources(*PRODUCT, "tests"))
-
-
-def test_optional_dependencies_stay_in_their_rooms() -> None:
-    hold(heavy_imports, sources(*PRODUCT))
-
-
-def test_rooms_of_optional_dependencies_are_entered_on_use() -> None:
-    hold(rooms_on_use, sources(*PRODUCT))
+@pytest.mark.parametrize("rule", OVER_THE_PRODUCT, ids=lambda rule: rule.__name__)
+def test_the_files_together_keep_the_rules(rule: TreeRule) -> None:
+    keep(rule, rule(sources(*PRODUCT)))
 
 
 # --- the rules can fail -----------------------------------------------------------------------------------------------
 
-LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 CAUGHT: list[tuple[Rule, str, str, str]] = [
     (arrows, "schemas/wire.py", "from workers.machine.decide import decide", "workers.machine.decide"),
     (arrows, "workers/agent.py", "def f():\n    import controlplane.record.log", "controlplane.record.log"),
@@ -394,7 +471,7 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (pure_expressions, "workers/machine/decide.py", "x = tuple({y for y in z})", "sort it"),
     (pure_expressions, "workers/machine/decide.py", "x = ','.join(frozenset(z))", "sort it"),
     (pure_expressions, "workers/machine/decide.py", "x = (*set(z),)", "sort it"),
-    (file_size, "workers/agent.py", "x = 1\n" * (MOST_LINES + 1), "601 lines"),
+    (file_size, "workers/agent.py", "x = 1\n" * (MAX_FILE_LINES + 1), "601 lines"),
     (function_size, "workers/agent.py", LONG_FUNCTION, "f has 71 lines"),
     (function_size, "workers/agent.py", LONG_FUNCTION.replace("def", "async def"), "f has 71 lines"),
     (names, "workers/utils.py", "", "`utils`"),
@@ -420,6 +497,8 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (rooms_on_use, "controlplane/cli/demo.py", "import controlplane.cli.demo_training", "where it is used"),
     (rooms_on_use, "workers/agent.py", "from workers.engines.not_there import Engine", "where it is used"),
     (rooms_on_use, "workers/agent.py", "from workers.engines import not_there", "where it is used"),
+    (docstring_lines, "workers/a.py", 'class A:\n    """Text.\n\n    a: One.   b: Two.\n    """', "several parameters"),
+    (docstring_lines, "workers/a.py", 'x = 1\n"""Text. a: one.   b, c: Two."""', "several parameters"),
 ]
 PASSED: list[tuple[Rule, str, str]] = [
     (arrows, "controlplane/cli/demo.py", "from workers.agent import Agent\nimport controlplane.bus.bus, schemas.wire"),
@@ -441,7 +520,7 @@ PASSED: list[tuple[Rule, str, str]] = [
         "workers/machine/decide.py",
         "x = sorted({1, 2})\ny = 1 in {1, 2}\nfor z in sorted(set(x)): pass",
     ),
-    (file_size, "workers/agent.py", "x = 1\n" * MOST_LINES),
+    (file_size, "workers/agent.py", "x = 1\n" * MAX_FILE_LINES),
     (function_size, "workers/agent.py", LONG_FUNCTION.replace("    x = 1\n", "", 1)),
     (names, "schemas/commands.py", ""),
     (struct_annotations, "workers/agent.py", "from __future__ import annotations\nclass A(Plain): ..."),
@@ -451,13 +530,35 @@ PASSED: list[tuple[Rule, str, str]] = [
     (heavy_imports, "workers/engines/tiny/engine.py", "import torch"),
     (heavy_imports, "controlplane/cli/demo_training.py", "import torch"),
     (rooms_on_use, "workers/agent.py", "def f():\n    from workers.engines.not_there import Engine"),
+    (
+        docstring_lines,
+        "workers/a.py",
+        'def f():\n    """Do it.\n\n    Args:\n        a: One. And two.\n        b: 2.\n    """',
+    ),
+]
+CIRCLE = {"schemas/a.py": "def f():\n    from schemas.b import B", "schemas/b.py": "import schemas.a"}
+TREES_CAUGHT: list[tuple[TreeRule, dict[str, str], str]] = [
+    (import_circles, CIRCLE, "schemas.a -> schemas.b -> schemas.a"),
+    (import_circles, {"workers/a.py": "from . import b", "workers/b.py": "from workers import a"}, "workers.b"),
+    (class_names, {"schemas/a.py": "class A: ...", "workers/b.py": "class A: ..."}, "also a class of schemas/a.py"),
+    (file_names, {"schemas/a.py": "", "workers/a.py": ""}, "named like schemas/a.py"),
+    (pure_patterns, {"schemas/a.py": ""}, "names no file"),
+]
+TREES_PASSED: list[tuple[TreeRule, dict[str, str]]] = [
+    (import_circles, {**CIRCLE, "schemas/b.py": "if TYPE_CHECKING:\n    import schemas.a"}),
+    (class_names, {"schemas/a.py": "class A: ...", "workers/b.py": "class B:\n    class A: ..."}),
+    (
+        file_names,
+        {"workers/a.py": "", "controlplane/cli/a.py": "", "workers/engines/x/engine.py": "", "x/engine.py": ""},
+    ),
+    (pure_patterns, {pattern.replace("*", "a"): "" for pattern in PURE}),
 ]
 
 
 @pytest.mark.parametrize(("rule", "path", "snippet", "says"), CAUGHT)
 def test_each_rule_catches_what_it_is_there_for(rule: Rule, path: str, snippet: str, says: str) -> None:
     wrong = list(rule(Source(path, snippet)))
-    assert [one for one in wrong if says in one.text], f"{rule.__name__} let this pass: {snippet}"
+    assert [found for found in wrong if says in found.text], f"{rule.__name__} let this pass: {snippet}"
 
 
 @pytest.mark.parametrize(("rule", "path", "snippet"), PASSED)
@@ -465,13 +566,25 @@ def test_each_rule_lets_good_code_pass(rule: Rule, path: str, snippet: str) -> N
     assert list(rule(Source(path, snippet))) == []
 
 
+@pytest.mark.parametrize(("rule", "tree", "says"), TREES_CAUGHT)
+def test_each_rule_for_the_tree_catches_what_it_is_there_for(rule: TreeRule, tree: dict[str, str], says: str) -> None:
+    wrong = list(rule([Source(path, text) for path, text in tree.items()]))
+    assert [found for found in wrong if says in found.text], f"{rule.__name__} let this pass: {tree}"
+
+
+@pytest.mark.parametrize(("rule", "tree"), TREES_PASSED)
+def test_each_rule_for_the_tree_lets_good_code_pass(rule: TreeRule, tree: dict[str, str]) -> None:
+    assert list(rule([Source(path, text) for path, text in tree.items()])) == []
+
+
 def test_every_rule_has_been_seen_to_fail_and_to_pass() -> None:
-    rules = {rule.__name__ for rule, *_ in CAUGHT}
-    assert rules == {rule.__name__ for rule, *_ in PASSED}
-    wanted = "Iterator[Wrong]"
+    rules = {rule.__name__ for rule, *_ in (*CAUGHT, *TREES_CAUGHT)}
+    assert rules == {rule.__name__ for rule, *_ in (*PASSED, *TREES_PASSED)}
     written = {
         node.name
         for node in ast.parse(Path(__file__).read_text("utf-8")).body
-        if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == wanted
+        if isinstance(node, ast.FunctionDef)
+        and node.returns is not None
+        and ast.unparse(node.returns) == "Iterator[Wrong]"
     }
     assert rules == written
