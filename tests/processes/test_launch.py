@@ -56,9 +56,9 @@ async def main():
     if (child := os.fork() if how == "fork" else None) == 0:  # it holds all that the agent holds
         os.read(0, 1)
         os._exit(0)
-    while not (status := server.status()).said[-1:] or status.said[-1].startswith("---"):
+    while not (status := server.status()).log_tail[-1:] or status.log_tail[-1].startswith("---"):
         await anyio.sleep(0.01)
-    print(json.dumps({"pid": status.pid, "said": status.said[-1], "child": child}), flush=True)
+    print(json.dumps({"pid": status.pid, "said": status.log_tail[-1], "child": child}), flush=True)
     await anyio.sleep_forever()
 anyio.run(main)
 """
@@ -78,12 +78,12 @@ async def status_when(server: ServerProcess, holds: Callable[[ServerStatus], boo
 
 
 def said(word: str) -> Callable[[ServerStatus], bool]:
-    return lambda status: status.state == "running" and any(line.startswith(word) for line in status.said)
+    return lambda status: status.state == "running" and any(line.startswith(word) for line in status.log_tail)
 
 
 def tree(status: ServerStatus) -> list[psutil.Process]:
     """The processes of TREE: the server, its child in another session, and the orphan, which has no environment."""
-    pids = next(line for line in status.said if line.startswith("tree")).split()[1:]
+    pids = next(line for line in status.log_tail if line.startswith("tree")).split()[1:]
     found = [psutil.Process(int(pid)) for pid in pids]
     assert len(found) == 3 and len({os.getsid(one.pid) for one in found}) == 3
     return found
@@ -221,7 +221,7 @@ async def test_what_a_server_says_is_appended_and_never_stops_it(servers: Server
     server = servers(f"import sys; sys.stdout.write('x' * 300_000 + '\\n'); {QUIET}")
     server.start()
     status = await status_when(server, said("up"))
-    assert "of yesterday" not in status.said and max(map(len, status.said)) == 300
+    assert "of yesterday" not in status.log_tail and max(map(len, status.log_tail)) == 300
     assert (servers.folder / "server.log").read_text().startswith("of yesterday\n--- rolloutctl: launch 1 at ")
 
 
@@ -325,7 +325,7 @@ async def test_a_guard_that_is_told_to_end_ends_the_server(servers: Servers) -> 
     processes = tree(await status_when(server, said("tree")))
     guard_of(processes[0]).terminate()
     status = await status_when(server, lambda status: status.state == "ended")
-    assert status.note == "the guard was told to end by SIGTERM"
+    assert status.note == "the guard received SIGTERM"
     assert not any(lives(process) for process in processes)
 
 
@@ -369,9 +369,9 @@ sys.exit(5)
     server.start()
     for launch in (1, 2):
         status = await status_when(server, lambda status: status.exit_code == 5 and status.pid is None)
-        assert (status.state, status.launches) == ("waiting to start again", launch)
-        assert status.note == "once all that it started is gone"
-        left = psutil.Process(int(status.said[-1].split()[1]))
+        assert (status.state, status.launches) == ("waiting to restart", launch)
+        assert status.note == "once everything that it started is gone"
+        left = psutil.Process(int(status.log_tail[-1].split()[1]))
         assert lives(left)
         left.kill()
         await status_when(server, lambda status: status.launches > launch or status.state == "given up")  # noqa: B023
@@ -384,7 +384,7 @@ async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) 
     server.start()
     status = await status_when(server, lambda status: status.state == "given up")
     assert (status.launches, status.pid, status.exit_code) == (3, None, 1)
-    assert status.note == "it was started again 2 times within 3600 s" and status.said == ("no such model",)
+    assert status.note == "it was restarted 2 times within 3600 s" and status.log_tail == ("no such model",)
     assert (await server.end()).state == "given up"
 
 
@@ -392,7 +392,7 @@ async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) 
 async def test_a_wait_is_cut_short_by_the_end(servers: Servers) -> None:
     server = servers("pass", restarts=RestartPolicy(first_wait_s=3000, longest_wait_s=3000))
     server.start()
-    status = await status_when(server, lambda status: status.state == "waiting to start again")
+    status = await status_when(server, lambda status: status.state == "waiting to restart")
     assert (status.note, status.last_exit) == ("in 3000 s", "ended with exit code 0")
     assert (await server.end()).launches == 1
 
@@ -488,10 +488,10 @@ async def test_how_a_start_goes_is_told_now_and_then(
     await observed(engine, lambda seen: seen.tokenizer == "present")
     await engine.observe()
     lines = [record.message for record in caplog.records]
-    assert lines[0].startswith("tiny server is launched (1), pid ")
+    assert lines[0].startswith("tiny server launched (1), pid ")
     assert lines[1:] == [
-        "tiny server starts since 10 s: loads",
-        "tiny server starts since 20 s: loads",
+        "tiny server still starting after 10 s: loads",
+        "tiny server still starting after 20 s: loads",
         "tiny server is up, after 73 s",
     ]
     await engine.close()
@@ -518,9 +518,9 @@ async def test_a_server_that_does_not_come_up_in_time_is_started_again(
     await engine.observe()
     status = server.status()
     assert (status.state, status.launches, status.exit_code) == ("running", 2, -signal.SIGTERM)
-    server.start_again(1)
+    server.restart(1)
     told = [record.message for record in caplog.records]
-    assert told[0] == "tiny server is not up after 300 s: it is ended and started again"
+    assert told[0] == "tiny server is not up after 300 s: restarting it"
     assert len([line for line in told if "not up" in line]) == 1
     await engine.close()
     assert server.status().launches == 2
@@ -552,6 +552,6 @@ async def test_that_a_server_stays_down_is_told_once(
     for _ in range(3):
         assert (await engine.observe()).tokenizer == "unknown"
     (error,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert error.startswith("tiny server ended with exit code 1 and stays down: it was started again 0 times within")
+    assert error.startswith("tiny server ended with exit code 1 and stays down: it was restarted 0 times within")
     assert str(server.log) in error and error.endswith("\n  no such model")
     await engine.close()

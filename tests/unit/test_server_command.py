@@ -1,4 +1,4 @@
-"""The command line of a launched server: what it lacks of the node's place is added, what contradicts it is refused."""
+"""The command line of a launched server: missing options of the node's place are added, contradictions refused."""
 
 import json
 from pathlib import Path
@@ -43,12 +43,12 @@ REFUSED: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
     ("vllm", "--master-addr other", (1, 2), MEET, "says --master-addr other, .* given 10.0.0.1"),
     ("vllm", "--master-port 1", (1, 2), MEET, "says --master-port 1, .* given 29500"),
     ("vllm", "--master-port 1", (1, 2), None, "put --master-addr HOST --master-port PORT into"),
-    ("vllm", "--headless", (0, 2), MEET, "says --headless, and this agent is node rank 0"),
+    ("vllm", "--headless", (0, 2), MEET, "says --headless, but this agent is node rank 0"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "words", "place", "dist_init", "added"), BUILT)
-def test_a_command_gets_what_it_lacks_of_its_place(
+def test_a_command_gets_the_missing_options_of_its_place(
     kind: Kind, words: str, place: tuple[int, int], dist_init: str | None, added: str
 ) -> None:
     command = ("serve", *words.split())
@@ -66,7 +66,7 @@ def test_a_command_that_contradicts_its_place_is_refused(
 
 
 def options(plan: ProfilePlan, *words: str, kind: Kind = "vllm", replica: int = 1) -> tuple[str, ...]:
-    """What is added for profiling."""
+    """The options added for profiling."""
     place = Identity(replica=replica, node_rank=0, gpus_per_node=2)
     return profiled_command(kind, ("serve", *words), place, plan, Path("/traces"))[1 + len(words) :]
 
@@ -95,7 +95,7 @@ def test_vllm_is_launched_with_what_the_plan_records() -> None:
         (ProfilePlan(), (), "sglang"),
     ],
 )
-def test_nothing_is_added_that_is_not_asked_for_or_said_already(
+def test_no_profiler_is_added_unless_the_replica_records_and_the_command_has_none(
     plan: ProfilePlan, words: tuple[str, ...], kind: Kind
 ) -> None:
     assert options(plan, *words, kind=kind) == ()

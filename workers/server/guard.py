@@ -1,18 +1,18 @@
 """The guard: a small process between an agent and the engine server that the agent launched.
 
-Run as a file, `python -P guard.py`, never imported into a server. It needs the standard library and psutil alone, so it
-is there in an instant and stays small. Its stdin is the agent's hold on it: a line with the order, later perhaps the
-number of a launch that is to be ended and made again, and the end of it when the agent lets go or dies. Its stdout
-carries a report, one line of JSON, at each change. Its stderr, like all that the server says, goes to the log.
+It runs as a file, `python -P guard.py`, and is never imported into a server. It needs only the standard library and
+psutil, so it starts at once and stays small. Its stdin is the agent's control of it: one order line; later perhaps the
+number of a launch to restart; end of file when the agent lets go or dies. Its stdout carries a report, one line of
+JSON, at each change. Its stderr goes to the log, like the server's output.
 
-Theory of operation. Linux gives a process that is a "subreaper" every orphan among its descendants as a child. The
-guard is one, so the tree below it is all that the server ever started, sessions and double forks or not; and when that
-tree is empty, nothing of the server is left.
+Theory of operation: Linux makes every orphaned descendant of a "subreaper" its child. The guard is a subreaper, so the
+tree below it is everything that the server ever started, even through sessions and double forks. When that tree is
+empty, nothing of the server is left.
 
-Rule 1  The server does not outlive the agent, however the agent died; nor the guard, however the guard died.
-Rule 2  There is never a second launch beside what is left of the first: the tree is ended before each.
-Rule 3  A guard acts on a server only while it holds the lock of its log. So an agent that was killed and is started
-        again at once waits until its former server is gone, with its ports and its memory.
+Rule 1  The server does not outlive the agent, however the agent died, nor the guard, however the guard died.
+Rule 2  A launch never runs beside the remains of the one before: the tree is ended first.
+Rule 3  A guard acts on a server only while it holds the lock of its log. So an agent that was killed and restarted at
+        once waits until its former server is gone, with its ports and its memory.
 """
 
 import ctypes
@@ -33,24 +33,26 @@ from typing import Final, NamedTuple
 import psutil
 
 LOG_VARIABLE: Final = "ROLLOUTCTL_SERVER_LOG"
-"""Environment variable that everything a server starts inherits: which log, and so which server, it belongs to."""
+"""Environment variable inherited by everything that a server starts: the log, and so the server, that it belongs to."""
 
 KILL_S: Final = 10.0
-"""How long what was sent SIGKILL may take to be gone. A process that hangs in a driver can't be ended at all."""
-LOOK_S: Final = 0.1
-"""How often is looked for what the kernel tells nobody of: a grandchild that ended, a lock that was let go."""
+"""Seconds that processes may take to end after SIGKILL. One that hangs in a driver can't be ended at all."""
+POLL_S: Final = 0.1
+"""Seconds between polls for what the kernel does not signal: a grandchild that ended, a lock that was released."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RestartPolicy:
-    """When a server that ended is started again: at most `most` times in any `window_s`, after a growing wait.
+    """How often a server that ended is restarted, and after which wait.
 
-    first_wait_s: before the first of them; each further one within the window waits twice as long, up to
-    `longest_wait_s`.
+    Attributes:
+        most: Most restarts within any `window_s` seconds.
+        first_wait_s: Wait before the first restart; doubles for each further one within the window.
+        longest_wait_s: Upper bound of the wait.
     """
 
     most: int = 5
@@ -59,7 +61,11 @@ class RestartPolicy:
     longest_wait_s: float = 30.0
 
     def wait_s(self, ended: Sequence[float], now: float) -> float | None:
-        """Seconds to wait before the next start, or None to give up. ended: moments of all ends up to this one."""
+        """Return the seconds to wait before the next start, or None to give up.
+
+        Args:
+            ended: Times of all ends, including the last one.
+        """
         recent = sum(now - moment < self.window_s for moment in ended)
         if recent > self.most:
             return None
@@ -67,31 +73,31 @@ class RestartPolicy:
 
 
 class GuardOrder(NamedTuple):
-    """What the agent wants, as it comes through stdin: a JSON array of these.
+    """The agent's order, a JSON array on stdin.
 
-    log: absolute path.   grace_s: from SIGTERM to SIGKILL.   launches: made by guards before this one.   restarts: the
-    fields of `RestartPolicy`, in their order.
+    Attributes:
+        log: Absolute path.
+        grace_s: Seconds from SIGTERM to SIGKILL.
+        launches: Launches by the guards before this one.
+        restarts: The fields of `RestartPolicy`, in order.
     """
 
     command: list[str]
     log: str
     grace_s: float
     launches: int
-    restarts: list[float]
+    restarts: tuple[int, float, float, float]
 
 
 class Guard:
-    """One guard's life: `run` returns when the tree below it is empty and is not to be started again."""
+    """One guard's life. `run` returns once the tree below it is empty and is not to be restarted."""
 
     def __init__(self, order: GuardOrder) -> None:
         self._order = order
-        most, window_s, first_wait_s, longest_wait_s = order.restarts
-        self._restarts = RestartPolicy(
-            most=int(most), window_s=window_s, first_wait_s=first_wait_s, longest_wait_s=longest_wait_s
-        )
+        self._restarts = RestartPolicy(*order.restarts)
         self._me = psutil.Process()
-        self._told = ""  # why to end, once somebody wants it
-        self._unwanted = 0  # the launch that is to be made again
+        self._reason = ""  # why to end, once somebody wants that
+        self._unwanted = 0  # the launch to restart
         self._server: subprocess.Popen[bytes] | None = None  # while it runs
         self._launches = order.launches
         self._exit_code: int | None = None
@@ -99,7 +105,7 @@ class Guard:
         self._log_from = 0
         self._awake = select.poll()
         self._signals = _signals_to_pipe()
-        self._agent = -1  # for what the pipe can't tell: children of the agent may hold it open as well
+        self._agent = -1  # the pipe does not suffice: children of the agent may hold it open as well
         with suppress(OSError):  # a kernel before 5.3
             self._agent = os.pidfd_open(os.getppid())
             self._awake.register(self._agent, select.POLLIN)
@@ -107,49 +113,49 @@ class Guard:
         self._awake.register(self._signals, select.POLLIN)
 
     def run(self) -> None:
-        """Keep the server running until told to end, or until it ended too often."""
+        """Keep the server running until asked to end, or until it has ended too often."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        if self._take_turn():
+        if self._lock_log():
             self._sweep()
         ended: list[float] = []
-        while not self._told:
-            if why_not := self._launch():
-                return self._report("given up", why_not)
-            while self._server is not None and not self._told and self._unwanted != self._launches:
+        while not self._reason:
+            if failure := self._launch():
+                return self._report("given up", failure)
+            while self._server is not None and not self._reason and self._unwanted != self._launches:
                 self._wait()
-            if self._told:
+            if self._reason:
                 break
-            self._report("waiting to start again", "once all that it started is gone")
+            self._report("waiting to restart", "once everything that it started is gone")
             if left := self._end_tree():
-                return self._report("given up", f"{left} of it can't be ended, so it can't be started again")
+                return self._report("given up", f"{left} of its processes can't be ended, so it can't be restarted")
             ended.append(time.monotonic())
             wait_s = self._restarts.wait_s(ended, ended[-1])
             if wait_s is None:
                 most, window_s = self._restarts.most, self._restarts.window_s
-                return self._report("given up", f"it was started again {most} times within {window_s:g} s")
-            self._report("waiting to start again", f"in {wait_s:g} s")
-            while not self._told and (left_s := ended[-1] + wait_s - time.monotonic()) > 0:
+                return self._report("given up", f"it was restarted {most} times within {window_s:g} s")
+            self._report("waiting to restart", f"in {wait_s:g} s")
+            while not self._reason and (left_s := ended[-1] + wait_s - time.monotonic()) > 0:
                 self._wait(left_s)
         left = self._end_tree()
-        self._report("ended", f"{self._told}; {left} of it can't be ended" if left else self._told)
+        self._report("ended", f"{self._reason}; {left} of its processes can't be ended" if left else self._reason)
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
-    def _take_turn(self) -> bool:
-        """Wait for the lock of the log. False where its file system has no locks: then nobody knows who else is here.
+    def _lock_log(self) -> bool:
+        """Wait for the lock of the log. False where its file system has no locks, so that others can't be detected.
 
-        The lock is on an opening of the file that the server does not get, so it falls with this process.
+        The lock belongs to a file description that the server does not inherit, so it ends with this process.
         """
-        held = False
-        while not self._told:
+        waiting = False
+        while not self._reason:
             try:
                 fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
-                if not held:
+                if not waiting:
                     self._report("starting", f"another server still runs with the log {self._order.log}")
-                held = True
-                self._wait(LOOK_S)
+                waiting = True
+                self._wait(POLL_S)
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     return False
@@ -157,27 +163,28 @@ class Guard:
         return False
 
     def _sweep(self) -> None:
-        """Kill what a guard that was itself killed could not end: under this lock, it is nobody's any more.
+        """Kill what a guard that was itself killed could not end. Under this lock those processes have no owner.
 
-        It is known by the mark, or by the log that it writes to: who sets a process title, as vLLM's engine cores do,
-        overwrites its environment. Sessions of the agent and above may write to that file for reasons of their own.
+        They are recognized by the environment variable, or by the log that they write to: setting a process title, as
+        vLLM's engine cores do, overwrites the environment. Sessions of the agent and above may write to that file for
+        reasons of their own.
         """
         over = time.monotonic() + KILL_S
-        log, ours = os.fstat(self._log), {os.getsid(one.pid) for one in (self._me, *self._me.parents())}
+        log, ours = os.fstat(self._log), {os.getsid(process.pid) for process in (self._me, *self._me.parents())}
         left = [
             process
             for process in psutil.process_iter()
-            if _mark(process) == self._order.log or _writes_to(process, log, ours)
+            if _log_of(process) == self._order.log or _writes_to(process, log, ours)
         ]
         while left and time.monotonic() < over:
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            self._wait(LOOK_S)
+            self._wait(POLL_S)
             left = [process for process in left if _lives(process)]
 
     def _launch(self) -> str:
-        """Start the server, in a session of its own. Returns why that is impossible, or nothing."""
+        """Start the server, in a session of its own. Returns why that failed, or an empty string."""
         number = self._launches + 1
         line = f"--- rolloutctl: launch {number} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         os.write(self._log, line.encode())
@@ -200,17 +207,17 @@ class Guard:
         return ""
 
     def _end_tree(self) -> str:
-        """End all that runs below this process. Returns the pids of what is there all the same, or nothing.
+        """End everything below this process. Returns the pids of what is still there, or an empty string.
 
-        The server is asked first, and alone: it knows in which order to end its own. What it leaves behind is asked
-        when it is gone, and what is there when the grace is over is killed.
+        The server alone gets SIGTERM first: it knows in which order to end its children. What it leaves behind gets
+        SIGTERM once it is gone, and what is there after the grace period is killed.
         """
         over = time.monotonic() + self._order.grace_s
         asked: set[psutil.Process] = set()
         while self._reap():
             now, tree = time.monotonic(), self._me.children(recursive=True)
             if now >= over + KILL_S:
-                return ", ".join(str(process.pid) for process in tree) or "something"
+                return ", ".join(str(process.pid) for process in tree) or "some"
             for process in tree:
                 with suppress(psutil.NoSuchProcess):
                     if now >= over:
@@ -218,7 +225,7 @@ class Guard:
                     elif process not in asked and self._server_pid in (None, process.pid):
                         asked.add(process)
                         process.terminate()
-            self._wait(min(LOOK_S, over - now) if now < over else LOOK_S)
+            self._wait(min(POLL_S, over - now) if now < over else POLL_S)
         return ""
 
     @property
@@ -228,28 +235,28 @@ class Guard:
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def _wait(self, most_s: float | None = None) -> None:
-        """Wait until something happens, or for `most_s`; take note of it."""
+        """Wait until something happens, at most `most_s` seconds, and record it."""
         ready = dict(self._awake.poll(None if most_s is None else max(most_s, 0) * 1000))
         if self._signals in ready:
             seen = {signal.Signals(number) for number in os.read(self._signals, 4096)}
             for ending in seen.intersection(_ENDING):
-                self._told = self._told or f"the guard was told to end by {ending.name}"
+                self._reason = self._reason or f"the guard received {ending.name}"
         if self._agent in ready:
-            self._told = self._told or "the agent died"
+            self._reason = self._reason or "the agent died"
             self._awake.unregister(self._agent)
         if sys.stdin.fileno() in ready:
             if lines := os.read(sys.stdin.fileno(), 4096).split():
                 self._unwanted = int(lines[-1])
             else:
-                self._told = self._told or "told to end"
+                self._reason = self._reason or "the agent ended it"
                 self._awake.unregister(sys.stdin.fileno())
         self._reap()
 
     def _reap(self) -> bool:
-        """Take leave of every child that ended, whoever started it. Returns whether any is left.
+        """Reap every child that ended, whoever started it. Returns whether any is left.
 
-        If none is, nothing is: what has lost its parent is a child here. It is the kernel that says so; a list of
-        processes is read one by one while they come and go. No `Popen.wait`: it would miss its own here.
+        If none is left, the whole tree is gone, because orphans become children here. Only the kernel knows that; a
+        list of processes is read one by one while they come and go. `Popen.wait` would lose its own child here.
         """
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -262,7 +269,7 @@ class Guard:
         return True
 
     def _report(self, state: str, note: str) -> None:
-        """Tell the agent how things stand now; each report is complete. An agent that is gone needs none."""
+        """Send the agent the present state; each report is complete. An agent that is gone needs none."""
         report = {
             "state": state,
             "pid": self._server_pid,
@@ -277,15 +284,15 @@ class Guard:
 
 
 def _signals_to_pipe() -> int:
-    """Have signals wake a poll: their numbers come as bytes out of the descriptor that is returned."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the agent blocks, the server shall not
-    out, into = os.pipe()
-    os.set_blocking(out, False)
-    os.set_blocking(into, False)
-    signal.set_wakeup_fd(into, warn_on_full_buffer=False)
-    for one in (*_ENDING, signal.SIGCHLD):
-        signal.signal(one, lambda *_: None)
-    return out
+    """Make signals wake a poll: their numbers arrive as bytes at the returned descriptor."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server must not inherit what the agent blocks
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in (*_ENDING, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    return reading
 
 
 def _prctl(option: int, value: int) -> None:
@@ -295,29 +302,29 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """In the child, before it becomes the server: have the kernel kill it when the guard ends."""
+    """Run in the child before it becomes the server: the kernel is to kill it when the guard ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that was asked for
+    if os.getppid() != parent:  # the guard ended before the kernel knew
         os._exit(1)
 
 
-def _mark(process: psutil.Process) -> str | None:
+def _log_of(process: psutil.Process) -> str | None:
     with suppress(psutil.Error, OSError):
         return process.environ().get(LOG_VARIABLE)
     return None
 
 
-def _writes_to(process: psutil.Process, file: os.stat_result, but: set[int]) -> bool:
-    """Whether its stdout or stderr is this file, and its session none of those."""
+def _writes_to(process: psutil.Process, file: os.stat_result, excluded: set[int]) -> bool:
+    """Whether its stdout or stderr is this file, and its session is not excluded."""
     for number in (1, 2):
         with suppress(OSError):
             if os.path.samestat(os.stat(f"/proc/{process.pid}/fd/{number}"), file):
-                return os.getsid(process.pid) not in but
+                return os.getsid(process.pid) not in excluded
     return False
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Not a zombie: those are nobody's trouble, and in a container without an init they stay for ever."""
+    """Whether it runs. A zombie does no harm, and in a container without an init it stays forever."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -329,7 +336,7 @@ def main() -> None:
     while not line.endswith(b"\n"):
         chunk = os.read(sys.stdin.fileno(), 65536)
         if not chunk:
-            return  # the agent died before it gave one
+            return  # the agent died before it sent one
         line += chunk
     Guard(GuardOrder(*json.loads(line))).run()
 
