@@ -44,14 +44,17 @@ def plan(tool: str, options: ToolOptions | None = None, **settings: Any) -> Prof
 
 REFUSED = [
     (plan("torch", window=Window(0, 3)), "a window counts the forwards of an engine"),
-    (plan("torch", by_stage=True), "by_stage and merge are for engines"),
-    (plan("torch", activities=frozenset({"npu"})), "activity npu is recorded by tool npu"),
-    (plan("torch", Npu()), "its options are those of Npu"),
-    (plan("nsys", schedule=Schedule(active=1)), "only tool torch has a schedule"),
-    (plan("perf"), "a training rank has no such tool, but: npu, nsys, precision_debugger, torch, torch_memory"),
-    (plan("npu"), "torch_npu is not installed: .*pip install torch-npu"),
-    (plan("precision_debugger"), "it needs `config_path`"),
-    (plan("precision_debugger", PrecisionDebugger(config_path="/nowhere.json")), "/nowhere.json, and no such file"),
+    (plan("torch", by_stage=True), "they are for engines. Use discrete"),
+    (plan("torch", activities=frozenset({"npu"})), "activity npu: tool npu records it"),
+    (plan("torch", Npu()), "options of type Npu: they are those of another tool"),
+    (plan("nsys", schedule=Schedule(active=1)), "a schedule: only tool torch has one"),
+    (plan("perf"), "a training rank: the tools for that are npu, nsys, precision_debugger, torch, torch_memory"),
+    (plan("npu"), "torch_npu is not installed .*pip install torch-npu"),
+    (plan("precision_debugger"), "without `config_path`"),
+    (
+        plan("precision_debugger", PrecisionDebugger(config_path="/nowhere.json")),
+        "/nowhere.json: there is no such",
+    ),
     (plan("precision_debugger", PrecisionDebugger(config_path=__file__)), "msprobe.pytorch is not installed"),
 ]
 if not CUDA:
@@ -85,7 +88,7 @@ def test_what_is_asked_of_other_ranks_and_roles_concerns_nobody_here(tmp_path: P
 
 def test_a_torch_that_is_too_old_is_named(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "torch_version", lambda: "2.5.1")
-    with pytest.raises(UnsupportedError, match=r"torch is 2\.5\.1, and 2\.6 is the oldest"):
+    with pytest.raises(UnsupportedError, match=r"torch is 2\.5\.1, and 2\.6 is the oldest supported"):
         rank.ask(CheckProfile(plan("torch"))).result(60)
 
 
@@ -265,7 +268,7 @@ def test_a_tool_that_left_nothing_is_told(rank: Commanded, monkeypatch: pytest.M
     rank.start(plan("npu"))
     with annotate("update"):
         pass
-    with pytest.raises(EngineError, match="left nothing in"):
+    with pytest.raises(EngineError, match="wrote nothing to"):
         rank.stop()
 
 

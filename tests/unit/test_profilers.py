@@ -24,9 +24,9 @@ from schemas.events import Pause, Returned, StartProfile
 from tests.unit.rank_sessions import Commanded, operators, read, stages, work
 from workers.profilers import RankProfiler, annotate, mini_batch
 from workers.profilers import stages as stages_of
-from workers.profilers.stages import listen, unlisten
+from workers.profilers.stages import add_listener, remove_listener
 from workers.profilers.torch_tool import action
-from workers.profilers.writing import MOST_WAITING, TraceFile
+from workers.profilers.trace_writer import MAX_WAITING, CompressedTrace
 
 WHOLE = "e2e.rank3.pt.trace.json.gz"
 DISCRETE = ProfilePlan(discrete=True)
@@ -377,10 +377,10 @@ def test_ranks_of_one_process_that_are_commanded_at_once_lose_nothing_of_each_ot
 
     def commanded(one: RankProfiler) -> None:
         for _ in range(15_000):
-            listen(one)
-            told = [other for other in stages_of._Told.open if other is one]
-            unlisten(one)
-            told += [other for other in stages_of._Told.open if other is one]
+            add_listener(one)
+            told = [other for other in stages_of._Listeners.current if other is one]
+            remove_listener(one)
+            told += [other for other in stages_of._Listeners.current if other is one]
             if len(told) != 1:
                 lost.append(one)
 
@@ -394,7 +394,7 @@ def test_ranks_of_one_process_that_are_commanded_at_once_lose_nothing_of_each_ot
             thread.join()
     finally:
         sys.setswitchinterval(before)
-    assert lost == [] and stages_of._Told.open == ()
+    assert lost == [] and stages_of._Listeners.current == ()
 
 
 @contextmanager
@@ -413,7 +413,7 @@ def test_a_full_disk_costs_the_trace_and_nothing_else(rank: Commanded) -> None:
     with files_of_at_most(1000):
         update_actor()
         with pytest.raises(
-            EngineError, match=r"was not written: torch wrote \d+ bytes to .*, which are no whole trace"
+            EngineError, match=r"was not written: torch wrote \d+ bytes to .*, which are not a complete trace"
         ):
             rank.stop()
     assert list((rank.root / "global_step_3" / "actor_rank_3").iterdir()) == []
@@ -435,7 +435,7 @@ def test_a_full_disk_of_the_traces_leaves_nothing_half_written(tmp_path: Path) -
     file = tmp_path / "one.json.gz"
     file.touch()
     with files_of_at_most(resource.RLIM_INFINITY):
-        trace = TraceFile(file)
+        trace = CompressedTrace(file)
         with pytest.raises(EngineError, match="one.json.gz was not written: .*File too large"):
             trace.add(Recorded())
             trace.close()
@@ -487,12 +487,10 @@ def test_recordings_that_are_not_written_in_time_are_bounded_and_told(
     rank.start(DISCRETE)
     update_actor()
     begun.wait(60)  # it is out of the queue
-    for _ in range(MOST_WAITING + 2):
+    for _ in range(MAX_WAITING + 2):
         update_actor()
     gate.set()
-    with pytest.raises(
-        EngineError, match=rf"recordings wait to be written, .* \(2 times\).* {MOST_WAITING + 1} traces"
-    ):
+    with pytest.raises(EngineError, match=rf"recordings wait to be written, .* \(2 times\).* {MAX_WAITING + 1} traces"):
         rank.stop()
 
 

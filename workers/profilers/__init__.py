@@ -1,7 +1,7 @@
-"""Profilers of training ranks, commanded over the bus that the rollout engines listen to.
+"""Profilers of training ranks, commanded over the same bus as the rollout engines.
 
-A trainer's process opens a `TrainingRank` and annotates the stages of its step; `schemas.commands.ProfileCommand` does
-the rest. torch and the tools are imported when a session needs them.
+A trainer's process opens a `TrainingRank` and annotates the stages of its step; `schemas.commands.ProfileCommand`
+starts and stops the sessions. torch and the tools are imported when a session needs them.
 """
 
 from workers.profilers.rank import TrainingRank

@@ -1,44 +1,45 @@
-"""Tools `npu` (torch_npu.profiler) and `precision_debugger` (msprobe), of Ascend machines.
+"""Tools `npu` (torch_npu.profiler) and `precision_debugger` (msprobe), for Ascend machines.
 
-Never run on such a machine: the calls are those that the packages' own source takes (torch_npu 2.14.0,
-mindstudio-probe 26.2.0), and the tests drive stand-ins with the same signatures.
+They have never run on such a machine: the calls follow the packages' own source (torch_npu 2.14.0, mindstudio-probe
+26.2.0), and the tests drive stand-ins with the same signatures.
 """
 
 import importlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from schemas.commands import Npu, PrecisionDebugger, ProfilePlan
 from schemas.errors import EngineError
 from schemas.events import Returned
-from workers.profilers.places import Place
+from workers.profilers.recorder import Recorder
+from workers.profilers.session_files import SessionFiles
 
 NPU_FILES = ("*.db", "trace_view.json", "profiler_info*.json")
-"""What of a profile is told; the rest lies beside it."""
-DUMPS = ("dump.json", "stack.json", "construct.json", "debug.json")
-LISTED = 150
+"""The files of a profile that an outcome lists; the others lie beside them."""
+DUMP_FILES = ("dump.json", "stack.json", "construct.json", "debug.json")
+MAX_LISTED = 150
 
 
-class NpuRecorder:
+class NpuRecorder(Recorder):
     """torch_npu's profiler around each outermost stage, whether the plan is discrete or not.
 
-    Whether it may be stopped by another thread than started it is not known, so it never is. It swallows its own errors
-    and writes a directory of its own naming; a stage that left none is told.
+    It is stopped only by the thread that started it: whether another may is not known. It swallows its own errors and
+    names its directories itself, so a session without files is an error.
     """
 
-    def __init__(self, plan: ProfilePlan, place: Place) -> None:
-        self._plan, self._place = plan, place
+    def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
+        self._plan, self._files = plan, files
         self._options = plan.options if isinstance(plan.options, Npu) else Npu()
-        self._folder = place.directory
+        self._folder = files.directory
         self._npu: Any = None
         self._running: Any = None
         self._stages = 0
 
     def open(self) -> None:
         self._npu = importlib.import_module("torch_npu")
-        self._folder = _apart(self._place)
+        self._folder = _session_dir(self._files)
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         plan, api = self._plan, self._npu.profiler
@@ -71,36 +72,34 @@ class NpuRecorder:
         running.step()
         running.stop()
 
-    def mini_batch(self) -> None: ...
-
     def mark(self, stage: str) -> AbstractContextManager[object]:
         return self._span(stage)
 
     def close(self) -> Returned:
-        return _left(self._place, self._folder, NPU_FILES, self._stages > 0)
+        return _describe(self._files, self._folder, NPU_FILES, self._stages > 0)
 
     @contextmanager
     def _span(self, stage: str) -> Iterator[None]:
         mstx = self._npu.npu.mstx
-        opened = mstx.range_start(message=stage)
+        span = mstx.range_start(message=stage)
         try:
             yield
         finally:
-            mstx.range_end(opened)
+            mstx.range_end(span)
 
 
-class PrecisionRecorder:
+class PrecisionRecorder(Recorder):
     """msprobe's PrecisionDebugger around each outermost stage that the plan names.
 
-    There is one debugger per process, which takes the directory of its dumps when it is made: that of a later stage is
-    put into its configuration. A stage's model is what `annotate` or the rank names; levels of msprobe that watch no
-    module need none.
+    There is one debugger per process. It takes the directory of its dumps when it is made, so the directory of a later
+    stage is written into its configuration. A stage's model is the one that `annotate` or the rank names; levels of
+    msprobe that watch no module need none.
     """
 
-    def __init__(self, plan: ProfilePlan, place: Place) -> None:
-        self._place = place
+    def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
+        self._files = files
         self._options = plan.options if isinstance(plan.options, PrecisionDebugger) else PrecisionDebugger()
-        self._folder = place.directory
+        self._folder = files.directory
         self._debugger: Any = None
         self._running = False
         self._seen: set[str] = set()
@@ -108,7 +107,7 @@ class PrecisionRecorder:
 
     def open(self) -> None:
         self._debugger = importlib.import_module("msprobe.pytorch").PrecisionDebugger
-        self._folder = _apart(self._place)
+        self._folder = _session_dir(self._files)
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         self._seen.add(stage)
@@ -130,33 +129,28 @@ class PrecisionRecorder:
             self._debugger.stop()
             self._debugger.step()
 
-    def mini_batch(self) -> None: ...
-
-    def mark(self, stage: str) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def close(self) -> Returned:
         missed = sorted((self._options.stages or frozenset()) - self._seen)
         if missed and self._options.strict:
-            came = ", ".join(sorted(self._seen)) or "none"
-            raise EngineError(f"the plan watches stages that never came: {', '.join(missed)}; those that came: {came}.")
-        return _left(self._place, self._folder, DUMPS, self._watched > 0)
+            seen = ", ".join(sorted(self._seen)) or "none"
+            raise EngineError(f"the plan watches stages that never came: {', '.join(missed)}; those that came: {seen}.")
+        return _describe(self._files, self._folder, DUMP_FILES, self._watched > 0)
 
 
-def _apart(place: Place) -> Path:
+def _session_dir(files: SessionFiles) -> Path:
     try:
-        return place.apart()
+        return files.session_dir()
     except OSError as error:
         raise EngineError(f"the profile was not started: {error.filename}: {error.strerror}.") from error
 
 
-def _left(place: Place, folder: Path, patterns: tuple[str, ...], some: bool) -> Returned:
-    """The files of a session's directory. Raises EngineError when there ought to be some."""
+def _describe(files: SessionFiles, folder: Path, patterns: tuple[str, ...], expected: bool) -> Returned:
+    """Describe the files in a session's directory. Raises EngineError when some were expected and there are none."""
     try:
-        files = {file for pattern in patterns for file in folder.rglob(pattern)}
-        traces = place.describe(sorted(files)[:LISTED])
+        found = {file for pattern in patterns for file in folder.rglob(pattern)}
+        traces = files.describe(sorted(found)[:MAX_LISTED])
     except OSError as error:
         raise EngineError(f"{error.filename} can't be read: {error.strerror}.") from error
-    if some and not traces:
-        raise EngineError(f"the tool left nothing in {folder}: its own log says why.")
-    return Returned(traces=traces, ranks_without_trace=() if traces else (place.rank,))
+    if expected and not traces:
+        raise EngineError(f"the tool wrote nothing to {folder}: its own log says why.")
+    return Returned(traces=traces, ranks_without_trace=() if traces else (files.rank,))

@@ -1,9 +1,9 @@
-"""Tools `torch_memory` and `nsys`: what CUDA's allocator did, and the ranges in which Nsight Systems records."""
+"""Tools `torch_memory` (the history of CUDA's allocator) and `nsys` (ranges in which Nsight Systems records)."""
 
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 import torch
@@ -11,13 +11,14 @@ import torch
 from schemas.commands import ProfilePlan, TorchMemory
 from schemas.errors import EngineError
 from schemas.events import Returned
-from workers.profilers.places import Place
+from workers.profilers.recorder import Recorder
+from workers.profilers.session_files import SessionFiles
 
 _DEFAULT: Final = TorchMemory()
 
 
 class _History:
-    """The allocator's history is one per process. steps: profiled since it began, so far without a snapshot."""
+    """The allocator has one history per process. `steps` were profiled since the last snapshot."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -27,15 +28,15 @@ class _History:
 _history = _History()
 
 
-class MemoryRecorder:
-    """The history of CUDA's allocator from the start to the stop, over all threads; dumped at the stop.
+class MemoryRecorder(Recorder):
+    """Records the history of CUDA's allocator from start to stop, over all threads, and dumps it at the stop.
 
-    With `snapshot_steps` n the history goes on over n profiled steps, and the last stop of them dumps it.
+    With `snapshot_steps` n the history continues over n profiled steps, and the last of their stops dumps it.
     """
 
-    def __init__(self, plan: ProfilePlan, place: Place) -> None:
+    def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
         self._options = plan.options if isinstance(plan.options, TorchMemory) else _DEFAULT
-        self._place = place
+        self._files = files
 
     def open(self) -> None:
         options = self._options
@@ -44,32 +45,23 @@ class MemoryRecorder:
                 self._record(
                     enabled="all", context=options.context, stacks=options.stacks, max_entries=options.max_entries
                 )
-            _history.steps.append(self._place.step)
-
-    def begin(self, stage: str, scheduled: bool, model: object | None) -> None: ...
-
-    def end(self) -> None: ...
-
-    def mini_batch(self) -> None: ...
-
-    def mark(self, stage: str) -> AbstractContextManager[object]:
-        return nullcontext()
+            _history.steps.append(self._files.step)
 
     def close(self) -> Returned:
-        place = self._place
+        files = self._files
         with _history.lock:
             if len(_history.steps) < self._options.snapshot_steps:
-                return Returned(ranks_without_trace=(place.rank,))  # a later step's snapshot covers this one
+                return Returned(ranks_without_trace=(files.rank,))  # a later step's snapshot covers this one
             steps, _history.steps = _history.steps, []
-            name = f"memory.rank{place.rank}.step{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))}"
-            # The format is torch's and its viewer's (pytorch.org/memory_viz); nothing here ever opens one.
-            file = place.directory / f"{name}.pid{os.getpid()}.pickle"
+            name = f"memory.rank{files.rank}.step{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))}"
+            # The format is that of torch and its viewer (pytorch.org/memory_viz); nothing here ever opens one.
+            file = files.directory / f"{name}.pid{os.getpid()}.pickle"
             part = file.with_name(f".{file.name}.part")
             try:
                 file.open("xb").close()
                 torch.cuda.memory._dump_snapshot(str(part))  # type: ignore[no-untyped-call]
                 os.replace(part, file)
-                traces = place.describe([file])
+                traces = files.describe([file])
             except (OSError, RuntimeError) as error:
                 part.unlink(missing_ok=True)
                 raise EngineError(f"the memory snapshot {file.name} was not written: {error}.") from error
@@ -84,18 +76,16 @@ class MemoryRecorder:
             raise EngineError(f"CUDA's allocator can't record its history: {error}.") from error
 
 
-class NsysRecorder:
-    """A range of the CUDA profiler API, in which `nsys profile --capture-range=cudaProfilerApi` records.
+class NsysRecorder(Recorder):
+    """Opens ranges of the CUDA profiler API, in which `nsys profile --capture-range=cudaProfilerApi` records.
 
-    Discrete: around each outermost stage; else from the first one to the stop. The report is nsys's own, on its own
-    terms; nothing here knows of it, so a stop tells no trace. Stages are NVTX ranges.
+    A discrete plan has a range around each outermost stage, any other has one from the first stage to the stop. Stages
+    are NVTX ranges. nsys writes its report by itself, so a stop lists no trace.
     """
 
     def __init__(self, plan: ProfilePlan) -> None:
         self._discrete = plan.discrete
-        self._device: int | None = None  # whose range is open
-
-    def open(self) -> None: ...
+        self._device: int | None = None  # with the open range
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         if self._device is None:
@@ -105,8 +95,6 @@ class NsysRecorder:
     def end(self) -> None:
         if self._discrete:
             self._stop()
-
-    def mini_batch(self) -> None: ...
 
     def mark(self, stage: str) -> AbstractContextManager[object]:
         return _nvtx(stage)
@@ -118,7 +106,7 @@ class NsysRecorder:
     def _stop(self) -> None:
         device, self._device = self._device, None
         if device is not None:
-            with torch.cuda.device(device):  # another thread's own would be device 0, which may not be this rank's
+            with torch.cuda.device(device):  # on another thread the default is device 0, which may not be this rank's
                 self._call(torch.cuda.profiler.stop)
 
     def _call(self, function: object) -> None:
@@ -131,9 +119,9 @@ class NsysRecorder:
 
 @contextmanager
 def _nvtx(stage: str) -> Iterator[None]:
-    """Not pushed on the thread's stack: stages of interleaved coroutines do not end in the order of a stack."""
-    opened = torch.cuda.nvtx.range_start(stage)
+    """A range that is not pushed on the thread's stack, since interleaved coroutines don't end in stack order."""
+    span = torch.cuda.nvtx.range_start(stage)
     try:
         yield
     finally:
-        torch.cuda.nvtx.range_end(opened)
+        torch.cuda.nvtx.range_end(span)

@@ -24,28 +24,41 @@ from schemas.selection import profile_skip_reason
 from workers.agent import Agent
 from workers.profilers.session import RankProfiler
 from workers.profilers.stages import Stage
-from workers.profilers.tools import require
+from workers.profilers.tools import require_supported
 from workers.traces.node import NodeTraces
 
 logger = logging.getLogger("rolloutctl.rank")
 
 CLOSE_S: Final = 60.0
-"""How long the end of a rank waits for traces that are still written."""
+"""Limit for writing the last traces at the end of a rank."""
 
 
 class TrainingRank:
     """One rank of a training role, as the bus knows it. `with TrainingRank(...) as rank:` around the training.
 
-    bus: the address of the bus.   role, rank, world_size: `actor`, `critic`, …, and the global rank in it.
-    traces: root of what sessions leave; None for `save_path` of the profiler's configuration.   state_dir: of the
-    agent's journal, on a disk of this machine.   profiler: what will be asked, if it is known here: then what can't be
-    honoured is an error at once.   config: of the agent.   model: the module that stages run, for tools that watch one.
-    context: for `inproc://` addresses.
+    Once it is entered, nothing of it raises: a bus that is lost is looked for in the background, and what ends the
+    agent is logged and stored in `failure`. Its thread is a daemon. If `close` is never called, the rank is closed at
+    the end of the process. A child that this process forks has no part in it.
 
-    Making one raises ConfigError and UnsupportedError, entering it BusAddressError, LogLocked, LogError and AgentError.
-    From then on nothing of it raises: a bus that is lost is looked for, and what ends the agent is logged and in
-    `failure`. The thread is a daemon's, and an end without `close` is made good at the process's end. A child that this
-    process forks has no part in it.
+    Args:
+        bus: Address of the bus.
+        role: `actor`, `critic`, …
+        rank: Global rank in the role.
+        world_size: Ranks of the role.
+        state_dir: Directory of the agent's journal, on a disk of this machine.
+        traces: Root of the traces; None for `save_path` of the profiler's configuration.
+        profiler: The trainer's configuration, if it is known here: a plan that can't be honoured then raises at once.
+        config: Of the agent.
+        model: The module that stages run, for tools that watch one.
+        context: For `inproc://` addresses.
+
+    Attributes:
+        failure: What ended the agent, if anything did.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        UnsupportedError: This process can't record what the configuration asks for.
+        BusAddressError, LogLocked, LogError, AgentError: On entering.
     """
 
     def __init__(
@@ -62,26 +75,25 @@ class TrainingRank:
         model: object | None = None,
         context: Context | None = None,
     ) -> None:
-        self.identity = _place(role, rank, world_size)
+        self.identity = _identity(role, rank, world_size)
         profiler = checked(profiler or ProfilerConfig())
         root = traces if traces is not None else profiler.save_path
         if not root:
             raise ConfigError("traces: a training rank needs a directory for them, or `save_path` in its configuration")
         plan = profiler.roles.get(role)
         if plan is not None and profile_skip_reason(plan, None, self.identity) in (None, Reason.TOOL_UNSUPPORTED):
-            require(plan)
+            require_supported(plan)
         self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
         self.failure: RolloutctlError | None = None
-        """What ended the agent, if anything did."""
         self._bus, self._state, self._config, self._context = bus, Path(state_dir), config, context
-        self._left = NodeTraces(Path(root), self.identity, profiler.finish_hook_cmd)
+        self._traces = NodeTraces(Path(root), self.identity, profiler.finish_hook_cmd)
         self._opened: Future[None] = Future()
         self._thread: Thread | None = None
         self._pid = 0
         self._portal: BlockingPortal
         self._ending: anyio.Event
 
-    # --- its life -----------------------------------------------------------------------------------------------------
+    # --- lifetime -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self.open()
@@ -93,7 +105,7 @@ class TrainingRank:
         self.close()
 
     def open(self) -> None:
-        """Start the agent. Blocks for some milliseconds; does not wait for the bus."""
+        """Start the agent. Blocks for some milliseconds, and does not wait for the bus."""
         if self._thread is not None:
             raise ConfigError("this training rank was opened before: make one object for each life")
         self._pid = os.getpid()
@@ -103,7 +115,7 @@ class TrainingRank:
         atexit.register(_close, weakref.ref(self))
 
     def close(self) -> None:
-        """End an open session, write its traces, tell the bus. Never raises; waits for at most a minute."""
+        """End an open session, write its traces and leave the bus. Never raises; waits for at most a minute."""
         thread = self._thread
         if thread is None or self._pid != os.getpid():
             return
@@ -112,10 +124,10 @@ class TrainingRank:
             try:
                 self._portal.start_task_soon(self._ending.set)
             except RuntimeError:
-                logger.debug("%s: its loop has ended by itself", self.identity.agent)
+                logger.debug("%s: its loop has ended already", self.identity.agent)
             thread.join(CLOSE_S)
         if thread.is_alive():
-            logger.warning("%s: traces are still written after %g s; left behind", self.identity.agent, CLOSE_S)
+            logger.warning("%s: after %g s traces are still being written; giving up", self.identity.agent, CLOSE_S)
 
     def _run(self) -> None:
         try:
@@ -135,7 +147,7 @@ class TrainingRank:
             identity=self.identity,
             engine=self.profiler,
             state_dir=self._state,
-            traces=self._left,
+            traces=self._traces,
             config=self._config,
             context=self._context,
         )
@@ -152,20 +164,20 @@ class TrainingRank:
         except RolloutctlError as error:
             self.failure = error
             logger.warning("%s leaves the bus, the training goes on: %s", self.identity.agent, error)
-            await self.profiler.end()  # or it would record for ever
+            await self.profiler.end()  # no command could end the session any more
 
-    # --- what the training code says ----------------------------------------------------------------------------------
+    # --- called by the training code ----------------------------------------------------------------------------------
 
     def annotate(self, stage: str, *, scheduled: bool = False, model: object | None = None) -> Stage:
         """Mark a stage of this rank, as a decorator or with `with`; see `workers.profilers.annotate`."""
         return Stage(stage, None, scheduled, model, self.profiler)
 
     def mini_batch(self) -> None:
-        """One mini-batch of a scheduled stage is done."""
+        """Say that one mini-batch of a scheduled stage is done."""
         self.profiler.mini_batch()
 
 
-def _place(role: str, rank: int, world_size: int) -> Identity:
+def _identity(role: str, rank: int, world_size: int) -> Identity:
     if role == ROLLOUT:
         raise ConfigError(f"role {ROLLOUT!r} is that of the engines; a training rank has another, such as 'actor'")
     if not 0 <= rank < world_size:
@@ -176,7 +188,7 @@ def _place(role: str, rank: int, world_size: int) -> Identity:
         raise ConfigError(f"role {role!r}, rank {rank!r}: {error}") from error
 
 
-def _close(one: "weakref.ref[TrainingRank]") -> None:
-    rank = one()
+def _close(reference: "weakref.ref[TrainingRank]") -> None:
+    rank = reference()
     if rank is not None:
         rank.close()

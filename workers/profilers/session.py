@@ -16,61 +16,74 @@ from anyio.from_thread import BlockingPortal
 from schemas.errors import EngineError, UnsupportedError
 from schemas.events import CheckProfile, EngineCall, Observation, Returned, StartProfile, StopProfile
 from schemas.identity import Identity, Operation
-from workers.profilers.places import Place
-from workers.profilers.stages import Stage, listen, unlisten
-from workers.profilers.tools import Recorder, recorder, require, torch_version
+from workers.profilers.recorder import Recorder
+from workers.profilers.session_files import SessionFiles
+from workers.profilers.stages import Stage, add_listener, remove_listener
+from workers.profilers.tools import make_recorder, require_supported, torch_version
 from workers.traces.node import make_fresh
 
 logger = logging.getLogger("rolloutctl.rank")
 
-MOST_COMPLAINTS: Final = 5
-"""Different ones that an outcome tells of one session."""
+MAX_PROBLEMS: Final = 5
+"""Different problems of one session that an outcome lists."""
 
 T = TypeVar("T")
 
 
 class _Session:
-    """An open session. complaints: what could not be recorded, and why.   owner: the outermost stage under way."""
+    """An open session. `owner` is the outermost stage under way, which is recorded while `recording` is true."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.complaints: dict[str, int] = {}
-        self.owner: _Entered | None = None
+        self.problems: dict[str, int] = {}
+        self.owner: _EnteredStage | None = None
         self.recording = False
         self.closing = False
 
-    def complain(self, what: str) -> None:
-        if what in self.complaints or len(self.complaints) < MOST_COMPLAINTS:
-            self.complaints[what] = self.complaints.get(what, 0) + 1
+    def note(self, problem: str) -> None:
+        """Count a problem: something that could not be recorded, and why."""
+        if problem in self.problems or len(self.problems) < MAX_PROBLEMS:
+            self.problems[problem] = self.problems.get(problem, 0) + 1
 
 
-class _Entered:
-    """A stage that was entered while a session was open."""
+class _EnteredStage:
+    """A stage that was entered while a session was open, with its span in what is recorded."""
 
-    __slots__ = ("mark", "session", "thread")
+    __slots__ = ("session", "span", "thread")
 
     def __init__(self, session: _Session) -> None:
         self.session, self.thread = session, threading.get_ident()
-        self.mark: AbstractContextManager[object] | None = None
+        self.span: AbstractContextManager[object] | None = None
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        return self.thread == threading.get_ident()
+
+    def mark(self, name: str) -> None:
+        span = self.session.recorder.mark(name)
+        span.__enter__()
+        self.span = span
 
     def unmark(self) -> None:
-        """End the span in what is recorded."""
-        if self.mark is not None:
-            self.mark.__exit__(None, None, None)
+        if self.span is not None:
+            self.span.__exit__(None, None, None)
 
 
 class RankProfiler:
     """What an agent commands in a training rank: the profiler of the process that it runs in.
 
-    identity: with the rank's role.   traces: root of the directories that commands name.   world_size: of the role.
-    model: what stages run that name no model of their own, for tools that watch one.
+    A start *arms* the session. It is answered as soon as the tool is available, and recording begins at the next stage,
+    because the thread that trains may be waiting for just this answer. The stop says what was recorded: the traces, or
+    `ranks_without_trace` when no stage came, or why a stage could not be recorded. A stop between two stages takes
+    effect at once. In the middle of a stage it takes effect where the training thread next enters or leaves a stage, or
+    ends a mini-batch. If that is after the deadline of the stop, the outcome is `engine_timeout`, and the session is
+    closed then.
 
-    A start *arms* the session: it is answered as soon as the tool is there and nothing stands against it, and records
-    from the next stage on, since the thread that trains may be waiting for just this answer. What was in fact recorded
-    is told by the stop: its traces, `ranks_without_trace` when no stage came, or why a stage could not be recorded. A
-    stop between two stages is done at once. In the middle of one it takes effect where that thread next enters
-    or leaves a stage, or ends a mini-batch; a stop that waits for that past its deadline is told as `engine_timeout`,
-    and done then.
+    Args:
+        identity: With the rank's role.
+        traces: Root of the directories that commands name.
+        world_size: Of the role.
+        model: For tools that watch a model, in stages that name none of their own.
     """
 
     def __init__(self, identity: Identity, *, traces: Path, world_size: int = 1, model: object | None = None) -> None:
@@ -89,7 +102,7 @@ class RankProfiler:
     # --- the agent's side ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Nothing: the process is the engine."""
+        """Do nothing: the process is the engine."""
 
     async def observe(self) -> Observation:
         return Observation(
@@ -104,11 +117,11 @@ class RankProfiler:
         """Check, arm or stop. Raises UnsupportedError and EngineError."""
         match call:
             case CheckProfile():
-                return await _aside(lambda: self._check(call))
+                return await _in_daemon_thread(lambda: self._check(call))
             case StartProfile():
-                return await _aside(lambda: self._start(call))
+                return await _in_daemon_thread(lambda: self._start(call))
             case StopProfile():
-                return await _aside(self._stop)
+                return await _in_daemon_thread(self._stop)
             case _:
                 raise UnsupportedError("a training rank has no engine: it is profiled, and nothing else.")
 
@@ -118,15 +131,15 @@ class RankProfiler:
         await self.end()
 
     async def end(self) -> None:
-        """End an open session as a stop does; nobody asks what came of it."""
+        """End an open session as a stop does. Problems are logged, since nobody waits for an outcome."""
         if self._session is not None:
             try:
-                await _aside(self._stop)
+                await _in_daemon_thread(self._stop)
             except EngineError as error:
                 logger.warning("%s: %s", self.identity.agent, error)
 
     def release(self) -> None:
-        """This rank ends: wait for no stage any more. What this thread records ends here."""
+        """Wait for no stage any more, because this rank ends. What this thread records ends here."""
         with self._changed:
             self._released = True
             session = self._session
@@ -134,33 +147,33 @@ class RankProfiler:
                 session.closing = True
             self._changed.notify_all()
         if session is not None:
-            self._pass(session)
+            self._end_if_closing(session)
 
     def _check(self, call: CheckProfile) -> Returned:
-        require(call.plan)
+        require_supported(call.plan)
         return Returned()
 
     def _start(self, call: StartProfile) -> Returned:
         plan = call.session.plan
-        require(plan)
+        require_supported(plan)
         if self._session is not None or self._released:
             raise EngineError("the profile was not started: this rank has a session open, or is ending.")
-        place = Place(
+        files = SessionFiles(
             root=self._traces,
-            directory=self._directory(call),
+            directory=self._make_directory(call),
             identity=self.identity,
             world_size=self.world_size,
             step=call.session.step,
             verl=plan.layout != "step",
         )
-        session = _Session(recorder(plan, place))
+        session = _Session(make_recorder(plan, files))
         session.recorder.open()
         with self._changed:
             self._session = session
-        listen(self)
+        add_listener(self)
         return Returned()
 
-    def _directory(self, call: StartProfile) -> Path:
+    def _make_directory(self, call: StartProfile) -> Path:
         directory = (self._traces / call.directory).resolve()
         if not directory.is_relative_to(self._traces):
             raise EngineError(f"the profile was not started: {call.directory} is outside of the traces root.")
@@ -181,20 +194,20 @@ class RankProfiler:
             session.closing = True
             self._changed.wait_for(lambda: not session.recording or self._released)
             lost = session.recording
-        unlisten(self)
+        remove_listener(self)
         self._session = None
         if lost:
-            session.complain("the rank ended while another thread was in a stage, which was not recorded.")
-        complaints = session.complaints
+            session.note("the rank ended while another thread was in a stage, which was not recorded.")
+        problems = session.problems
         returned = Returned()
         try:
             returned = session.recorder.close()
         except EngineError as error:
-            complaints = {str(error): 1, **complaints}
-        if complaints:
-            told = " ".join(what if times == 1 else f"{what} ({times} times)" for what, times in complaints.items())
-            left = f" {len(returned.traces)} traces were written." if returned.traces else ""
-            raise EngineError(f"{told}{left} The session is closed.")
+            problems = {str(error): 1, **problems}
+        if problems:
+            listed = " ".join(text if times == 1 else f"{text} ({times} times)" for text, times in problems.items())
+            written = f" {len(returned.traces)} traces were written." if returned.traces else ""
+            raise EngineError(f"{listed}{written} The session is closed.")
         return returned
 
     # --- the training code's side: nothing below raises ---------------------------------------------------------------
@@ -203,46 +216,44 @@ class RankProfiler:
         session = self._session
         if session is None or self._pid != os.getpid():
             return None
-        self._pass(session)
-        entered = _Entered(session)
+        self._end_if_closing(session)
+        entered = _EnteredStage(session)
         with self._changed:
             outermost = session.owner is None and not session.closing
             if outermost:
                 session.owner, session.recording = entered, True
         if outermost:
             self._begin(session, stage)
-        self._quietly(session, lambda: self._mark(entered, stage.name))
+        self._guard(session, lambda: entered.mark(stage.name))
         return entered
 
     def leave(self, entered: object) -> None:
-        if not isinstance(entered, _Entered) or self._pid != os.getpid():
+        if not isinstance(entered, _EnteredStage) or self._pid != os.getpid():
             return
         session = entered.session
-        if entered.mark is not None:
-            self._quietly(session, entered.unmark)
+        if entered.span is not None:
+            self._guard(session, entered.unmark)
         if session.owner is not entered:
-            self._pass(session)
-        elif entered.thread == threading.get_ident():
+            self._end_if_closing(session)
+        elif entered.is_of_this_thread:
             self._end(session)
             with self._changed:
                 session.owner = None
-        else:  # only the thread that began it can end it: where it passes next
-            session.complain("a stage was left by another thread than had entered it.")
+        else:  # only the thread that began it can end it, at its next stage
+            session.note("a stage was left by another thread than had entered it.")
             session.closing = True
 
     def mini_batch(self) -> None:
         session = self._session
         if session is None or self._pid != os.getpid():
             return
-        owner = session.owner
-        if session.recording and owner is not None and owner.thread == threading.get_ident():
-            self._quietly(session, session.recorder.mini_batch)
-        self._pass(session)  # afterwards, or what it ends would lack this mini-batch
+        if session.recording and session.owner is not None and session.owner.is_of_this_thread:
+            self._guard(session, session.recorder.mini_batch)
+        self._end_if_closing(session)  # afterwards, or the recording would lack this mini-batch
 
-    def _pass(self, session: _Session) -> None:
-        """This thread could act now: end what it records if the session is to close."""
-        owner = session.owner
-        if session.closing and session.recording and owner is not None and owner.thread == threading.get_ident():
+    def _end_if_closing(self, session: _Session) -> None:
+        """End what this thread records if the session is to close."""
+        if session.closing and session.owner is not None and session.owner.is_of_this_thread:
             self._end(session)
 
     def _begin(self, session: _Session, stage: Stage) -> None:
@@ -251,51 +262,46 @@ class RankProfiler:
         def begin() -> None:
             session.recorder.begin(stage.name, stage.scheduled, model)
 
-        if not self._quietly(session, begin, f"stage {stage.name} is not recorded: "):
-            self._recorded(session)
+        if not self._guard(session, begin, f"stage {stage.name} is not recorded: "):
+            self._set_ended(session)
 
     def _end(self, session: _Session) -> None:
         if session.recording:
-            self._quietly(session, session.recorder.end)
-            self._recorded(session)
+            self._guard(session, session.recorder.end)
+            self._set_ended(session)
 
-    def _recorded(self, session: _Session) -> None:
+    def _set_ended(self, session: _Session) -> None:
         with self._changed:
             session.recording = False
             self._changed.notify_all()
 
-    def _mark(self, entered: _Entered, name: str) -> None:
-        mark = entered.session.recorder.mark(name)
-        mark.__enter__()
-        entered.mark = mark
-
-    def _quietly(self, session: _Session, act: Callable[[], None], where: str = "") -> bool:
-        """Do it; what goes wrong is told by the stop, and never to the training code."""
+    def _guard(self, session: _Session, act: Callable[[], None], prefix: str = "") -> bool:
+        """Call `act`. The stop reports its errors, and the training code never sees them. Returns whether it worked."""
         try:
             act()
         except Exception as error:
-            what = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            logger.warning("%s: %s%s", self.identity.agent, where, what)
-            session.complain(f"{where}{what}")
+            text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            logger.warning("%s: %s%s", self.identity.agent, prefix, text)
+            session.note(f"{prefix}{text}")
             return False
         return True
 
 
-async def _aside(work: Callable[[], T]) -> T:
-    """Do it in a thread that nobody waits for at the end of the process: it may wait for the thread that trains."""
-    done: Future[T] = Future()
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run `work`, which may wait for the thread that trains, in a thread that the end of the process won't wait for."""
+    result: Future[T] = Future()
     with CancelScope(shield=True):
         async with BlockingPortal() as portal:
-            over = Event()
+            done = Event()
 
             def run() -> None:
                 try:
-                    done.set_result(work())
+                    result.set_result(work())
                 except BaseException as error:
-                    done.set_exception(error)
+                    result.set_exception(error)
                 with suppress(RuntimeError):  # the loop may be gone by now
-                    portal.start_task_soon(over.set)
+                    portal.start_task_soon(done.set)
 
             threading.Thread(target=run, name="rolloutctl-profiler", daemon=True).start()
-            await over.wait()
-    return done.result()
+            await done.wait()
+    return result.result()

@@ -1,9 +1,9 @@
-"""Annotated stages: what the training code says of itself, and the moments at which its profiler may act.
+"""Annotated stages: the parts of a training step that the code names, and the moments when its profiler may act.
 
-Theory of operation. A profiler of torch belongs to the thread that starts it, so it is started and stopped only by the
-thread that trains, where that thread enters or leaves a stage (or ends a mini-batch). A session that a command opens is
-therefore *armed*: what follows happens at the next such moment. While no session is open in the process, a stage costs
-one look at an empty tuple.
+Theory of operation. A profiler of torch belongs to the thread that starts it, so only the thread that trains starts and
+stops it, where that thread enters or leaves a stage (or ends a mini-batch). A session that a command opens is therefore
+only *armed*, and recording begins at the next such moment. While no session is open in the process, a stage costs one
+look at an empty tuple.
 
 Rule  Nothing here raises into the training code, and nothing here swallows what the training code raises.
 """
@@ -24,27 +24,33 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Listener(Protocol):
-    """Who wants to know of stages: a rank's profiler with an open session. Its methods never raise."""
+class StageListener(Protocol):
+    """Called for each stage: a rank's profiler with an open session. Its methods never raise."""
 
     @property
     def role(self) -> str: ...
 
     def enter(self, stage: "Stage") -> object:
-        """A stage begins on this thread. What is returned is given back to `leave`."""
+        """A stage begins on this thread. Returns a token that `leave` gets."""
         ...
 
-    def leave(self, entered: object) -> None: ...
+    def leave(self, entered: object) -> None:
+        """The stage with this token ends."""
+        ...
 
-    def mini_batch(self) -> None: ...
+    def mini_batch(self) -> None:
+        """A mini-batch of the stage under way is done."""
+        ...
 
 
-class _Told:
-    """Who is told of stages. An attribute of a class: a function that is sent to another process by value, as Ray sends
-    what the trainer's script defines, takes the globals that it reads along, and would go on asking a tuple of its own.
+class _Listeners:
+    """The listeners of this process.
+
+    A class attribute, not a global: a function that is sent to another process by value, as Ray sends what the
+    trainer's script defines, takes copies of the globals that it reads, and would keep looking at its own tuple.
     """
 
-    open: tuple[Listener, ...] = ()
+    current: tuple[StageListener, ...] = ()
     """Replaced as a whole, so that it is read without a lock."""
 
 
@@ -52,36 +58,43 @@ _replacing = threading.Lock()
 """A command may reach all ranks of a process at once."""
 
 
-def listen(listener: Listener) -> None:
-    """Tell this one of every stage from now on."""
+def add_listener(listener: StageListener) -> None:
+    """Call the listener for every stage from now on."""
     with _replacing:
-        _Told.open = (*_Told.open, listener)
+        _Listeners.current = (*_Listeners.current, listener)
 
 
-def unlisten(listener: Listener) -> None:
-    """Tell it no more."""
+def remove_listener(listener: StageListener) -> None:
+    """Stop calling the listener."""
     with _replacing:
-        _Told.open = tuple(one for one in _Told.open if one is not listener)
+        _Listeners.current = tuple(other for other in _Listeners.current if other is not listener)
 
 
-def _forget() -> None:
+def _clear_in_child() -> None:
+    """The agent and its bus stay with the parent of a fork."""
     global _replacing
-    _Told.open, _replacing = (), threading.Lock()  # another thread may have held it
+    _Listeners.current, _replacing = (), threading.Lock()  # another thread may have held the lock
 
 
-os.register_at_fork(after_in_child=_forget)  # the agent and its bus stay with the parent
+os.register_at_fork(after_in_child=_clear_in_child)
 
 
-Entered = tuple[tuple[Listener, object], ...]
-_NOBODY: Entered = ()
+Entered = tuple[tuple[StageListener, object], ...]
+"""The listeners that were called when a stage was entered, each with its token."""
 
 
-class Stage(Struct):  # one is made for each `with`, and a Struct is made in a fifth of the time
+class Stage(Struct):  # one is made for each `with`, and a Struct is made five times as fast
     """A named part of a training step: a decorator of functions, async ones too, or a context. Re-entrant.
 
-    role: only for the rank of that role; None for all.   scheduled: its mini-batches are those of the plan's schedule.
-    model: the torch module that it runs.   listener: only for this one; None for all.
     As a context one object serves one task at a time; make another for each `with`, as `annotate` does.
+
+    Attributes:
+        name: Of the stage.
+        role: Only for the rank of that role; None for all.
+        scheduled: Its mini-batches are those of the plan's schedule.
+        model: The torch module that it runs.
+        listener: Only for this listener; None for all.
+        entered: One entry for each time it was entered and not yet left, innermost last.
     """
 
     name: str
@@ -90,10 +103,9 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
     model: object = None
     listener: object = None
     entered: list[Entered] | None = None
-    """What was told on entering, innermost last."""
 
     def __enter__(self) -> Self:
-        if _Told.open or self.entered:  # the latter: entered again, and the session over in between
+        if _Listeners.current or self.entered:  # the latter: entered again after the session ended
             if self.entered is None:
                 self.entered = []
             self.entered.append(self._enter())
@@ -106,7 +118,7 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
             _leave(self.entered.pop())
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Raises ConfigError for a generator: its body runs when it is consumed, not when it is called."""
+        """Annotate a function. Raises ConfigError for a generator: its body runs when it is consumed, not called."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigError(
                 f"stage {self.name} annotates the generator {function.__qualname__}, whose work is done elsewhere: "
@@ -115,18 +127,18 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def later(*args: P.args, **kwargs: P.kwargs) -> Any:
-                entered = self._enter() if _Told.open else _NOBODY
+            async def annotated_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+                entered = self._enter()
                 try:
                     return await function(*args, **kwargs)
                 finally:
                     _leave(entered)
 
-            return cast(Callable[P, R], later)
+            return cast(Callable[P, R], annotated_coroutine)
 
         @functools.wraps(function)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _Told.open:
+        def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not _Listeners.current:
                 return function(*args, **kwargs)
             entered = self._enter()
             try:
@@ -134,12 +146,12 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made in a f
             finally:
                 _leave(entered)
 
-        return wrapped
+        return annotated
 
     def _enter(self) -> Entered:
-        return tuple((one, one.enter(self)) for one in _Told.open if self._is_for(one))
+        return tuple((listener, listener.enter(self)) for listener in _Listeners.current if self._is_for(listener))
 
-    def _is_for(self, listener: Listener) -> bool:
+    def _is_for(self, listener: StageListener) -> bool:
         if self.listener is not None:
             return self.listener is listener
         return self.role is None or self.role == listener.role
@@ -151,16 +163,19 @@ def _leave(entered: Entered) -> None:
 
 
 def annotate(stage: str, *, role: str | None = None, scheduled: bool = False, model: object | None = None) -> Stage:
-    """Mark a stage for the ranks that are open in this process, as `@annotate("update_actor")` or `with annotate(…)`.
+    """Mark a stage for the ranks that are open in this process: `@annotate("update_actor")` or `with annotate(…)`.
 
-    role: only for the rank of that role; None for all.   scheduled: its mini-batches are those of the plan's schedule.
-    model: the torch module that the stage runs, for tools that watch one.
+    Args:
+        stage: Its name.
+        role: Only for the rank of that role; None for all.
+        scheduled: Its mini-batches are those of the plan's schedule.
+        model: The torch module that the stage runs, for tools that watch one.
     """
     return Stage(stage, role, scheduled, model)
 
 
 def mini_batch(role: str | None = None) -> None:
-    """One mini-batch of a scheduled stage is done. Costs nothing while no session is open."""
-    for one in _Told.open:
-        if role is None or role == one.role:
-            one.mini_batch()
+    """Say that one mini-batch of a scheduled stage is done. Costs nothing while no session is open."""
+    for listener in _Listeners.current:
+        if role is None or role == listener.role:
+            listener.mini_batch()

@@ -1,91 +1,48 @@
-"""The tools of a training rank, and what each needs to run here."""
+"""The tools of a training rank, and what each can't record in this process."""
 
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Final, NoReturn, Protocol
+from typing import Final
 
 from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, TorchMemory
-from schemas.errors import UnsupportedError
-from schemas.events import Returned
 from schemas.selection import RANK_TOOLS
-from workers.profilers.places import Place
+from workers.limits import Limit, require_recordable
+from workers.profilers.recorder import Recorder
+from workers.profilers.session_files import SessionFiles
 
 OLDEST_TORCH: Final = (2, 6)
-
-
-class Recorder(Protocol):
-    """One tool in one session.
-
-    `begin`, `end` and `mini_batch` are called by the thread that trains, `open` and `close` by another; no two at once.
-    All raise EngineError for what the outcome is to say; nothing of a tool's own leaves it otherwise.
-    """
-
-    def open(self) -> None:
-        """The session is to begin: prepare what can be prepared."""
-        ...
-
-    def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
-        """An outermost stage begins on this thread."""
-        ...
-
-    def end(self) -> None:
-        """It ends, or the session does in the middle of it; on the thread of `begin`, and once for each that went
-        well."""
-        ...
-
-    def mini_batch(self) -> None:
-        """A mini-batch of it is done."""
-        ...
-
-    def mark(self, stage: str) -> AbstractContextManager[object]:
-        """Names a span in what is recorded."""
-        ...
-
-    def close(self) -> Returned:
-        """The session is over, and no stage is under way: write everything, and tell what was left."""
-        ...
+_OPTIONS: Final = {"torch_memory": TorchMemory, "npu": Npu, "precision_debugger": PrecisionDebugger}
+"""The type of a tool's options; the other tools have none."""
 
 
 def torch_version() -> str:
-    """Without importing it."""
+    """Return the installed version of torch without importing it; `missing` if there is none."""
     try:
         return version("torch").partition("+")[0]
     except PackageNotFoundError:
         return "missing"
 
 
-def require(plan: ProfilePlan) -> None:
+def require_supported(plan: ProfilePlan) -> None:
     """Raise UnsupportedError for a plan that can't be honoured in this process. Imports torch; starts nothing."""
-    if plan.tool not in RANK_TOOLS:
-        _refuse(plan, f"a training rank has no such tool, but: {', '.join(sorted(RANK_TOOLS))}")
-    if plan.window is not None:
-        _refuse(plan, "a window counts the forwards of an engine. Use a schedule, which counts mini-batches")
-    if plan.by_stage or plan.merge:
-        _refuse(plan, "by_stage and merge are for engines. Use discrete for a trace of each stage")
-    wanted = {"torch_memory": TorchMemory, "npu": Npu, "precision_debugger": PrecisionDebugger}.get(plan.tool)
-    if plan.options is not None and (wanted is None or not isinstance(plan.options, wanted)):
-        _refuse(plan, f"its options are those of {type(plan.options).__name__}, another tool")
-    if plan.schedule is not None and plan.tool != "torch":
-        _refuse(plan, "only tool torch has a schedule")
-    _REQUIRED[plan.tool](plan)
+    require_recordable(f"tool {plan.tool}", _limits(plan))
 
 
-def recorder(plan: ProfilePlan, place: Place) -> Recorder:
-    """The tool of a plan that `require` has passed."""
+def make_recorder(plan: ProfilePlan, files: SessionFiles) -> Recorder:
+    """Return the tool of a plan that `require_supported` has passed."""
     match plan.tool:
         case "torch":
             from workers.profilers.torch_tool import TorchRecorder
 
-            return TorchRecorder(plan, place)
+            return TorchRecorder(plan, files)
         case "torch_memory":
             from workers.profilers.cuda_tools import MemoryRecorder
 
-            return MemoryRecorder(plan, place)
+            return MemoryRecorder(plan, files)
         case "nsys":
             from workers.profilers.cuda_tools import NsysRecorder
 
@@ -93,67 +50,91 @@ def recorder(plan: ProfilePlan, place: Place) -> Recorder:
         case "npu":
             from workers.profilers.ascend_tools import NpuRecorder
 
-            return NpuRecorder(plan, place)
+            return NpuRecorder(plan, files)
         case _:
             from workers.profilers.ascend_tools import PrecisionRecorder
 
-            return PrecisionRecorder(plan, place)
+            return PrecisionRecorder(plan, files)
 
 
-def _refuse(plan: ProfilePlan, why: str) -> NoReturn:
-    raise UnsupportedError(f"tool {plan.tool} can't record what the plan asks here: {why}.")
+def _limits(plan: ProfilePlan) -> Iterator[Limit]:
+    options = type(plan.options).__name__
+    yield Limit(
+        plan.tool not in RANK_TOOLS, "a training rank", f"the tools for that are {', '.join(sorted(RANK_TOOLS))}"
+    )
+    yield Limit(
+        plan.window is not None,
+        "a window in a training rank",
+        "a window counts the forwards of an engine. Use a schedule, which counts mini-batches",
+    )
+    yield Limit(
+        plan.by_stage or plan.merge,
+        "by_stage or merge in a training rank",
+        "they are for engines. Use discrete for a trace of each stage",
+    )
+    yield Limit(
+        plan.options is not None and not isinstance(plan.options, _OPTIONS.get(plan.tool, ())),
+        f"with options of type {options}",
+        "they are those of another tool",
+    )
+    yield Limit(plan.schedule is not None and plan.tool != "torch", "a schedule", "only tool torch has one")
+    yield from _TOOL_LIMITS[plan.tool](plan)
 
 
-def _require_torch(plan: ProfilePlan) -> None:
+def _torch_limits(plan: ProfilePlan) -> Iterator[Limit]:
+    error = _import_error("torch")
+    yield Limit(error != "", "anything", f"torch can't be imported ({error}); pip install 'rolloutctl[torch]'")
+    installed = torch_version()
+    yield Limit(
+        tuple(int(part) for part in installed.split(".")[:2]) < OLDEST_TORCH,
+        "with this torch",
+        f"torch is {installed}, and {'.'.join(map(str, OLDEST_TORCH))} is the oldest supported version",
+    )
+
+
+def _cuda_limits(plan: ProfilePlan) -> Iterator[Limit]:
+    yield from _torch_limits(plan)
+    yield Limit(not sys.modules["torch"].cuda.is_available(), "a GPU", "torch sees no CUDA device")
+
+
+def _torch_tool_limits(plan: ProfilePlan) -> Iterator[Limit]:
+    yield Limit("npu" in plan.activities, "activity npu", "tool npu records it")
+    yield from (_cuda_limits if "cuda" in plan.activities else _torch_limits)(plan)
+    # torch's profiler imports it at its first start, which takes seconds that a training step does not have.
+    error = _import_error("torch._inductor.config")
+    yield Limit(error != "", "anything", f"torch's profiler needs torch._inductor, which can't be imported ({error})")
+
+
+def _package_limits(package: str, pip: str) -> Iterator[Limit]:
+    error = _import_error(package)
+    installed = error != "" and find_spec(package.partition(".")[0]) is not None
+    problem = f"is installed, but can't be imported ({error})" if installed else f"is not installed ({error})"
+    yield Limit(error != "", "anything", f"{package} {problem}; pip install {pip}")
+
+
+def _npu_limits(plan: ProfilePlan) -> Iterator[Limit]:
+    return _package_limits("torch_npu", "torch-npu")
+
+
+def _precision_limits(plan: ProfilePlan) -> Iterator[Limit]:
+    path = plan.options.config_path if isinstance(plan.options, PrecisionDebugger) else ""
+    yield Limit(not path, "without `config_path`", "that is a JSON file of msprobe's")
+    yield Limit(not os.path.isfile(path), f"with `config_path` {path}", "there is no such file here")
+    yield from _package_limits("msprobe.pytorch", "mindstudio-probe")
+
+
+def _import_error(module: str) -> str:
     try:
-        importlib.import_module("torch")
+        importlib.import_module(module)
     except ImportError as error:
-        _refuse(plan, f"torch can't be imported ({error}); pip install 'rolloutctl[torch]'")
-    seen = torch_version()
-    if tuple(int(part) for part in seen.split(".")[:2]) < OLDEST_TORCH:
-        _refuse(plan, f"torch is {seen}, and {'.'.join(map(str, OLDEST_TORCH))} is the oldest that is driven")
+        return str(error) or type(error).__name__
+    return ""
 
 
-def _require_cuda(plan: ProfilePlan) -> None:
-    _require_torch(plan)
-    if not sys.modules["torch"].cuda.is_available():
-        _refuse(plan, "torch sees no CUDA device")
-
-
-def _require_torch_tool(plan: ProfilePlan) -> None:
-    if "npu" in plan.activities:
-        _refuse(plan, "activity npu is recorded by tool npu")
-    (_require_cuda if "cuda" in plan.activities else _require_torch)(plan)
-    try:
-        importlib.import_module("torch._inductor.config")  # the first start does, and a step has no seconds for it
-    except ImportError as error:
-        _refuse(plan, f"torch's profiler needs torch._inductor, which can't be imported ({error})")
-
-
-def _require_package(package: str, pip: str) -> Callable[[ProfilePlan], None]:
-    def check(plan: ProfilePlan) -> None:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            there = "is installed, but" if find_spec(package.partition(".")[0]) is not None else "is not installed:"
-            _refuse(plan, f"{package} {there} can't be imported ({error}); pip install {pip}")
-
-    return check
-
-
-def _require_msprobe(plan: ProfilePlan) -> None:
-    options = plan.options if isinstance(plan.options, PrecisionDebugger) else PrecisionDebugger()
-    if not options.config_path:
-        _refuse(plan, "it needs `config_path`, a JSON file of msprobe's")
-    if not os.path.isfile(options.config_path):
-        _refuse(plan, f"`config_path` is {options.config_path}, and no such file is here")
-    _require_package("msprobe.pytorch", "mindstudio-probe")(plan)
-
-
-_REQUIRED: Final[dict[str, Callable[[ProfilePlan], None]]] = {
-    "torch": _require_torch_tool,
-    "torch_memory": _require_cuda,
-    "nsys": _require_cuda,
-    "npu": _require_package("torch_npu", "torch-npu"),
-    "precision_debugger": _require_msprobe,
+_TOOL_LIMITS: Final[dict[str, Callable[[ProfilePlan], Iterator[Limit]]]] = {
+    "torch": _torch_tool_limits,
+    "torch_memory": _cuda_limits,
+    "nsys": _cuda_limits,
+    "npu": _npu_limits,
+    "precision_debugger": _precision_limits,
 }

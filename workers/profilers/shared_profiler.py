@@ -1,0 +1,203 @@
+"""torch has one profiler per process. Here training ranks take it, and leave anybody else's alone.
+
+Findings with torch 2.13, each of which is the reason for something below:
+
+- Two threads that start a profiler crash the process. A second start on one thread silently replaces the first.
+  `torch.autograd.profiler._is_profiler_enabled` is true while any profiler is on.
+- Nothing keeps others from starting a profiler while ours records, and theirs replaces ours as soon as it warms up.
+  To stop ours then, to write it, or to end a span in it crashes the process or ends theirs. So the flag holds a value
+  of our own for as long as the profiler is ours.
+- Theirs crashes in the same way if ours starts between its warm-up and its recording. Only its Python object tells
+  that it is warming up.
+- A span that is open when a recording ends, and ends while the next one runs, is written into memory that torch has
+  freed: the process crashes, at once or later. So the spans of stages end with the recording at the latest. `step()` of
+  another profiler opens such a span too, which its next `step()` ends.
+- A child that is forked inside of a stage, such as a data loader's worker, goes on recording for as long as it lives:
+  up to 1 kB for each operator.
+"""
+
+import gc
+import os
+import sys
+import threading
+from typing import Any, Final
+
+import torch.autograd.profiler
+from torch.autograd.profiler import KinetoStepTracker
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torch.profiler.profiler import PROFILER_STEP_NAME, _KinetoProfile
+
+from schemas.errors import EngineError
+
+_in_use = threading.Lock()
+"""Held by the rank of this process whose stage is recorded."""
+
+_OURS: Final[Any] = 1
+"""Value of torch's flag while the profiler is ours: as true as torch's own True, and distinguishable from it."""
+
+_steps_before: list[record_function] = []
+_steps_left_open: list[record_function] = []
+"""Spans of `step()` of others' profilers: those open when the last recording began, and those that it opened and left
+open."""
+
+
+class _ThisThread(threading.local):
+    """Whether a profiler of ours records this thread, and the open spans in what it records."""
+
+    recording = False
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+
+_this_thread = _ThisThread()
+
+
+def _stop_in_child() -> None:
+    if _this_thread.recording:
+        _this_thread.recording = False
+        sys.setprofile(None)  # by which torch takes stacks
+        torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
+
+
+os.register_at_fork(after_in_child=_stop_in_child)
+
+
+class Span:
+    """A stage as a span in the recording of this thread, if there is one. It ends with the recording at the latest."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._spans = _this_thread.spans
+        self._record: record_function | None = None
+
+    def __enter__(self) -> None:
+        if _this_thread.recording and not _is_anothers():
+            self._record = record_function(self._stage)
+            self._record.__enter__()  # type: ignore[no-untyped-call]
+            self._spans.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        if self._record is not None and not _is_anothers():  # else it is ended when the other profiler has ended
+            self._spans.remove(self)
+            self.end()
+
+    def end(self) -> None:
+        record, self._record = self._record, None
+        if record is not None:
+            record.__exit__(None, None, None)
+
+
+def acquire() -> None:
+    """Take the profiler for a rank of this process. Raises EngineError while another rank has it."""
+    if not _in_use.acquire(blocking=False):
+        raise EngineError("another rank of this process is recorded now, and torch's profiler is one per process.")
+
+
+def release() -> None:
+    """Return the profiler, however the recording ended."""
+    _clear_flag()
+    _in_use.release()
+
+
+def is_ours() -> bool:
+    """Return whether torch's profiler warms up or records for a rank of this process."""
+    return torch.autograd.profiler._is_profiler_enabled is _OURS
+
+
+def require_free() -> None:
+    """Raise EngineError if torch's profiler records or warms up in this process for anybody but its ranks."""
+    if _is_anothers():
+        raise EngineError(
+            "another profiler of torch's records in this process already, and there is one per process. It was left "
+            "alone; end it, or let the bus profile."
+        )
+    if any(other.current_action is ProfilerAction.WARMUP for other in _others()):
+        raise EngineError(
+            "another profiler of torch's warms up in this process already, and there is one per process. It was left "
+            "alone; end it, or let the bus profile."
+        )
+    if any(step is left for step in _open_steps() for left in _steps_left_open):
+        raise EngineError(
+            "a `step()` of another profiler was called inside of the stage that was recorded last, and its span is "
+            "still open. Call it between stages."
+        )
+
+
+def prepare(profiler: _KinetoProfile) -> None:
+    """Warm a profiler up. Raises EngineError and RuntimeError."""
+    require_free()
+    if torch._C._autograd._profiler_enabled():
+        _discard_recording()
+    _end_spans()
+    _steps_before[:] = _open_steps()
+    profiler.prepare_trace()
+    torch.autograd.profiler._set_is_profiler_enabled(_OURS)
+
+
+def start(profiler: _KinetoProfile) -> None:
+    """Start a profiler, which may have been prepared. Raises EngineError and RuntimeError."""
+    if is_ours():
+        require_free()
+    else:
+        prepare(profiler)
+    profiler.start_trace()
+    torch.autograd.profiler._set_is_profiler_enabled(_OURS)
+    _this_thread.recording = True
+
+
+def stop(profiler: _KinetoProfile) -> None:
+    """Stop a profiler that was started. Raises RuntimeError, and EngineError when another one has replaced it."""
+    _this_thread.recording = False
+    enabled = torch._C._autograd._profiler_enabled()
+    try:
+        if is_ours() and enabled:
+            _end_spans()
+            profiler.stop_trace()
+            _steps_left_open[:] = [step for step in _open_steps() if not any(step is old for old in _steps_before)]
+            return
+        if enabled and not _is_anothers():
+            _discard_recording()
+    finally:
+        _clear_flag()
+    raise EngineError(
+        "another profiler of torch's was started while this stage was recorded, and there is one per process. The "
+        "other one was left alone; what was recorded of this stage is lost."
+    )
+
+
+def _discard_recording() -> None:
+    """End the recording of this thread, after another thread's profiler has ended and taken the rest of it along."""
+    rest = _KinetoProfile(activities=[ProfilerActivity.CPU])
+    rest.prepare_trace()
+    rest.stop_trace()
+
+
+def _end_spans() -> None:
+    """End the open spans of this thread. Not to be called while another profiler records."""
+    while _this_thread.spans:
+        _this_thread.spans.pop().end()
+
+
+def _clear_flag() -> None:
+    if is_ours():
+        torch.autograd.profiler._set_is_profiler_enabled(False)
+
+
+def _is_anothers() -> bool:
+    return bool(torch.autograd.profiler._is_profiler_enabled) and not is_ours()
+
+
+def _others() -> list[profile]:
+    """Return the profilers that others made in this process.
+
+    Ours are `_KinetoProfile`s, which torch's step tracker does not count. If it counts none there are no others, and
+    Python's objects need not be searched, which takes 80 ms for a million of them.
+    """
+    if PROFILER_STEP_NAME not in KinetoStepTracker._step_dict:
+        return []
+    return [other for other in gc.get_referrers(profile) if isinstance(other, profile)]
+
+
+def _open_steps() -> list[record_function]:
+    return [other.step_rec_fn for other in _others() if other.step_rec_fn is not None]
