@@ -1,6 +1,6 @@
 """Tool `torch`: torch.profiler around the outermost stages of the thread that trains.
 
-Findings with torch 2.13, which are the reason for this design (`shared_profiler` has those about other profilers):
+Findings with torch 2.13, which are the reason for this design (`process_profiler` has those about other profilers):
 
 - torch's profiler records the thread that starts it, and what autograd does for that thread. A stop from another thread
   finds no session: what was recorded is lost, and the callbacks leak.
@@ -26,10 +26,10 @@ from schemas.commands import ProfilePlan, Schedule
 from schemas.errors import EngineError
 from schemas.events import Returned
 from schemas.outcomes import Trace
-from workers.profilers import shared_profiler
+from workers.profilers import process_profiler
+from workers.profilers.process_profiler import Span
 from workers.profilers.recorder import Recorder
 from workers.profilers.session_files import WHOLE, SessionFiles
-from workers.profilers.shared_profiler import Span
 from workers.profilers.trace_writer import CompressedTrace, TraceWriter
 
 logger = logging.getLogger("rolloutctl.rank")
@@ -51,11 +51,11 @@ class TorchRecorder(Recorder):
         self._mini_batches = 0  # of the session, where it does not count from 0 in each stage
 
     def open(self) -> None:
-        shared_profiler.require_free()
+        process_profiler.require_free()
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         self._writer.require_room()
-        shared_profiler.acquire()
+        process_profiler.acquire()
         plan = self.plan
         self._scope = stage if plan.discrete else WHOLE
         try:
@@ -64,7 +64,7 @@ class TorchRecorder(Recorder):
             else:
                 self._running = _Windows(self, plan.schedule, 0 if plan.discrete else self._mini_batches)
         except BaseException as error:
-            shared_profiler.release()
+            process_profiler.release()
             if isinstance(error, RuntimeError):
                 raise EngineError(f"torch's profiler did not start: {error}.") from error
             raise
@@ -77,7 +77,7 @@ class TorchRecorder(Recorder):
         except RuntimeError as error:
             raise EngineError(f"torch's profiler did not stop: {error}. What it recorded is lost.") from error
         finally:
-            shared_profiler.release()
+            process_profiler.release()
         if isinstance(running, _WholeStage):
             self._writer.put(partial(self._write, running.profiler, self._scope, None))
         elif not self.plan.discrete:
@@ -117,7 +117,7 @@ class TorchRecorder(Recorder):
 
     def start(self, profiler: _KinetoProfile) -> None:
         """Start a profiler, and label what it records with this rank. Raises EngineError and RuntimeError."""
-        shared_profiler.start(profiler)
+        process_profiler.start(profiler)
         files = self._files
         label = {"role": files.identity.role, "rank": files.rank, "step": files.step, "scope": self._scope}
         profiler.add_metadata_json("rolloutctl", json.dumps(label))
@@ -171,7 +171,7 @@ class _WholeStage:
         recorder.start(self.profiler)
 
     def end(self) -> None:
-        shared_profiler.stop(self.profiler)
+        process_profiler.stop(self.profiler)
 
 
 class _Windows:
@@ -197,19 +197,19 @@ class _Windows:
             self._save(self.next_mini_batch - 1)
         elif (profiler := self._profiler) is not None:
             if self._first is None:
-                if not shared_profiler.is_ours():
+                if not process_profiler.is_ours():
                     return  # another profiler has replaced it
                 self._recorder.start(profiler)  # torch can't stop a profiler that was only warmed up
-            shared_profiler.stop(profiler)
+            process_profiler.stop(profiler)
 
     def _advance(self) -> None:
         wanted = action(self._schedule, self.next_mini_batch)
         if wanted is ProfilerAction.NONE:
             return
-        if self._profiler is None or not shared_profiler.is_ours():  # another one may have replaced what warmed up
+        if self._profiler is None or not process_profiler.is_ours():  # another one may have replaced what warmed up
             self._profiler = self._recorder.make_profiler()
             if wanted is ProfilerAction.WARMUP:
-                shared_profiler.prepare(self._profiler)
+                process_profiler.prepare(self._profiler)
         if wanted is not ProfilerAction.WARMUP and self._first is None:
             self._first = self.next_mini_batch
             self._recorder.start(self._profiler)
@@ -218,7 +218,7 @@ class _Windows:
         profiler, first = self._profiler, self._first
         self._profiler = self._first = None
         if profiler is not None and first is not None:
-            shared_profiler.stop(profiler)
+            process_profiler.stop(profiler)
             self._recorder.save_window(profiler, first, last)
 
 
