@@ -25,7 +25,8 @@ from msgspec.msgpack import Decoder
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from controlplane.record.entries import LogEntry, coordinator_event_decoder
-from schemas.carriers.records import Durability, Record, RecordFile, RecordReader
+from schemas.carriers.database import Durability
+from schemas.carriers.records import Record, RecordFile, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
 from schemas.events import Decision
 from schemas.identity import Count, Name

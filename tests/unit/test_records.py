@@ -1,28 +1,23 @@
-"""The record file: what was recorded stays readable, and damage is never read as data."""
+"""Record files: committed records stay readable, there is one writer, and a full disk loses nothing."""
 
 import os
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import textwrap
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
-from schemas.carriers import records
+from schemas.carriers import database
 from schemas.carriers.filesystems import filesystem_type, is_network
-from schemas.carriers.records import (
-    Record,
-    RecordFile,
-    RecordReader,
-)
+from schemas.carriers.records import PAGE_RECORDS, RecordFile, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
-
-ROOT = Path(__file__).resolve().parents[2]
-HEADER = {"run": "01J", "logic": "1"}
+from tests.running import started
+from tests.unit.record_files import HEADER, append, fill, positions, read, records, write
 
 
 @pytest.fixture
@@ -30,105 +25,74 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "log.sqlite"
 
 
-def record(position: int) -> Record:
-    """The record that the tests put at a position: of two kinds and several sizes."""
-    return Record(
-        position=position,
-        at_ns=1_000 + position,
-        kind="issued" if position % 3 else "outcome",
-        agent="" if position % 2 else f"{position % 5}.0",
-        body=position.to_bytes(4, "big") * (1 + position % 40),
-    )
+def writer(code: str, *arguments: object) -> AbstractContextManager[Popen[str]]:
+    """A process that runs code with `file`, the record file named by its first argument.
+
+    With the argument `truncate` it believes to be on a network file system.
+    """
+    start = """
+        import os, sys
+        from schemas.carriers import database
+        from schemas.carriers.records import RecordFile, RecordReader
+        from schemas.errors import LogFull
+        if "truncate" in sys.argv:
+            database.is_network = lambda filesystem: True
+        file = RecordFile.open(sys.argv[1], durability="os")
+        """
+    return started("-c", textwrap.dedent(start) + textwrap.dedent(code), *arguments)
 
 
-def fill(file: RecordFile, upto: int, group: int = 10) -> None:
-    while file.last_position < upto:
-        for position in range(file.last_position + 1, min(file.last_position + group, upto) + 1):
-            one = record(position)
-            assert file.append(one.kind, one.agent, one.at_ns, one.body) == position
-        file.commit()
+def line(process: Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
-def made(path: Path, upto: int) -> Path:
-    with RecordFile.open(path, HEADER) as file:
-        fill(file, upto)
-    return path
+# --- writing and reading ----------------------------------------------------------------------------------------------
 
 
-def all_of(path: Path) -> list[Record]:
-    with RecordReader.open(path) as reader:
-        return list(reader.records())
-
-
-def process(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A Python process that has our modules and prints its progress line by line."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
-
-
-def end(child: subprocess.Popen[str]) -> None:
-    child.kill()
-    child.communicate()
-
-
-# Writing and reading
-
-
-def test_what_was_committed_is_read_back_in_order_and_whole(path: Path) -> None:
+def test_committed_records_are_read_back_in_order(path: Path) -> None:
     with RecordFile.open(path, HEADER) as file:
         assert (file.first_position, file.last_position) == (1, 0)
         assert list(file.records()) == []
         fill(file, 1000)
         assert (file.first_position, file.last_position) == (1, 1000)
-        assert list(file.records()) == [record(position) for position in range(1, 1001)]
-        assert file.verify() == ()
+        assert list(file.records()) == records(1, 1000)
         assert file.header == HEADER
-    assert all_of(path) == [record(position) for position in range(1, 1001)]
+    assert read(path) == records(1, 1000)
 
 
 def test_nothing_is_in_the_file_before_its_group_is_committed(path: Path) -> None:
     with RecordFile.open(path) as file:
         assert [file.append("k", "", 1, b"x") for _ in range(3)] == [1, 2, 3]
         assert (file.pending, file.last_position) == (3, 0)
-        assert all_of(path) == []
+        assert read(path) == []
         assert file.commit() == 3
         assert (file.pending, file.last_position) == (0, 3)
-        assert len(all_of(path)) == 3
+        assert len(read(path)) == 3
         assert file.commit() == 3
 
 
-def test_reopening_goes_on_where_the_file_ends_and_keeps_its_header(path: Path) -> None:
-    made(path, 25)
+def test_a_reopened_file_is_appended_to_and_keeps_its_header(path: Path) -> None:
+    write(path, 25)
     with RecordFile.open(path, {"run": "another"}) as file:
         assert file.header == HEADER
         fill(file, 40)
-    assert all_of(path) == [record(position) for position in range(1, 41)]
+    assert read(path) == records(1, 40)
 
 
 def test_closing_commits_what_is_buffered_and_leaves_one_file(path: Path) -> None:
     with RecordFile.open(path) as file:
         file.append("k", "", 1, b"x")
     file.close()
-    assert len(all_of(path)) == 1
+    assert len(read(path)) == 1
     assert sorted(near.name for near in path.parent.iterdir()) == [path.name, path.name + ".lock"]
 
 
-def test_a_reader_may_start_anywhere_and_choose_kinds(path: Path) -> None:
-    made(path, 600)
+def test_a_reader_may_start_anywhere(path: Path) -> None:
+    write(path, 600)
     with RecordReader.open(path) as reader:
-        assert [one.position for one in reader.records(start=598)] == [598, 599, 600]
-        assert [one.position for one in reader.records(start=590, kinds={"outcome"})] == [591, 594, 597, 600]
-        assert list(reader.records(start=601)) == list(reader.records(kinds=())) == []
+        assert list(reader.records(598)) == records(598, 600)
+        assert list(reader.records(601)) == []
 
 
 def test_a_reader_sees_what_is_committed_while_it_reads(path: Path) -> None:
@@ -137,12 +101,12 @@ def test_a_reader_sees_what_is_committed_while_it_reads(path: Path) -> None:
         found = reader.records()
         assert next(found).position == 1
         fill(file, 700)
-        assert [one.position for one in found] == list(range(2, 701))
+        assert list(found) == records(2, 700)
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             reader._connection.execute("DELETE FROM records")
 
 
-def test_folder_and_files_are_for_their_owner_only(path: Path) -> None:
+def test_only_the_owner_can_read_the_folder_and_its_files(path: Path) -> None:
     before = os.umask(0)
     try:
         with RecordFile.open(path) as file:
@@ -156,7 +120,7 @@ def test_folder_and_files_are_for_their_owner_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("durability", "synchronous"), [("disk", 2), ("os", 1)])
-def test_durability_decides_when_sqlite_flushes(path: Path, durability: records.Durability, synchronous: int) -> None:
+def test_durability_decides_when_sqlite_flushes(path: Path, durability: database.Durability, synchronous: int) -> None:
     with RecordFile.open(path, durability=durability) as file:
         assert file._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
         assert file.journal_mode == "wal"
@@ -174,13 +138,13 @@ def test_a_value_that_would_spoil_its_group_is_refused_at_once(path: Path) -> No
         assert file.append("k", "", (1 << 63) - 1, b"") == 1
 
 
-def test_a_header_may_not_use_the_names_of_the_file(path: Path) -> None:
+def test_a_header_may_not_use_the_keys_of_the_file(path: Path) -> None:
     with pytest.raises(ConfigError, match="'format'"):
         RecordFile.open(path, {"format": "9"})
     assert not path.exists()
 
 
-def test_records_appended_during_a_commit_in_another_thread_all_arrive(path: Path) -> None:
+def test_records_appended_while_another_thread_commits_all_arrive(path: Path) -> None:
     with RecordFile.open(path, durability="os") as file:
         stop = threading.Event()
 
@@ -190,18 +154,17 @@ def test_records_appended_during_a_commit_in_another_thread_all_arrive(path: Pat
 
         thread = threading.Thread(target=commit)
         thread.start()
-        for position in range(1, 5001):
-            one = record(position)
-            file.append(one.kind, one.agent, one.at_ns, one.body)
+        for added in records(1, 5000):
+            append(file, added)
         stop.set()
         thread.join()
-    assert all_of(path) == [record(position) for position in range(1, 5001)]
+    assert read(path) == records(1, 5000)
 
 
-# Dropping old records
+# --- dropping old records ---------------------------------------------------------------------------------------------
 
 
-def test_dropped_records_leave_their_space_and_positions_go_on(path: Path) -> None:
+def test_space_of_dropped_records_is_reused_and_positions_continue(path: Path) -> None:
     with RecordFile.open(path, HEADER) as file:
         fill(file, 500)
         size = path.stat().st_size
@@ -209,11 +172,10 @@ def test_dropped_records_leave_their_space_and_positions_go_on(path: Path) -> No
             file.truncate_before(file.last_position - 99)
             assert file.first_position == file.last_position - 99
             fill(file, file.last_position + 200)
-        assert [one.position for one in file.records()] == list(range(4301 - 100, 4501))
+        assert list(file.records()) == records(4301 - 100, 4500)
         file.truncate_before(4501)
         assert (file.first_position, file.last_position, list(file.records())) == (4501, 4500, [])
         file.truncate_before(1)
-        assert file.verify() == ()
         with pytest.raises(ValueError, match="last one committed is 4500"):
             file.truncate_before(4502)
     assert path.stat().st_size <= 2 * max(size, 65536)
@@ -221,24 +183,32 @@ def test_dropped_records_leave_their_space_and_positions_go_on(path: Path) -> No
         assert file.append("k", "", 1, b"") == 4501
 
 
-def test_a_reader_goes_on_after_records_that_are_dropped_under_it(path: Path) -> None:
+def test_a_reader_skips_records_that_are_dropped_while_it_reads(path: Path) -> None:
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
         fill(file, 1000)
         found = reader.records()
         assert next(found).position == 1
         file.truncate_before(900)
-        positions = [one.position for one in found]
-        assert positions == [*range(2, records.PAGE_RECORDS + 1), *range(900, 1001)]
+        assert positions(list(found)) == [*range(2, PAGE_RECORDS + 1), *range(900, 1001)]
         found = reader.records()
         next(found)
         file.truncate_before(1001)
-        assert [one.position for one in found] == list(range(901, 1001))
+        assert list(found) == records(901, 1000)
 
 
-# One writer
+def test_a_reader_ends_when_all_records_are_dropped(path: Path) -> None:
+    with RecordFile.open(path) as file, RecordReader.open(path) as reader:
+        fill(file, 1000)
+        found = reader.records()
+        assert next(found).position == 1
+        file.truncate_before(1001)
+        assert list(found) == records(2, PAGE_RECORDS)
 
 
-def test_a_second_writer_is_refused_by_name_and_let_in_after_the_first(path: Path) -> None:
+# --- one writer -------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused_until_the_first_closes(path: Path) -> None:
     with RecordFile.open(path) as file:
         with pytest.raises(LogLocked, match="another process writes this file") as caught:
             RecordFile.open(path)
@@ -248,40 +218,30 @@ def test_a_second_writer_is_refused_by_name_and_let_in_after_the_first(path: Pat
         assert file.last_position == 5
 
 
-def test_a_failed_opening_gives_its_lock_back(path: Path) -> None:
+def test_a_failed_opening_releases_the_lock(path: Path) -> None:
     path.parent.mkdir()
-    path.write_bytes(b"no database, but long enough to be looked at as one" * 100)
+    path.write_bytes(b"not a database, but long enough to look like one" * 100)
     for _ in range(2):
         with pytest.raises(LogCorrupt):
             RecordFile.open(path)
 
 
 def test_a_fork_that_outlives_its_writer_does_not_keep_the_lock(path: Path) -> None:
-    child = process(
-        """
-        import os, sys
-        from schemas.carriers.records import RecordFile
-        file = RecordFile.open(sys.argv[1])
+    fork = """
         if os.fork() == 0:
             print("forked", flush=True)
         sys.stdin.read()
-        """,
-        path,
-    )
-    assert line(child) == "forked"
-    os.kill(child.pid, signal.SIGKILL)
-    os.waitpid(child.pid, 0)
-    with RecordFile.open(path) as file:
-        file.append("k", "", 1, b"")
-    assert child.stdin is not None and child.stdout is not None
-    child.stdin.close()
-    assert child.stdout.read() == ""
-    child.stdout.close()
-    child.returncode = 0
+        """
+    with writer(fork, path) as process:
+        assert line(process) == "forked"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with RecordFile.open(path) as file:
+            file.append("k", "", 1, b"")
 
 
 def test_a_fork_may_not_write_and_leaves_the_file_alone(path: Path) -> None:
-    reader, writer = os.pipe()
+    read_end, write_end = os.pipe()
     with RecordFile.open(path) as file:
         fill(file, 5)
         if (child := os.fork()) == 0:
@@ -293,29 +253,24 @@ def test_a_fork_may_not_write_and_leaves_the_file_alone(path: Path) -> None:
                 text = str(error)
                 file.close()
             finally:
-                os.write(writer, text.encode())
+                os.write(write_end, text.encode())
                 os._exit(0)
-        os.close(writer)
+        os.close(write_end)
         os.waitpid(child, 0)
-        with open(reader, "rb") as pipe:
+        with open(read_end, "rb") as pipe:
             assert b"used in its fork" in pipe.read()
         with pytest.raises(LogLocked):
             RecordFile.open(path)
         fill(file, 9)
-    assert len(all_of(path)) == 9
+    assert len(read(path)) == 9
 
 
-# Cut off in the middle
+# --- interrupted ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("journal", ["wal", "truncate"])
 def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal: str) -> None:
-    code = """
-        import sys
-        from schemas.carriers import records
-        if sys.argv[2] == "truncate":
-            records.is_network = lambda filesystem: True
-        file = records.RecordFile.open(sys.argv[1], durability="os")
+    append_for_ever = """
         assert file.journal_mode == sys.argv[2]
         while True:
             for _ in range(50):
@@ -324,19 +279,18 @@ def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal
         """
     committed = 0
     for life in range(3):
-        child = process(code, path, journal)
-        for _ in range(20 + life):
-            committed = int(line(child))
-        end(child)
-        found = all_of(path)
+        with writer(append_for_ever, path, journal) as process:
+            for _ in range(20 + life):
+                committed = int(line(process))
+        found = read(path)
         assert len(found) >= committed and len(found) % 50 == 0
-        assert [one.position for one in found] == list(range(1, len(found) + 1))
+        assert positions(found) == list(range(1, len(found) + 1))
     with RecordFile.open(path) as file:
         assert file.append("k", "", 1, b"") == len(found) + 1
 
 
-def test_a_reader_undoes_a_commit_that_was_cut_off(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "is_network", lambda filesystem: True)
+def test_a_reader_rolls_back_an_interrupted_commit(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "is_network", lambda filesystem: True)
     copy = tmp_path / "copy"
     with RecordFile.open(path) as file:
         fill(file, 300)
@@ -348,10 +302,10 @@ def test_a_reader_undoes_a_commit_that_was_cut_off(path: Path, tmp_path: Path, m
         shutil.copy(f"{path}-journal", f"{copy}-journal")
         file._connection.execute("ROLLBACK")
     assert copy.read_bytes() != path.read_bytes()
-    assert all_of(copy) == [record(position) for position in range(1, 301)]
+    assert read(copy) == records(1, 300)
 
 
-# No space
+# --- no space ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_keeps_the_group_and_what_was_recorded(path: Path) -> None:
@@ -365,23 +319,17 @@ def test_a_full_disk_keeps_the_group_and_what_was_recorded(path: Path) -> None:
             with pytest.raises(LogFull, match="no space left for record 101. Records up to 100 are readable") as caught:
                 file.commit()
             assert str(path) in str(caught.value)
-            assert (file.pending, file.last_position, len(all_of(path))) == (20, 100, 100)
+            assert (file.pending, file.last_position, len(read(path))) == (20, 100, 100)
         file.append("k", "", 1, b"later")
         file._connection.execute("PRAGMA max_page_count = 100000")
         assert file.commit() == 121
-    assert [one.position for one in all_of(path)] == list(range(1, 122))
+    assert positions(read(path)) == list(range(1, 122))
 
 
 @pytest.mark.parametrize("journal", ["wal", "truncate"])
-def test_a_limit_on_file_sizes_counts_as_full(path: Path, journal: str) -> None:
-    child = process(
-        """
-        import resource, sys
-        from schemas.carriers import records
-        from schemas.errors import LogFull
-        if sys.argv[2] == "truncate":
-            records.is_network = lambda filesystem: True
-        file = records.RecordFile.open(sys.argv[1], durability="os")
+def test_a_limit_on_file_sizes_counts_as_a_full_disk(path: Path, journal: str) -> None:
+    append_up_to_the_limit = """
+        import resource
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
         try:
@@ -391,21 +339,19 @@ def test_a_limit_on_file_sizes_counts_as_full(path: Path, journal: str) -> None:
                 file.commit()
         except LogFull as error:
             print(error)
-        with records.RecordReader.open(sys.argv[1]) as reader:
+        with RecordReader.open(sys.argv[1]) as reader:
             print(file.pending, file.last_position, sum(1 for _ in reader.records()))
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         print(file.commit())
-        """,
-        path,
-        journal,
-    )
-    out, _ = child.communicate()
+        """
+    with writer(append_up_to_the_limit, path, journal) as process:
+        out, _ = process.communicate()
     error, state, recovered = out.splitlines()
     pending, last, count = map(int, state.split())
     assert "no space left" in error
     assert pending == 10 and last == count >= 50
     assert int(recovered) == last + 10
-    assert len(all_of(path)) == last + 10
+    assert len(read(path)) == last + 10
     assert not list(path.parent.glob("*.probe"))
 
 
@@ -419,17 +365,17 @@ def test_a_failed_flush_ends_writing_for_good(path: Path, monkeypatch: pytest.Mo
         fill(file, 10)
         file.append("k", "", 1, b"x")
         with monkeypatch.context() as patch:
-            # No disk at hand fails on demand; SQLite's error is put where its flush would raise it.
+            # No disk here fails on demand, so SQLite's error is raised where a flush would raise it.
             patch.setattr(RecordFile, "_set_bound", fail)
             with pytest.raises(LogError, match="disk I/O error"):
                 file.commit()
         for _ in range(2):
             with pytest.raises(LogError, match="takes no more records"):
                 file.commit()
-    assert len(all_of(path)) == 10
+    assert len(read(path)) == 10
 
 
-# Where the file lies
+# --- file systems -----------------------------------------------------------------------------------------------------
 
 MOUNTS = """\
 /dev/vda / ext4 rw,relatime 0 0
@@ -458,7 +404,7 @@ broken
         ("/weka/log", "tmpfs"),
     ],
 )
-def test_the_deepest_and_newest_mount_tells_the_file_system(path: str, filesystem: str) -> None:
+def test_the_deepest_and_newest_mount_names_the_file_system(path: str, filesystem: str) -> None:
     assert filesystem_type(path, MOUNTS) == filesystem
 
 
@@ -473,8 +419,8 @@ def test_network_file_systems_are_known_by_name() -> None:
         assert not is_network(name), name
 
 
-def test_on_a_network_file_system_the_file_has_a_rollback_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+def test_a_file_on_a_network_file_system_has_a_rollback_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
         assert file.journal_mode == "truncate"
         fill(file, 400)
@@ -485,15 +431,13 @@ def test_on_a_network_file_system_the_file_has_a_rollback_journal(path: Path, mo
         assert not path.with_name(path.name + "-wal").exists()
 
 
-def test_a_file_with_a_write_ahead_log_changes_over_when_it_comes_to_a_network(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made(path, 10)
+def test_a_file_in_wal_mode_changes_over_on_a_network_file_system(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, 10)
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     connection.close()
-    monkeypatch.setattr(records, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(database, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file:
         assert file.journal_mode == "truncate"
         fill(file, 20)
-    assert len(all_of(path)) == 20
+    assert read(path) == records(1, 20)

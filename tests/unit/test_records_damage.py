@@ -1,4 +1,4 @@
-"""Damage to a record file: found, named, and never read as data; everything before it stays readable."""
+"""Damage to a record file is found and named, never read as data, and everything before it stays readable."""
 
 import random
 import sqlite3
@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.carriers import records
-from schemas.carriers.records import Problem, Record, RecordFile, RecordReader
+from schemas.carriers.records import Record, RecordFile, RecordReader
 from schemas.errors import LogCorrupt, LogError
-
-HEADER = {"run": "01J", "logic": "1"}
+from tests.unit.record_files import records, write
 
 
 @pytest.fixture
@@ -19,133 +17,112 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "log.sqlite"
 
 
-def record(position: int) -> Record:
-    """The record that the tests put at a position, of several sizes."""
-    return Record(position, 1_000 + position, "issued", f"{position % 5}.0", bytes([position % 251]) * (position % 160))
+opened = pytest.mark.parametrize("opened", [RecordReader.open, RecordFile.open])
 
 
-def made(path: Path, upto: int) -> Path:
-    with RecordFile.open(path, HEADER) as file:
-        for position in range(1, upto + 1):
-            one = record(position)
-            file.append(one.kind, one.agent, one.at_ns, one.body)
-    return path
-
-
-def altered(path: Path, statement: str) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute(statement)
-    connection.close()
+def alter(path: Path, *statements: str) -> None:
+    """Change the database of a record file without its checks."""
+    for statement in statements:
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.execute(statement)
+        connection.close()
 
 
 def readable(path: Path) -> tuple[list[Record], LogCorrupt | None]:
-    """What can be read of the file, and the damage that ended it."""
+    """The records that can be read, and the damage that ended reading."""
     found: list[Record] = []
     try:
         with RecordReader.open(path) as reader:
-            found.extend(one for one in reader.records())
+            found.extend(record for record in reader.records())
     except LogCorrupt as error:
         return found, error
     return found, None
 
 
-def test_a_changed_record_ends_reading_after_all_before_it_and_is_named(path: Path) -> None:
-    made(path, 500)
-    altered(path, "UPDATE records SET at_ns = at_ns + 1 WHERE position IN (400, 450)")
+def assert_damaged(path: Path, position: int) -> LogCorrupt:
+    """Check that all records before a position are read, and that the error names it."""
     found, error = readable(path)
-    assert found == [record(position) for position in range(1, 400)]
-    assert error is not None and error.position == 400
+    assert found == records(1, position - 1)
+    assert error is not None and error.position == position
+    return error
+
+
+def test_a_changed_record_ends_reading_after_all_before_it(path: Path) -> None:
+    write(path, 500)
+    alter(path, "UPDATE records SET at_ns = at_ns + 1 WHERE position = 400")
+    error = assert_damaged(path, 400)
     assert str(path) in str(error) and "record 400" in str(error) and "Records 1 to 399 are readable" in str(error)
     with RecordReader.open(path) as reader:
-        assert [problem.position for problem in reader.verify()] == [400, 450]
-        assert len(list(reader.records(start=451))) == 50
+        assert list(reader.records(401)) == records(401, 500)
 
 
 @pytest.mark.parametrize("column", ["position", "at_ns", "kind", "agent", "body", "checksum"])
 def test_the_checksum_covers_every_column(path: Path, column: str) -> None:
-    made(path, 20)
+    write(path, 20)
     change = {
         "position": "position = -position",
         "kind": "kind = kind || 'x'",
         "agent": "agent = '9'",
         "body": "body = CAST(body || 'x' AS BLOB)",
     }.get(column, f"{column} = {column} + 1")
-    altered(path, f"UPDATE records SET {change} WHERE position = 20")
-    found, error = readable(path)
-    assert len(found) == 19
-    assert error is not None and error.position == 20
+    alter(path, f"UPDATE records SET {change} WHERE position = 20")
+    assert_damaged(path, 20)
 
 
 @pytest.mark.parametrize("value", ["NULL", "7", "'text'", "CAST(x'ff' AS TEXT)", "zeroblob(100)"])
 @pytest.mark.parametrize("column", ["body", "kind", "at_ns", "checksum"])
 def test_a_value_of_another_type_is_damage(path: Path, column: str, value: str) -> None:
-    made(path, 20)
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA writable_schema = ON")
-        connection.execute("UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', '')")
-    connection.close()
-    altered(path, f"UPDATE records SET {column} = {value} WHERE position = 20")
-    found, error = readable(path)
-    assert len(found) == 19
-    assert error is not None and error.position == 20
+    write(path, 20)
+    alter(
+        path,
+        "UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', '')",
+        f"UPDATE records SET {column} = {value} WHERE position = 20",
+    )
+    assert_damaged(path, 20)
 
 
-def test_a_hole_is_named_and_verify_goes_on_behind_it(path: Path) -> None:
-    made(path, 50)
-    altered(path, "DELETE FROM records WHERE position IN (1, 30)")
-    found, error = readable(path)
-    assert found == []
-    assert error is not None and error.position == 1 and "No record before it" in str(error)
+def test_a_hole_is_named_and_the_records_behind_it_can_be_read(path: Path) -> None:
+    write(path, 50)
+    alter(path, "DELETE FROM records WHERE position IN (1, 30)")
+    assert "No record before it" in str(assert_damaged(path, 1))
     with RecordReader.open(path) as reader:
-        assert [problem.position for problem in reader.verify()] == [1, 30]
-        assert [one.position for one in reader.records(start=31)] == list(range(31, 51))
+        assert list(reader.records(31)) == records(31, 50)
+        with pytest.raises(LogCorrupt, match="record 30 is missing; the next one is 31"):
+            list(reader.records(2))
 
 
-def test_a_missing_end_is_found_by_reader_verifier_and_writer(path: Path) -> None:
-    made(path, 50)
-    altered(path, "DELETE FROM records WHERE position > 40")
-    found, error = readable(path)
-    assert len(found) == 40
-    assert error is not None and error.position == 41
-    with RecordReader.open(path) as reader:
-        assert [problem.position for problem in reader.verify()] == [41]
+def test_a_missing_end_is_found_by_readers_and_the_writer(path: Path) -> None:
+    write(path, 50)
+    alter(path, "DELETE FROM records WHERE position > 40")
+    assert_damaged(path, 41)
     with pytest.raises(LogCorrupt, match="ends with 40"):
         RecordFile.open(path)
 
 
-def test_verify_gives_up_after_a_bounded_number_of_problems(path: Path) -> None:
-    made(path, 500)
-    altered(path, "UPDATE records SET checksum = checksum + 1")
-    with RecordReader.open(path) as reader:
-        problems = reader.verify()
-    assert len(problems) == records.PROBLEMS_MAX
-    assert problems[0] == Problem(1, problems[0].what)
-
-
 def test_a_damaged_header_is_reported_and_the_records_stay_readable(path: Path) -> None:
-    made(path, 20)
-    altered(path, "UPDATE meta SET value = '2' WHERE key = 'logic'")
+    write(path, 20)
+    alter(path, "UPDATE meta SET value = '2' WHERE key = 'logic'")
     with RecordReader.open(path) as reader:
         with pytest.raises(LogCorrupt, match="header does not match"):
             _ = reader.header
-        assert [problem.position for problem in reader.verify()] == [0]
-        assert len(list(reader.records())) == 20
+        assert list(reader.records()) == records(1, 20)
 
 
-def test_damaged_bounds_are_damage(path: Path) -> None:
-    made(path, 20)
-    altered(path, "UPDATE meta SET value = 'x' WHERE key = 'last'")
-    with RecordReader.open(path) as reader:
-        assert reader.verify()[0].position == 0
-    with pytest.raises(LogCorrupt, match="not a number"):
-        RecordFile.open(path)
+@opened
+def test_damaged_bounds_are_damage(path: Path, opened: Callable[[Path], RecordReader]) -> None:
+    write(path, 20)
+    alter(path, "UPDATE meta SET value = 'x' WHERE key = 'last'")
+    with pytest.raises(LogCorrupt, match="not a number") as caught, opened(path) as reader:
+        list(reader.records())
+    assert caught.value.position == 0
 
 
-@pytest.mark.parametrize("opened", [RecordReader.open, RecordFile.open])
+@opened
 @pytest.mark.parametrize(
     "content", [b"{}\n" * 2000, b"SQLite format 3\0" + bytes(5000), b"x" * 50], ids=["text", "zeros", "short"]
 )
-def test_what_is_no_database_is_refused_by_name(
+def test_a_file_that_is_not_a_database_is_refused_by_name(
     path: Path, content: bytes, opened: Callable[[Path], RecordReader]
 ) -> None:
     path.parent.mkdir()
@@ -156,21 +133,19 @@ def test_what_is_no_database_is_refused_by_name(
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("opened", [RecordReader.open, RecordFile.open])
-def test_a_foreign_database_is_refused_and_left_alone(path: Path, opened: Callable[[Path], RecordReader]) -> None:
+@opened
+def test_another_database_is_refused(path: Path, opened: Callable[[Path], RecordReader]) -> None:
     path.parent.mkdir()
-    altered(path, "CREATE TABLE theirs (a)")
+    alter(path, "CREATE TABLE other (a)")
     with pytest.raises(LogCorrupt, match="not a record file of rolloutctl"):
         opened(path)
 
 
-@pytest.mark.parametrize("opened", [RecordReader.open, RecordFile.open])
-def test_a_file_of_a_newer_format_is_refused_with_what_to_do(
-    path: Path, opened: Callable[[Path], RecordReader]
-) -> None:
-    made(path, 1)
-    altered(path, "UPDATE meta SET value = '2' WHERE key = 'format'")
-    with pytest.raises(LogError, match="format 2; this one reads up to 1. Update"):
+@opened
+def test_a_file_of_a_newer_format_is_refused_with_advice(path: Path, opened: Callable[[Path], RecordReader]) -> None:
+    write(path, 1)
+    alter(path, "UPDATE meta SET value = '2' WHERE key = 'format'")
+    with pytest.raises(LogError, match="format 2; this one reads up to 1. Update rolloutctl"):
         opened(path)
 
 
@@ -181,18 +156,17 @@ def test_a_missing_file_can_not_be_read_and_an_empty_one_holds_nothing(path: Pat
     path.touch()
     with pytest.raises(LogCorrupt):
         RecordReader.open(path)
-    found, error = readable(made(path, 3))
-    assert (len(found), error) == (3, None)
+    assert readable(write(path, 3)) == (records(1, 3), None)
 
 
 def test_a_file_cut_off_anywhere_yields_only_what_was_recorded(path: Path) -> None:
-    whole = made(path, 1000).read_bytes()
+    whole = write(path, 1000).read_bytes()
     lengths = []
     for size in range(0, len(whole), 1500):
         path.write_bytes(whole[:size])
         found, error = readable(path)
         assert error is not None
-        assert found == [record(position) for position in range(1, len(found) + 1)]
+        assert found == records(1, len(found))
         lengths.append(len(found))
     assert lengths[-1] > 900, "most of it is before the cut"
     assert lengths == sorted(lengths)
@@ -200,7 +174,7 @@ def test_a_file_cut_off_anywhere_yields_only_what_was_recorded(path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_are_never_read_as_data(path: Path, seed: int) -> None:
-    whole = made(path, 400).read_bytes()
+    whole = write(path, 400).read_bytes()
     chance = random.Random(seed)
     for _ in range(100):
         place = chance.randrange(len(whole))
@@ -209,5 +183,5 @@ def test_flipped_bits_are_never_read_as_data(path: Path, seed: int) -> None:
             found, error = readable(path)
         except LogError:
             continue
-        assert found == [record(position) for position in range(1, len(found) + 1)]
+        assert found == records(1, len(found))
         assert len(found) == 400 or error is not None
