@@ -1,4 +1,4 @@
-"""The socket adapter on real sockets, on every event loop: nothing lost, nothing twice, nothing out of order."""
+"""Sockets and wakeups on every event loop: no message is lost, repeated or out of order."""
 
 import os
 import random
@@ -27,24 +27,25 @@ from schemas.errors import AddressInUse, BusError
 from tests.waiting import until
 
 ANY_PORT = "tcp://127.0.0.1:0"
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(params=["epoll", "no epoll"])
 def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with one watch for all sockets of the loop, and with one for each."""
+    """Run a test with one watch for all sockets of the loop, and with one watch per socket."""
     if request.param == "no epoll":
         monkeypatch.setattr(sockets, "_HAS_EPOLL", False)
     elif not sockets._HAS_EPOLL:
-        pytest.skip("no epoll here")
+        pytest.skip("this system has no epoll")
 
 
 def pair(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
-    """Two connected DEALERs over TCP with room for `queue` messages each way."""
+    """Two DEALERs that connect over TCP, with room for `queue` messages each way."""
     bound, dialled = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     for sock in (bound, dialled):
         sock.set(zmq.SNDHWM, queue)
         sock.set(zmq.RCVHWM, queue)
-        # Small kernel buffers, or the system would take in what the queues are to refuse.
+        # Small kernel buffers, so that the queues fill up.
         sock.set(zmq.SNDBUF, 65536)
         sock.set(zmq.RCVBUF, 65536)
     bound.bind("tcp://127.0.0.1:*")
@@ -53,8 +54,16 @@ def pair(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
     return EdgeSocket(bound, address), EdgeSocket(dialled, address)
 
 
-def until_readable(sock: EdgeSocket) -> None:
-    """Stall the whole loop until libzmq has signalled: what arrives meanwhile meets a loop that does not look."""
+async def connected(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
+    """The same, once they are connected."""
+    left, right = pair(context, queue)
+    await left.send([b"connected"])
+    await right.recv()
+    return left, right
+
+
+def block_until_readable(sock: EdgeSocket) -> None:
+    """Block the whole loop until libzmq has signalled, so that a message arrives while the loop is busy."""
     poll = select.poll()
     poll.register(sock._fd, select.POLLIN)
     assert poll.poll(10_000), "nothing arrived"
@@ -65,10 +74,9 @@ async def turns(count: int) -> None:
         await checkpoint()
 
 
-# What goes in comes out
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_router_and_dealer_exchange_messages_of_several_frames(context: Context) -> None:
     async with bus_router(context, ANY_PORT) as router, agent_dealer(context, router.address, b"n0/1") as dealer:
         await dealer.send([b"head", b"", b"body"])
@@ -78,15 +86,13 @@ async def test_router_and_dealer_exchange_messages_of_several_frames(context: Co
         assert dealer.recv_nowait() is None
 
 
-@pytest.mark.anyio
-async def test_router_names_a_stranger_instead_of_dropping_in_silence(context: Context) -> None:
+async def test_router_reports_an_unknown_peer(context: Context) -> None:
     async with bus_router(context, ANY_PORT) as router:
         sent = router.send_nowait([b"nobody", b"hello"])
         assert sent is Sent.GONE and not sent
 
 
-@pytest.mark.anyio
-async def test_router_reports_a_full_queue_and_delivers_all_it_took(context: Context) -> None:
+async def test_router_reports_a_full_queue_and_delivers_all_it_accepted(context: Context) -> None:
     async with bus_router(context, ANY_PORT) as router, agent_dealer(context, router.address, b"slow") as dealer:
         await dealer.send([b"hello"])
         await router.recv()
@@ -99,8 +105,7 @@ async def test_router_reports_a_full_queue_and_delivers_all_it_took(context: Con
             assert body[:4] == number.to_bytes(4, "big")
 
 
-@pytest.mark.anyio
-async def test_router_refuses_to_wait_for_one_peer_and_to_send_nothing(context: Context) -> None:
+async def test_router_refuses_to_wait_for_one_peer_and_to_send_no_frames(context: Context) -> None:
     async with bus_router(context, ANY_PORT) as router:
         with pytest.raises(BusError, match="send_nowait"):
             await router.send([b"slow", b"x"])
@@ -108,7 +113,6 @@ async def test_router_refuses_to_wait_for_one_peer_and_to_send_nothing(context: 
             router.send_nowait([])
 
 
-@pytest.mark.anyio
 async def test_dealer_waits_for_the_bus_and_sends_when_it_comes(context: Context, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/bus"
     async with agent_dealer(context, address, b"early") as dealer:
@@ -121,8 +125,7 @@ async def test_dealer_waits_for_the_bus_and_sends_when_it_comes(context: Context
                     assert await router.recv() == [b"early", b"hello"]
 
 
-@pytest.mark.anyio
-async def test_publisher_shows_each_subscription_and_nothing_is_lost_after_it(context: Context) -> None:
+async def test_publisher_reports_each_subscription_and_loses_nothing_after_it(context: Context) -> None:
     async with bus_publisher(context, ANY_PORT) as publisher:
         async with agent_subscriber(context, publisher.address, [b"e1", b"h1"]) as subscriber:
             assert {bytes((await publisher.recv())[0]) for _ in range(2)} == {b"\x01e1", b"\x01h1"}
@@ -136,8 +139,7 @@ async def test_publisher_shows_each_subscription_and_nothing_is_lost_after_it(co
         assert {bytes((await publisher.recv())[0]) for _ in range(2)} == {b"\x00e1", b"\x00h1"}
 
 
-@pytest.mark.anyio
-async def test_the_newest_welcome_comes_first_and_no_publication_after_it_is_missed(context: Context) -> None:
+async def test_the_newest_welcome_comes_first_and_no_message_is_missed_after_the_first(context: Context) -> None:
     async with bus_publisher(context, ANY_PORT) as publisher:
         published = 0
         publisher.set_welcome(b"h10")
@@ -165,19 +167,16 @@ async def test_the_newest_welcome_comes_first_and_no_publication_after_it_is_mis
                 newest = int(welcome[2:])
                 for _ in range(5):
                     number = int((await subscriber.recv())[1])
-                    # Between the welcome and the subscription a publication may go by: the head in the welcome makes
-                    # that hole visible. After the first one seen there is none.
+                    # A message published between the welcome and the subscription may be lost; the head in the welcome
+                    # makes that hole visible. After the first message there is no hole.
                     assert number > newest
                     newest = number
                 scope.cancel()
 
 
-@pytest.mark.anyio
-async def test_a_flood_does_not_starve_the_other_tasks(context: Context) -> None:
-    left, right = pair(context, queue=0)
+async def test_a_flood_does_not_starve_other_tasks(context: Context) -> None:
+    left, right = await connected(context, queue=0)
     async with left, right:
-        await left.send([b"connected"])
-        await right.recv()
         for _ in range(10 * sockets.BURST):
             assert left.send_nowait([b"x"])
         ran = 0
@@ -196,45 +195,44 @@ async def test_a_flood_does_not_starve_the_other_tasks(context: Context) -> None
             group.cancel_scope.cancel()
 
 
-# Cancellation and edges
+# --- cancellation and edges -------------------------------------------------------------------------------------------
 
 
 class Traffic:
-    """Senders and receivers on two sockets, cancelled at random; remembers who sent what and what came."""
+    """Senders and receivers on two sockets that are cancelled at random."""
 
     def __init__(self, seed: int, per_sender: int) -> None:
         self.random = random.Random(seed)
         self.per_sender = per_sender
         self.cancelled = 0
 
-    def patience(self) -> float:
-        """Seconds until the call is cancelled; often 0, so that it is cancelled before, while and after it waits."""
+    def timeout_s(self) -> float:
+        """Time until a call is cancelled; often 0, so that it is cancelled before, while and after it waits."""
         return self.random.choice((0.0, 0.0, self.random.random() * 1e-3, 0.05))
 
-    async def dawdle(self) -> None:
-        """Be slower than the other side for a while, so that both of them get to wait."""
+    async def pause(self) -> None:
+        """Be slower than the other side for a while, so that each of them sometimes waits."""
         await turns(self.random.choice((1, 1, 1, 1, 50)))
 
     async def send_all(self, sock: EdgeSocket, sender: int) -> None:
         number = 0
         while number < self.per_sender:
-            with anyio.move_on_after(self.patience()) as scope:
+            with anyio.move_on_after(self.timeout_s()) as scope:
                 await sock.send([bytes((sender,)), number.to_bytes(4, "big"), bytes(20_000)])
                 number += 1
             self.cancelled += scope.cancelled_caught
-            await self.dawdle()
+            await self.pause()
 
     async def receive_into(self, sock: EdgeSocket, received: list[tuple[int, int]], total: int) -> None:
         while len(received) < total:
-            with anyio.move_on_after(self.patience()) as scope:
+            with anyio.move_on_after(self.timeout_s()) as scope:
                 sender, number, body = await sock.recv()
                 assert len(body) == 20_000
                 received.append((sender[0], int.from_bytes(number, "big")))
             self.cancelled += scope.cancelled_caught
-            await self.dawdle()
+            await self.pause()
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("watching")
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_cancellation_loses_repeats_and_reorders_nothing(context: Context, seed: int) -> None:
@@ -249,18 +247,17 @@ async def test_random_cancellation_loses_repeats_and_reorders_nothing(context: C
                 for sender in range(2):
                     group.start_soon(traffic.send_all, left, sender)
                     group.start_soon(traffic.send_all, right, sender)
-                    # Two receivers share one list: the one that did not get the last message ends by its patience.
+                    # Two receivers share one list: the one that did not get the last message times out.
                     group.start_soon(traffic.receive_into, left, to_left, total)
                     group.start_soon(traffic.receive_into, right, to_right, total)
         for received in (to_left, to_right):
             for sender in range(2):
-                assert [number for who, number in received if who == sender] == list(range(traffic.per_sender))
+                assert [number for origin, number in received if origin == sender] == list(range(traffic.per_sender))
         assert left.recv_nowait() is None and right.recv_nowait() is None
         assert left.safety_polls == right.safety_polls == 0
     assert traffic.cancelled > 100
 
 
-@pytest.mark.anyio
 async def test_a_bus_that_comes_and_goes_never_sees_half_a_message(context: Context, tmp_path: Path) -> None:
     dialled = context.socket(zmq.DEALER)
     dialled.set(zmq.IMMEDIATE, 1)
@@ -290,33 +287,29 @@ async def test_a_bus_that_comes_and_goes_never_sees_half_a_message(context: Cont
                     for _ in range(150):
                         _, head, number, body, tail = await router.recv()
                         assert (head, len(body), tail) == (b"head", 3000, b"tail")
-                        # What was under way when the bus went is lost, and repaired above; nothing comes twice.
+                        # Messages in flight when the bus went away are lost and repaired elsewhere; none comes twice.
                         assert int(number) > newest
                         newest = int(number)
                 router.close(0)
         group.cancel_scope.cancel()
 
 
-@pytest.mark.anyio
-async def test_libzmq_takes_the_edge_away_with_any_touch(context: Context) -> None:
-    left, right = pair(context)
+async def test_any_touch_of_a_socket_clears_the_edge(context: Context) -> None:
+    left, right = await connected(context)
     async with left, right:
-        await left.send([b"x"])
-        await right.recv()
         assert right.recv_nowait() is None
         await left.send([b"waits"])
-        until_readable(right)
+        block_until_readable(right)
         await right.send([b"touches"])
         poll = select.poll()
         poll.register(right._fd, select.POLLIN)
-        assert not poll.poll(0), "the descriptor still tells: the rules of the adapter could be simpler"
+        assert not poll.poll(0), "the descriptor is still readable: the rules of the module could be simpler"
         assert right.recv_nowait() == [b"waits"]
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("watching")
-async def test_a_sender_that_takes_the_edge_wakes_the_receiver(context: Context) -> None:
-    left, right = pair(context)
+async def test_a_sender_that_clears_the_edge_wakes_the_receiver(context: Context) -> None:
+    left, right = await connected(context)
     got: list[bytes] = []
 
     async def receive() -> None:
@@ -324,23 +317,20 @@ async def test_a_sender_that_takes_the_edge_wakes_the_receiver(context: Context)
             got.append((await right.recv())[0])
 
     async with left, right, anyio.create_task_group() as group:
-        await left.send([b"first"])
         group.start_soon(receive)
         with anyio.fail_after(20):
-            await until(lambda: len(got) == 1)
-            for number in range(1, 40):
+            for number in range(40):
                 await until(lambda: bool(right._waiters))
                 await left.send([b"reply"])
-                until_readable(right)
+                block_until_readable(right)
                 assert right.send_nowait([b"again"])
                 await until(lambda expected=number: len(got) > expected)  # type: ignore[misc]
     assert right.safety_polls == 0
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("watching")
 async def test_a_cancelled_leader_hands_over_to_a_follower(context: Context) -> None:
-    left, right = pair(context)
+    left, right = await connected(context)
     got: list[bytes] = []
 
     async def receive(scope: anyio.CancelScope) -> None:
@@ -348,8 +338,6 @@ async def test_a_cancelled_leader_hands_over_to_a_follower(context: Context) -> 
             got.extend(await right.recv())
 
     async with left, right:
-        await left.send([b"connected"])
-        await right.recv()
         scopes = [anyio.CancelScope() for _ in range(4)]
         with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
@@ -364,30 +352,26 @@ async def test_a_cancelled_leader_hands_over_to_a_follower(context: Context) -> 
         assert right.safety_polls == 0
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("watching")
 async def test_the_safety_poll_turns_a_missed_edge_into_latency_and_counts_it(context: Context) -> None:
-    left, right = pair(context)
+    left, right = await connected(context)
     got: list[bytes] = []
 
     async def receive() -> None:
         got.extend(await right.recv())
 
     async with left, right:
-        await left.send([b"connected"])
-        await right.recv()
         with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
                 group.start_soon(receive)
                 await until(lambda: bool(right._waiters))
                 await left.send([b"missed"])
-                until_readable(right)
-                right._sock.getsockopt(zmq.EVENTS)  # behind the adapter's back
+                block_until_readable(right)
+                right._sock.getsockopt(zmq.EVENTS)  # without `EdgeSocket` noticing
         assert got == [b"missed"]
         assert right.safety_polls == 1
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("watching")
 async def test_an_idle_wait_does_not_count_as_a_missed_edge(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "SAFETY_POLL_S", 0.0001)
@@ -401,9 +385,8 @@ async def test_an_idle_wait_does_not_count_as_a_missed_edge(context: Context, mo
         assert right.recv_nowait() is None
 
 
-@pytest.mark.anyio
-async def test_the_tasks_of_all_sockets_take_turns_in_leading(context: Context) -> None:
-    pairs = [pair(context) for _ in range(5)]
+async def test_any_task_of_any_socket_can_become_the_leader(context: Context) -> None:
+    pairs = [await connected(context) for _ in range(5)]
     got: list[int] = []
 
     async def receive(index: int, scope: anyio.CancelScope) -> None:
@@ -412,9 +395,6 @@ async def test_the_tasks_of_all_sockets_take_turns_in_leading(context: Context) 
                 await pairs[index][1].recv()
                 got.append(index)
 
-    for left, right in pairs:
-        await left.send([b"connected"])
-        await right.recv()
     scopes = [anyio.CancelScope() for _ in pairs]
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
@@ -430,7 +410,7 @@ async def test_the_tasks_of_all_sockets_take_turns_in_leading(context: Context) 
                 await until(lambda: all(pairs[index][1]._waiters for index in alive))
                 watch = pairs[alive[0]][1]._watch
                 assert watch is not None and watch._leader is not None
-                # The leader goes: at first by cancellation, then by closing its socket.
+                # The leader leaves: cancelled, and every other time its socket is closed too.
                 leader = next(index for index in alive if pairs[index][1] is watch._leader.sock)
                 alive.remove(leader)
                 scopes[leader].cancel()
@@ -444,10 +424,9 @@ async def test_the_tasks_of_all_sockets_take_turns_in_leading(context: Context) 
     assert watch.closed
 
 
-# Closing, threads, forks
+# --- closing, threads, forks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("watching")
 async def test_closing_wakes_the_leader_and_the_followers(context: Context) -> None:
     left, right = pair(context)
@@ -473,8 +452,7 @@ async def test_closing_wakes_the_leader_and_the_followers(context: Context) -> N
         await right.send([b"x"])
 
 
-@pytest.mark.anyio
-async def test_another_thread_is_refused_with_a_sentence(context: Context) -> None:
+async def test_another_thread_is_refused(context: Context) -> None:
     async with bus_publisher(context, ANY_PORT) as publisher:
         with pytest.raises(BusError, match="belongs to another thread"):
             await anyio.to_thread.run_sync(publisher.recv_nowait)
@@ -499,7 +477,7 @@ def in_fork(action: Callable[[], object]) -> str:
     return text
 
 
-def test_a_fork_may_use_neither_socket_nor_doorbell(context: Context) -> None:
+def test_a_fork_may_use_neither_socket_nor_wakeup(context: Context) -> None:
     publisher = bus_publisher(context, ANY_PORT)
     wakeup = Wakeup()
     assert f"made in process {os.getpid()}" in in_fork(publisher.recv_nowait)
@@ -509,7 +487,7 @@ def test_a_fork_may_use_neither_socket_nor_doorbell(context: Context) -> None:
     wakeup.close()
 
 
-# The wakeup
+# --- wakeups ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["eventfd", "socketpair"])
@@ -517,15 +495,14 @@ def wakeup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "socketpair":
         monkeypatch.delattr(os, "eventfd", raising=False)
     elif not hasattr(os, "eventfd"):
-        pytest.skip("no eventfd here")
+        pytest.skip("this system has no eventfd")
     made = Wakeup()
     yield made
     # In the loop's thread, and after its end.
     made.close()
 
 
-@pytest.mark.anyio
-async def test_everything_handed_over_before_a_ring_is_seen_after_it(wakeup: Wakeup) -> None:
+async def test_all_work_handed_over_before_a_notification_is_seen_after_it(wakeup: Wakeup) -> None:
     handed: list[int] = []
     seen: list[int] = []
     total = 20_000
@@ -545,8 +522,7 @@ async def test_everything_handed_over_before_a_ring_is_seen_after_it(wakeup: Wak
     assert seen == list(range(total))
 
 
-@pytest.mark.anyio
-async def test_rings_before_a_wait_are_one_and_the_next_wait_waits(wakeup: Wakeup) -> None:
+async def test_several_notifications_before_a_wait_count_as_one(wakeup: Wakeup) -> None:
     for _ in range(3):
         wakeup.notify()
     await wakeup.wait()
@@ -558,8 +534,7 @@ async def test_rings_before_a_wait_are_one_and_the_next_wait_waits(wakeup: Wakeu
         await wakeup.wait()
 
 
-@pytest.mark.anyio
-async def test_a_closed_doorbell_wakes_its_waiter_and_rings_in_silence(wakeup: Wakeup) -> None:
+async def test_closing_a_wakeup_wakes_its_waiter_and_later_notifications_do_nothing(wakeup: Wakeup) -> None:
     async def wait() -> None:
         with pytest.raises(anyio.ClosedResourceError):
             await wakeup.wait()

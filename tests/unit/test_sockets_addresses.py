@@ -1,4 +1,4 @@
-"""Where sockets bind and dial: loopback unless told otherwise, and every refusal says what to do."""
+"""Addresses of sockets: loopback unless `insecure`, and every refusal says what to do."""
 
 import socket
 from collections.abc import Callable
@@ -15,7 +15,7 @@ ANY_PORT = "tcp://127.0.0.1:0"
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://localhost:0", "tcp://[::1]:0", "inproc://a", "ipc"]
 )
-def test_local_addresses_bind_and_tell_where(context: Context, tmp_path: Path, address: str) -> None:
+def test_a_local_address_binds_and_is_reported_with_its_port(context: Context, tmp_path: Path, address: str) -> None:
     if address == "ipc":
         address = f"ipc://{tmp_path}/bus"
     router = bus_router(context, address)
@@ -29,7 +29,7 @@ def test_local_addresses_bind_and_tell_where(context: Context, tmp_path: Path, a
     "address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://192.0.2.1:5000", "tcp://lo:0"]
 )
 @pytest.mark.parametrize("constructor", [bus_publisher, bus_router])
-def test_an_address_that_others_reach_is_refused_with_what_to_do(
+def test_an_address_that_other_machines_reach_is_refused_with_advice(
     context: Context, constructor: Callable[[Context, str], EdgeSocket], address: str
 ) -> None:
     with pytest.raises(BusAddressError, match="other machines can reach it.*insecure=True"):
@@ -46,14 +46,14 @@ def test_insecure_binds_everywhere(context: Context) -> None:
     "address", ["", "5555", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:http", "ipc://",
                 "quic://127.0.0.1:1", "ipc:///nonexistent/folder/bus", "ipc:///" + "x" * 200]
 )  # fmt: skip
-def test_what_is_no_address_is_refused_by_name(context: Context, address: str) -> None:
+def test_a_text_that_is_not_an_address_can_not_be_bound(context: Context, address: str) -> None:
     with pytest.raises(BusAddressError, match="can't (bind|use).*An address looks like") as caught:
         bus_router(context, address)
     assert repr(address) in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["", "5555", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "quic://127.0.0.1:1"])
-def test_what_is_no_address_can_not_be_dialled(context: Context, address: str) -> None:
+def test_a_text_that_is_not_an_address_can_not_be_dialled(context: Context, address: str) -> None:
     with pytest.raises(BusAddressError, match="can't (dial|use)"):
         agent_dealer(context, address, b"a")
 
@@ -74,6 +74,6 @@ def test_an_ipc_path_left_by_a_dead_process_is_taken_over(context: Context, tmp_
 
 
 @pytest.mark.parametrize("routing_id", [b"", b"\0abc", b"x" * 256])
-def test_a_routing_id_that_libzmq_would_not_keep_is_refused(context: Context, routing_id: bytes) -> None:
+def test_a_routing_id_that_libzmq_does_not_allow_is_refused(context: Context, routing_id: bytes) -> None:
     with pytest.raises(ConfigError, match="routing id"):
         agent_dealer(context, ANY_PORT, routing_id)
