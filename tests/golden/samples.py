@@ -1,8 +1,8 @@
-"""One value of every message kind, and the bytes it must have for ever.
+"""One sample of every message kind, whose bytes are in wire.json and must never change.
 
-    python -m tests.golden.samples        # writes wire.json anew: only for a kind that is new
+    python -m tests.golden.samples        # writes wire.json; run it when you add a kind
 
-A vector that changes is a message that older agents can't read any more: then the protocol's version changes as well.
+If the bytes of an existing kind change, older agents can't read it any more: change the protocol version as well.
 """
 
 import json
@@ -211,7 +211,7 @@ SAMPLES: tuple[Struct, ...] = (
     ),
     REPORT,
     RequestRejected(reason="not by hand"),
-    # what an agent's machine sees
+    # events of an agent's machine
     Started(at_ms=1, identity=PLACE, incarnation="i"),
     CommandReceived(at_ms=2, epoch=3, origin=2, seq=7, ttl_ms=900, command=PROFILE, target=Target()),
     HeadSeen(at_ms=3, epoch=3, seq=9),
@@ -221,7 +221,7 @@ SAMPLES: tuple[Struct, ...] = (
     EngineReturned(at_ms=6, call_id=2, result=Fault("engine_error", "no")),
     LeaseExpired(at_ms=7),
     Tick(at_ms=8),
-    # what it decides
+    # its effects
     Perform(call_id=1, call=CheckSource(SOURCE, MANIFEST, 5)),
     Perform(call_id=2, call=Pause("wait")),
     Perform(call_id=3, call=Resume()),
@@ -236,7 +236,7 @@ SAMPLES: tuple[Struct, ...] = (
     RequestResend(8),
     RequestSnapshot(),
     Restart(),
-    # what the coordinator sees
+    # events of the coordinator
     Opened(
         at_us=1,
         at_ns=2,
@@ -279,7 +279,7 @@ SAMPLES: tuple[Struct, ...] = (
     PeerLost(at_us=9, peer="1.0/i", reason="silent"),
     TimerFired(at_us=10),
     Closed(at_us=11, at_ns=12),
-    # what it decides
+    # its effects
     Publish(epoch=2, seq=7, envelope=ENVELOPE),
     Send(peer="1.0/i", epoch=2, seq=7, message=Ack(journal="j", through=12)),
     Ping(peer="1.0/i"),
@@ -293,22 +293,22 @@ SAMPLES: tuple[Struct, ...] = (
 
 
 def named() -> dict[str, Struct]:
-    """Each sample under the name of its kind, with a number where there are several."""
-    found: dict[str, Struct] = {}
+    """Return the samples by name: the kind, and a number if there are several of it."""
+    samples: dict[str, Struct] = {}
     for sample in SAMPLES:
         name = type(sample).__name__
-        number = sum(other.partition(" ")[0] == name for other in found)
-        found[f"{name} {number + 1}" if number else name] = sample
-    return found
+        number = sum(other.partition(" ")[0] == name for other in samples)
+        samples[f"{name} {number + 1}" if number else name] = sample
+    return samples
 
 
 def kinds(union: object) -> set[type]:
-    """The members of a union."""
+    """Return the members of a union."""
     return set(get_args(union))
 
 
 def main() -> None:
-    """Write the vectors: what a reader sees, and the bytes."""
+    """Write wire.json: the bytes of each sample, and the same for people to read."""
     vectors = {}
     for name, sample in named().items():
         encoded = encode(sample)

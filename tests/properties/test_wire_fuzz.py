@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, the guard says WireError or gives a message, and nothing else comes of it."""
+"""Whatever bytes arrive, decoding returns a message or raises WireError."""
 
 from collections.abc import Callable
 
@@ -10,21 +10,21 @@ from schemas.errors import WireError
 from schemas.wire import decode_command, decode_downward, decode_envelope, decode_upward, encode, parse_frames
 from tests.golden.samples import SAMPLES
 
-GUARDS: tuple[Callable[[bytes], object], ...] = (decode_upward, decode_downward, decode_envelope)
-ENCODED = [encode(one) for one in SAMPLES]
+DECODERS: tuple[Callable[[bytes], object], ...] = (decode_upward, decode_downward, decode_envelope)
+ENCODED = [encode(sample) for sample in SAMPLES]
 FUZZ = settings(max_examples=1500, derandomize=True, deadline=None)
 
 
 @st.composite
-def spoiled(draw: st.DrawFn) -> bytes:
-    """A message of ours with some bytes changed, cut off, or put in."""
+def damaged(draw: st.DrawFn) -> bytes:
+    """A message with some bytes changed, removed or inserted."""
     body = bytearray(draw(st.sampled_from(ENCODED)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(body)))
-        what = draw(st.sampled_from(("change", "cut", "insert")))
-        if what == "change" and at < len(body):
+        change = draw(st.sampled_from(("replace", "remove", "insert")))
+        if change == "replace" and at < len(body):
             body[at] = draw(st.integers(0, 255))
-        elif what == "cut":
+        elif change == "remove":
             del body[at : at + draw(st.integers(1, 8))]
         else:
             body[at:at] = draw(st.binary(max_size=8))
@@ -32,20 +32,20 @@ def spoiled(draw: st.DrawFn) -> bytes:
 
 
 @FUZZ
-@given(body=st.one_of(st.binary(max_size=200), spoiled()))
+@given(body=st.one_of(st.binary(max_size=200), damaged()))
 @example(body=b"\x91" * 20_000)
 @example(body=b"\xdd\xff\xff\xff\xff")
 def test_a_body_is_a_message_or_a_wire_error(body: bytes) -> None:
-    for guard in GUARDS:
+    for decode in DECODERS:
         try:
-            message = guard(body)
+            message = decode(body)
         except WireError:
             continue
-        assert guard(encode(message)) == message
+        assert decode(encode(message)) == message
 
 
 @FUZZ
-@given(frames=st.lists(st.one_of(st.binary(max_size=60), st.sampled_from(ENCODED), spoiled()), max_size=4))
+@given(frames=st.lists(st.one_of(st.binary(max_size=60), st.sampled_from(ENCODED), damaged()), max_size=4))
 def test_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
     try:
         head, body = parse_frames(frames)
@@ -55,7 +55,7 @@ def test_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
 
 
 @FUZZ
-@given(body=st.one_of(st.binary(max_size=200), spoiled()))
+@given(body=st.one_of(st.binary(max_size=200), damaged()))
 def test_a_command_never_raises(body: bytes) -> None:
     decode_command(Raw(body))
 

@@ -1,4 +1,4 @@
-"""Older and newer readers cope with each other; strangers' bytes are refused with a reason; the schema is exported."""
+"""Older and newer versions read each other; bytes that are not a message are refused; the schema is up to date."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import Raw, Struct
 
-from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand
+from schemas.commands import EngineCommand, UnknownCommand
 from schemas.errors import CommandFailed, WireError
 from schemas.json_schema import document, schema
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped
@@ -26,7 +26,7 @@ from schemas.wire import (
     encode_header,
     parse_frames,
 )
-from tests.golden.samples import ENVELOPE, SAMPLES, named
+from tests.golden.samples import ENVELOPE, PROFILE, named
 
 DOCS = Path(__file__).parents[2] / "docs"
 JOIN = encode(Join())
@@ -37,32 +37,32 @@ SCHEMA = schema()
 
 
 class OldStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
-    """The heartbeat as an earlier version knew it."""
+    """The heartbeat of an earlier version."""
 
     ready: bool
     engine: str = "unknown"
 
 
 class NewStatus(AgentStatus, frozen=True, kw_only=True, tag="status", omit_defaults=True):
-    """The heartbeat as a later version may have it."""
+    """The heartbeat of a later version."""
 
     temperature_celsius: int = 20
 
 
-def test_an_older_reader_takes_what_it_knows() -> None:
+def test_an_older_reader_ignores_fields_that_it_does_not_know() -> None:
     newer = encode(AgentStatus(ready=True, engine="tiny 1", version=4, asleep=("weights",)))
     assert msgspec.msgpack.decode(newer, type=OldStatus) == OldStatus(ready=True, engine="tiny 1")
 
 
-def test_a_newer_reader_fills_in_what_it_is_not_told() -> None:
+def test_a_newer_reader_fills_in_defaults() -> None:
     assert decode_upward(encode(OldStatus(ready=True, engine="tiny 1"))) == AgentStatus(ready=True, engine="tiny 1")
 
 
-def test_fields_that_are_not_known_yet_are_passed_over() -> None:
+def test_fields_of_a_later_version_are_ignored() -> None:
     assert decode_upward(encode(NewStatus(ready=True, temperature_celsius=90))) == AgentStatus(ready=True)
 
 
-def test_a_minor_version_more_is_read_and_a_major_one_is_not() -> None:
+def test_another_minor_version_is_read_and_another_major_version_is_not() -> None:
     minor = encode(Header(MAGIC, MAJOR, 7, 1, 0, 0))
     assert parse_frames([minor, JOIN])[0].minor == 7
     with pytest.raises(WireError, match=f"protocol version {MAJOR + 1}, this side speaks {MAJOR}"):
@@ -81,15 +81,19 @@ def test_a_minor_version_more_is_read_and_a_major_one_is_not() -> None:
         ({"type": "x" * 500}, "x" * 64),
     ],
 )
-def test_a_command_that_is_not_understood_does_not_stop_the_stream(body: object, tag: str) -> None:
+def test_a_command_that_can_not_be_read_becomes_an_unknown_command(body: object, tag: str) -> None:
     assert decode_command(Raw(encode(body))) == UnknownCommand(tag)
 
 
-# --- the guard --------------------------------------------------------------------------------------------------------
+def test_the_command_in_an_envelope_is_decoded() -> None:
+    assert decode_command(decode_envelope(encode(ENVELOPE)).body) == PROFILE
+
+
+# --- bytes that are not a message -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("frames", "says"),
+    ("frames", "message"),
     [
         ([], "2 frames, not 0"),
         ([encode_header(1)], "2 frames, not 1"),
@@ -102,8 +106,8 @@ def test_a_command_that_is_not_understood_does_not_stop_the_stream(body: object,
         ([encode([MAGIC, MAJOR]), JOIN], "unreadable header"),
     ],
 )
-def test_what_is_no_message_is_refused_with_a_reason(frames: list[bytes], says: str) -> None:
-    with pytest.raises(WireError, match=says):
+def test_frames_that_are_not_a_message_are_refused_with_a_reason(frames: list[bytes], message: str) -> None:
+    with pytest.raises(WireError, match=message):
         parse_frames(frames)
 
 
@@ -111,12 +115,12 @@ def test_what_is_no_message_is_refused_with_a_reason(frames: list[bytes], says: 
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa4nope", b"\x91" * 5000, b"\xa4\xff\xff\xff\xff", JOIN + b"\x00"]
 )
-def test_a_body_that_is_none_is_a_wire_error(decode: object, body: bytes) -> None:
+def test_a_body_that_is_not_a_message_is_a_wire_error(decode: object, body: bytes) -> None:
     with pytest.raises(WireError):
         decode(body)  # type: ignore[operator]
 
 
-def test_an_error_never_repeats_a_strangers_bytes() -> None:
+def test_an_error_never_repeats_the_bytes() -> None:
     with pytest.raises(WireError) as caught:
         decode_upward(encode({"type": "status", "ready": "SECRET-TOKEN"}))
     assert "SECRET" not in str(caught.value)
@@ -126,16 +130,18 @@ def test_an_error_never_repeats_a_strangers_bytes() -> None:
 
 
 def report(*conclusions: Acted | Skipped | Failed | Missing) -> Report:
-    outcomes = tuple(AgentOutcome(agent=f"{number}.0", conclusion=one) for number, one in enumerate(conclusions))
+    outcomes = tuple(
+        AgentOutcome(agent=f"{number}.0", conclusion=conclusion) for number, conclusion in enumerate(conclusions)
+    )
     return Report(seq=7, origin=1, command=EngineCommand(operation="pause"), outcomes=outcomes)
 
 
-def test_a_report_sorts_its_agents() -> None:
-    made = report(Acted(calls=()), Skipped(Reason.ALREADY), Failed(ErrorKind.UNKNOWN, "?"), Missing("gone"))
-    assert (made.acted, made.skipped, made.failed, made.missing) == (("0.0",), ("1.0",), ("2.0",), ("3.0",))
+def test_a_report_lists_agents_by_their_conclusion() -> None:
+    mixed = report(Acted(calls=()), Skipped(Reason.ALREADY), Failed(ErrorKind.UNKNOWN, "?"), Missing("gone"))
+    assert (mixed.acted, mixed.skipped, mixed.failed, mixed.missing) == (("0.0",), ("1.0",), ("2.0",), ("3.0",))
 
 
-def test_a_skip_is_no_failure_and_a_missing_agent_is_one() -> None:
+def test_a_missing_agent_is_a_failure_and_a_skip_is_not() -> None:
     report(Acted(calls=()), Skipped(Reason.NOT_PRIMARY)).raise_for_failures()
     with pytest.raises(CommandFailed, match=r"0\.0: missing \(deadline\)"):
         report(Missing("deadline")).raise_for_failures()
@@ -146,22 +152,20 @@ def test_a_skip_is_no_failure_and_a_missing_agent_is_one() -> None:
 # --- the schema -------------------------------------------------------------------------------------------------------
 
 
-def test_the_schema_in_the_docs_is_that_of_the_code() -> None:
+def test_the_schema_in_the_docs_is_up_to_date() -> None:
     assert (DOCS / "schema.json").read_text() == document()  # else: python -m schemas.json_schema > docs/schema.json
 
 
-@pytest.mark.parametrize("name", [name for name, one in named().items() if type(one).__name__ in SCHEMA["$defs"]])
-def test_every_message_is_valid_under_it(name: str) -> None:
+MESSAGES = [name for name, sample in named().items() if type(sample).__name__ in SCHEMA["$defs"]]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_every_message_is_valid_under_the_schema(name: str) -> None:
     sample = named()[name]
     value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(encode(sample))))
     jsonschema.validate(value, {"$ref": f"#/$defs/{type(sample).__name__}", "$defs": SCHEMA["$defs"]})
 
 
-def test_the_schema_refuses_what_is_no_message() -> None:
+def test_the_schema_refuses_an_incomplete_message() -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"type": "profile"}, {"$ref": "#/$defs/ProfileCommand", "$defs": SCHEMA["$defs"]})
-
-
-def test_samples_are_of_every_command() -> None:
-    assert {ProfileCommand, EngineCommand} <= {type(one) for one in SAMPLES}
-    assert decode_command(ENVELOPE.body) == named()["ProfileCommand"]
