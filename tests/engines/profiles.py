@@ -169,9 +169,11 @@ ORTHOGONAL: Final = {
     "by stage, merged": Row((0, 3), ("cpu", "profile_by_stage", "merge_profiles"), _BY_STAGE),
     "second pass, shapes": Row((1, 2), ("cpu", "shapes"), _LATER),
     "later passes, stacks, shapes, memory": Row(
-        (2, 4), ("cpu", "stack", "shapes", "memory"), {"sglang": "memory: it runs on a CPU"}
+        (2, 4), ("cpu", "stack", "shapes", "memory"), {"sglang": "memory: its device is cpu"}
     ),
-    "cuda": Row((0, 2), ("cpu", "cuda"), {"tiny": "torch sees no GPU", "vllm": "runs on a CPU", "sglang": "on a CPU"}),
+    "cuda": Row(
+        (0, 2), ("cpu", "cuda"), {"tiny": "torch sees no GPU", "vllm": "device is cpu", "sglang": "device is cpu"}
+    ),
     "by stage without a window": Row(
         None, ("cpu", "stack", "profile-by-stage"), _BY_STAGE | {"sglang": "by stage without a window"}
     ),

@@ -132,11 +132,11 @@ def test_sglang_is_sent_the_plan_in_its_own_words(
 @pytest.mark.parametrize(
     ("plan", "options", "why"),
     [
-        (activities("cpu", "cuda"), {"device": "cpu"}, "cuda: its device is CPU. Change the plan"),
-        (activities("cpu", "memory"), {"device": "cpu"}, "memory: its device is CPU"),
-        (activities("cpu", "memory"), {"device": "npu"}, "memory: its device is NPU"),
-        (activities("cpu", "npu"), {}, "npu: its device is CUDA"),
-        (ProfilePlan(tool="npu"), {}, "with tool npu: its device is CUDA"),
+        (activities("cpu", "cuda"), {"device": "cpu"}, "cuda: its device is cpu. Change the plan"),
+        (activities("cpu", "memory"), {"device": "cpu"}, "memory: its device is cpu"),
+        (activities("cpu", "memory"), {"device": "npu"}, "memory: its device is npu"),
+        (activities("cpu", "npu"), {}, "npu: its device is cuda"),
+        (ProfilePlan(tool="npu"), {}, "with tool npu: its device is cuda"),
         (activities(), {}, "name at least one activity"),
         (ProfilePlan(window=Window(1, 3)), {}, "Begin the window at 0"),
         (ProfilePlan(window=Window(2)), {}, "Begin the window at 0"),

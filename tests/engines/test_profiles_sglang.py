@@ -142,8 +142,8 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (ProfilePlan(activities=frozenset({"cpu", "npu"})), "npu: it runs on a CPU"),
-        (ProfilePlan(tool="npu"), "with tool npu: it runs on a CPU"),
+        (ProfilePlan(activities=frozenset({"cpu", "npu"})), "npu: its device is cpu"),
+        (ProfilePlan(tool="npu"), "with tool npu: its device is cpu"),
         (ProfilePlan(activities=frozenset()), "name at least one activity"),
     ],
 )

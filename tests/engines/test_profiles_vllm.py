@@ -121,8 +121,8 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (ProfilePlan(activities=frozenset({"cpu", "npu"})), "what an NPU does: it runs on a cpu"),
-        (ProfilePlan(tool="npu"), "what an NPU does: it runs on a cpu"),
+        (ProfilePlan(activities=frozenset({"cpu", "npu"})), "an NPU's work: its device is cpu"),
+        (ProfilePlan(tool="npu"), "an NPU's work: its device is cpu"),
         (ProfilePlan(with_modules=True), "launch it with torch_profiler_with_stack"),
         (ProfilePlan(activities=frozenset({"cpu", "memory"})), "launch it with torch_profiler_with_memory"),
     ],

@@ -115,17 +115,12 @@ class SGLangEngine:
 
     async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are unchanged) and EngineError."""
-        client = self._client
-        launch = await self._read_launch(client) if client is not None else None
-        if client is None or launch is None:
-            raise EngineError("sglang was not called: this node has no tokenizer manager, or it is not up.")
+        client, launch = await self._attached()
         match call:
             case CheckSource():
                 await self._check_source(launch, call)
             case Pause():
-                if call.mode == "wait":
-                    await self._flush(client, launch, timeout_s)  # succeeds in a moment without requests
-                await client.call("pause_generation", mode=_PAUSE_MODES[call.mode])
+                await self._pause(client, launch, call, timeout_s)
             case Resume():
                 await client.call("continue_generation")
             case Sleep():
@@ -156,6 +151,12 @@ class SGLangEngine:
 
     # --- state --------------------------------------------------------------------------------------------------------
 
+    async def _attached(self) -> tuple[EngineClient, SGLangLaunch]:
+        launch = await self._read_launch(self._client) if self._client is not None else None
+        if self._client is None or launch is None:
+            raise EngineError("sglang was not called: this node has no tokenizer manager, or it is not up.")
+        return self._client, launch
+
     async def _read_launch(self, client: EngineClient) -> SGLangLaunch | None:
         if self._launch is None:
             methods = await client.methods()
@@ -177,7 +178,12 @@ class SGLangEngine:
         except CallRefused:
             return None
 
-    # --- memory and weights -------------------------------------------------------------------------------------------
+    # --- requests, memory and weights ---------------------------------------------------------------------------------
+
+    async def _pause(self, client: EngineClient, launch: SGLangLaunch, call: Pause, timeout_s: float) -> None:
+        if call.mode == "wait":
+            await self._flush(client, launch, timeout_s)  # succeeds in a moment without requests
+        await client.call("pause_generation", mode=_PAUSE_MODES[call.mode])
 
     async def _sleep(self, client: EngineClient, launch: SGLangLaunch, call: Sleep, timeout_s: float) -> None:
         if "weights" in call.tags and not call.discard and not launch.keeps_weights:

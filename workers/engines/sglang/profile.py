@@ -77,9 +77,9 @@ def records_one_short(version: str) -> bool:
 
 def _limits(plan: ProfilePlan, launch: SGLangLaunch) -> tuple[Limit, ...]:
     """What this engine can't record."""
-    window, device = plan.window, (launch.device or "").upper()
+    window = plan.window
     lacking = sorted(plan.activities - _RECORDED.get(launch.device or "", plan.activities))
-    other_device = f"its device is {device}. Change the plan"
+    other_device = f"its device is {launch.device}. Change the plan"
     return (
         Limit(not plan.activities, "a plan without activities", "name at least one activity"),
         Limit(bool(lacking), ", ".join(lacking), other_device),

@@ -104,10 +104,7 @@ class VLLMEngine:
 
     async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call. Raises CheckpointError (the weights are unchanged) and EngineError."""
-        client = self._client
-        launch = await self._read_launch(client) if client is not None else None
-        if client is None or launch is None:
-            raise EngineError("vllm was not called: this node has no front end, or it is not up.")
+        client, launch = await self._attached()
         match call:
             case CheckSource():
                 await self._check_source(launch, call)
@@ -141,6 +138,12 @@ class VLLMEngine:
             await self._client.close()
 
     # --- state --------------------------------------------------------------------------------------------------------
+
+    async def _attached(self) -> tuple[EngineClient, VLLMLaunch]:
+        launch = await self._read_launch(self._client) if self._client is not None else None
+        if self._client is None or launch is None:
+            raise EngineError("vllm was not called: this node has no front end, or it is not up.")
+        return self._client, launch
 
     async def _read_launch(self, client: EngineClient) -> VLLMLaunch | None:
         if self._launch is None:
