@@ -406,7 +406,7 @@ async def test_what_can_not_be_profiled_is_said(tmp_path: Path) -> None:
         taken = tmp_path / "traces" / "global_step_4" / "replica_0"
         taken.mkdir(parents=True)
         (taken / "somebody's.json").write_text("{}")
-        with pytest.raises(EngineError, match="nothing is ever written over"):
+        with pytest.raises(EngineError, match="nothing is ever overwritten"):
             await bench.do(session(4)[0])
         with pytest.raises(EngineError, match="by stage"):
             await bench.do(session(5, by_stage=True)[0])

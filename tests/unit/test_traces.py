@@ -20,8 +20,8 @@ from schemas.selection import trace_directory
 from tests.waiting import wait_until
 from workers.agent import _fitting
 from workers.traces import node as traces
-from workers.traces.finish_hook import PATIENCE_S
-from workers.traces.node import LISTED, NodeTraces, collect_traces, move_trace, relocate_traces
+from workers.traces.finish_hook import WAIT_S
+from workers.traces.node import MAX_LISTED, NodeTraces, collect_traces, move_trace, relocate_traces
 
 # Replica 4 of two nodes with two GPUs each: global ranks 16 to 19.
 FIRST = Identity(replica=4, node_rank=0, nnodes=2, gpus_per_node=2)
@@ -134,7 +134,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     plan = ProfilePlan(layout="verl")
     collect_traces(tmp_path, written(tmp_path, plan), plan, FIRST)
     again = written(tmp_path, plan)
-    with pytest.raises(EngineError, match="is there already"):
+    with pytest.raises(EngineError, match="exists already"):
         collect_traces(tmp_path, again, plan, FIRST)
     assert (tmp_path / again / "1-TP-0.trace.json.gz").exists()
 
@@ -210,12 +210,12 @@ def test_a_training_rank_relocates_each_of_its_sessions_though_their_traces_have
 
 @pytest.mark.anyio
 async def test_what_is_told_of_many_relocated_traces_fits_into_a_message(tmp_path: Path) -> None:
-    plan, steps = ProfilePlan(finish=Finish(relocate=True)), range(LISTED + 1)
+    plan, steps = ProfilePlan(finish=Finish(relocate=True)), range(MAX_LISTED + 1)
     for step in steps:
         written(tmp_path, plan, step, ranks=range(1))
     found = await NodeTraces(tmp_path, FIRST).perform(finish(plan, *steps))
     assert len(names(tmp_path, "rollout-*")) == len(steps)
-    assert len(found.traces) == LISTED and _fitting(found) is found
+    assert len(found.traces) == MAX_LISTED and _fitting(found) is found
 
 
 def test_a_disk_that_fills_while_a_trace_is_brought_to_it_has_no_part_of_it(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ async def test_a_hook_that_fails_says_why_and_loses_nothing(tmp_path: Path) -> N
 @pytest.mark.anyio
 async def test_a_hook_that_fails_is_told_though_it_took_the_traces_and_its_log_away(tmp_path: Path) -> None:
     root, plan = tmp_path / "traces", ProfilePlan(finish=Finish(hook=True))
-    with pytest.raises(EngineError, match="exit code 3: it said nothing"):
+    with pytest.raises(EngineError, match="exit code 3: it printed nothing"):
         await NodeTraces(root, FIRST, f"rm -r {root}; exit 3").perform(finish(plan, 1))
 
 
@@ -304,7 +304,7 @@ async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_afte
             raise OSError(5, "Input/output error", str(file))
         return describe(file, root, rank)
 
-    monkeypatch.setattr("workers.traces.finish_hook.PATIENCE_S", 0.05)
+    monkeypatch.setattr("workers.traces.finish_hook.WAIT_S", 0.05)
     monkeypatch.setattr(traces, "describe_trace", slow)
     plan = ProfilePlan(finish=Finish(relocate=True, hook=True))
     written(root, plan)
@@ -321,8 +321,8 @@ async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_afte
 
 @pytest.mark.anyio
 async def test_a_hook_that_takes_long_goes_on_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert PATIENCE_S >= 5
-    monkeypatch.setattr("workers.traces.finish_hook.PATIENCE_S", 0.05)
+    assert WAIT_S >= 5
+    monkeypatch.setattr("workers.traces.finish_hook.WAIT_S", 0.05)
     (tmp_path / "go").touch()
     plan = ProfilePlan(finish=Finish(hook=True))
     hook = "while [ -e go ]; do sleep 0.02; done; touch ended"

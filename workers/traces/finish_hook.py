@@ -1,13 +1,12 @@
-"""The user's own command, run on a node after the last profiled step: to upload traces, say.
+"""The user's own command, run on a node after the last profiled step, for example to upload traces.
 
-It comes from the agent's own configuration, never over the bus. It runs in a session of its own, so it goes on when the
-agent ends, and training never waits for it: one that takes longer than some seconds is told as still running.
+It comes from the agent's own configuration, never over the bus. It runs in a session of its own, so it survives the
+agent. Training does not wait for it: after some seconds the outcome says that it is still running.
 """
 
 import logging
 import os
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Final
@@ -21,80 +20,86 @@ from schemas.identity import Identity
 
 logger = logging.getLogger("rolloutctl.agent")
 
-PATIENCE_S: Final = 10.0
-"""How long the outcome of the command waits for the hook's."""
-TOLD: Final = 1000
-"""Letters of what a failing hook said that are told."""
+WAIT_S: Final = 10.0
+"""How long the outcome of the command waits for the hook."""
+QUOTED_BYTES: Final = 1000
+"""Of a failing hook's output that the error quotes."""
 NSIGHT_DIR: Final = "/tmp/ray/session_latest/logs/nsight"
 """Where Ray has nsys write (verl 0.9.1, utils/profiler/nvtx_profile.py)."""
 
 
 class FinishHook:
-    """command: for `/bin/sh -c`.   root: of the traces."""
+    """Runs the command, with its output in a log below the traces root.
+
+    Args:
+        command: For `/bin/sh -c`.
+        identity: The node.
+        root: Of the traces.
+    """
 
     def __init__(self, command: str, identity: Identity, root: Path) -> None:
         self._command, self._identity, self._root = command, identity, root
+        self._log = root / f".finish_hook-{identity.agent}.log"
 
     async def run(self, tool: str, steps: tuple[int, ...]) -> bool:
-        """Run it; return whether it still runs. Raises EngineError when it failed or can't be started."""
-        wakeup, log = Wakeup(), self._log
+        """Run the command and wait a little. Returns whether it is still running.
+
+        Raises:
+            EngineError: It failed, or can't be started.
+        """
+        wakeup = Wakeup()
         try:
             process = await to_thread.run_sync(self.begin, tool, steps, wakeup)
-        except EngineError:
-            wakeup.close()
-            raise
-        try:
-            with anyio.move_on_after(PATIENCE_S):
+            with anyio.move_on_after(WAIT_S):
                 await wakeup.wait()
         finally:
             wakeup.close()
         if process.returncode is None:
-            logger.info("agent %s: the finish hook goes on; what it says is in %s", self._identity.agent, log)
+            logger.info("agent %s: the finish hook is still running; its output: %s", self._identity.agent, self._log)
             return True
         if process.returncode != 0:
-            said = ""
-            with suppress(OSError):  # it may have taken the whole directory away
-                said = (await to_thread.run_sync(log.read_bytes))[-TOLD:].decode(errors="replace").strip()
+            output = await to_thread.run_sync(self._last_output)
             raise EngineError(
-                f"the finish hook ended with exit code {process.returncode}: {said or 'it said nothing'}. The traces "
-                f"are still in {self._root}."
+                f"the finish hook ended with exit code {process.returncode}: {output or 'it printed nothing'}. The "
+                f"traces are still in {self._root}."
             )
         return False
 
     def begin(self, tool: str, steps: tuple[int, ...], wakeup: Wakeup | None = None) -> "subprocess.Popen[bytes]":
-        """Start it; its end rings the wakeup, and is logged. Raises EngineError when it can't be started."""
+        """Start the command. Its end is logged, and notifies the wakeup. Raises EngineError if it can't be started."""
         try:
-            process = self._start(self._log, {**os.environ, **self._told(tool, steps)})
+            self._root.mkdir(parents=True, exist_ok=True)
+            with open(self._log, "wb") as output:
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", self._command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self._variables(tool, steps)},
+                    start_new_session=True,
+                )
         except OSError as error:
             raise EngineError(f"the finish hook was not started: {error.strerror}: {error.filename}.") from error
-        Thread(target=self._await_end, args=(process, wakeup, self._log), name="finish-hook", daemon=True).start()
+        Thread(target=self._await_end, args=(process, wakeup), name="finish-hook", daemon=True).start()
         return process
 
-    @property
-    def _log(self) -> Path:
-        return self._root / f".finish_hook-{self._identity.agent}.log"
-
-    def _await_end(self, process: "subprocess.Popen[bytes]", wakeup: Wakeup | None, log: Path) -> None:
+    def _await_end(self, process: "subprocess.Popen[bytes]", wakeup: Wakeup | None) -> None:
         code = process.wait()
         if wakeup is not None:
             wakeup.notify()
         level = logging.INFO if code == 0 else logging.WARNING
-        logger.log(level, "agent %s: the finish hook ended with exit code %d: %s", self._identity.agent, code, log)
+        logger.log(
+            level, "agent %s: the finish hook ended with exit code %d: %s", self._identity.agent, code, self._log
+        )
 
-    def _start(self, log: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-        self._root.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as output:
-            return subprocess.Popen(
-                ["/bin/sh", "-c", self._command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+    def _last_output(self) -> str:
+        try:
+            return self._log.read_bytes()[-QUOTED_BYTES:].decode(errors="replace").strip()
+        except OSError:  # the hook may have removed the whole directory
+            return ""
 
-    def _told(self, tool: str, steps: tuple[int, ...]) -> dict[str, str]:
-        """What the hook finds in its environment: verl's names, and ours."""
+    def _variables(self, tool: str, steps: tuple[int, ...]) -> dict[str, str]:
+        """Return verl's environment variables for the hook, and ours."""
         identity, ranks = self._identity, self._identity.ranks_on_node
         verl = {
             "VERL_PROFILE_SAVE_PATH": str(self._root),

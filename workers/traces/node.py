@@ -1,8 +1,8 @@
-"""The trace files of sessions, on this node's disk: where they go, which are whole, whose they are, where they end up.
+"""The traces on this node's disk: which ranks they belong to, whether they are complete, and where they are moved.
 
-Every node of a replica profiles its own ranks and writes to its own disk, though only node rank 0 was told to. So each
-agent collects what its ranks left. A torch trace names its rank in `distributedInfo`, other files in their names; one
-that says nothing belongs to rank 0, but for that of vLLM's front end, which belongs to none.
+The command to profile goes to node rank 0 only, yet every node of a replica profiles its own ranks and writes to its
+own disk. So each agent collects the traces of its ranks. A torch trace names its rank in `distributedInfo`, other files
+in their names. A file that names no rank belongs to rank 0, except that of vLLM's front end, which belongs to none.
 """
 
 import errno
@@ -35,20 +35,23 @@ from workers.traces.finish_hook import FinishHook
 logger = logging.getLogger("rolloutctl.agent")
 
 SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickle", ".profiler_out.txt")
-"""What engines leave. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
-LISTED: Final = 150
-"""Traces that the outcome of a finish names; more have no room in a message."""
+"""Of the files that engines write. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
+MAX_LISTED: Final = 150
+"""Traces that the outcome of a finish lists; more don't fit into a message."""
 HEAD_BYTES: Final = 64 * 1024
-"""Of a trace, decompressed: `distributedInfo` stands before the events."""
+"""Of a decompressed trace that are searched for `distributedInfo`, which comes before the events."""
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')
-_NAMED: Final = re.compile(r"(?:rank|-TP-)(\d+)[.-]")
+_RANK_IN_NAME: Final = re.compile(r"(?:rank|-TP-)(\d+)[.-]")
 _FRONT_END: Final = ".async_llm."
 
 
 class NodeTraces:
-    """What profiling leaves on one node: collected after a session, relocated and handed to the hook after the last.
+    """Collects the traces of one node after each session; relocates them and runs the finish hook after the last one.
 
-    root: the directory that all traces lie below.   hook: a command for `/bin/sh -c`, "" for none.
+    Args:
+        root: Of all traces.
+        identity: The node.
+        hook: Command for `/bin/sh -c`; empty for none.
     """
 
     def __init__(self, root: Path, identity: Identity, hook: str = "") -> None:
@@ -56,44 +59,46 @@ class NodeTraces:
         self._hook = FinishHook(hook, identity, self._root) if hook else None
 
     async def perform(self, call: DiskCall) -> Returned:
-        """Raises EngineError for files that can't be read or moved, and for a hook that failed or is not there."""
+        """Carry out a call. Raises EngineError if files can't be read or moved, or the hook fails or is missing."""
         if isinstance(call, CollectTraces):
-            session = call.session
-            return await to_thread.run_sync(collect_traces, self._root, call.directory, session.plan, self._identity)
+            plan = call.session.plan
+            return await to_thread.run_sync(collect_traces, self._root, call.directory, plan, self._identity)
         return await self._finish(call)
 
     async def _finish(self, call: FinishProfile) -> Returned:
         traces: tuple[Trace, ...] = ()
         if call.plan.finish.relocate:
-            moving = self._moving(call)
-            if not await _done(moving, finish_hook.PATIENCE_S):
-                moving.add_done_callback(partial(self._go_on, call))
+            relocation = self._start_relocation(call)
+            if not await _completes(relocation, finish_hook.WAIT_S):
+                relocation.add_done_callback(partial(self._finish_later, call))
                 return Returned(still_running=True)
-            traces = moving.result()
-            if len(traces) > LISTED:
-                logger.warning("agent %s: %d traces moved; %d named", self._identity.agent, len(traces), LISTED)
-                traces = traces[:LISTED]
+            traces = relocation.result()
+            if len(traces) > MAX_LISTED:
+                logger.warning(
+                    "agent %s: of %d moved traces %d are listed", self._identity.agent, len(traces), MAX_LISTED
+                )
+                traces = traces[:MAX_LISTED]
         if not runs_hook(call.plan, self._identity):
             return Returned(traces=traces)
         return Returned(traces=traces, still_running=await self._require_hook().run(call.plan.tool, call.steps))
 
-    def _moving(self, call: FinishProfile) -> "Future[tuple[Trace, ...]]":
-        """Relocate on a thread, which the end of the process waits for."""
-        moving: Future[tuple[Trace, ...]] = Future()
+    def _start_relocation(self, call: FinishProfile) -> "Future[tuple[Trace, ...]]":
+        """Relocate on a thread that the end of the process waits for."""
+        relocation: Future[tuple[Trace, ...]] = Future()
 
         def run() -> None:
             try:
-                moving.set_result(relocate_traces(self._root, call.directories, call.plan, self._identity))
+                relocation.set_result(relocate_traces(self._root, call.directories, call.plan, self._identity))
             except BaseException as error:
-                moving.set_exception(error)
+                relocation.set_exception(error)
 
         Thread(target=run, name="relocation").start()
-        return moving
+        return relocation
 
-    def _go_on(self, call: FinishProfile, moving: "Future[tuple[Trace, ...]]") -> None:
-        """What is left to be done when a relocation ends that nobody waits for any more."""
+    def _finish_later(self, call: FinishProfile, relocation: "Future[tuple[Trace, ...]]") -> None:
+        """Log a relocation that nobody waits for any more, and start the hook after it."""
         try:
-            logger.info("agent %s: %d traces moved", self._identity.agent, len(moving.result()))
+            logger.info("agent %s: %d traces moved", self._identity.agent, len(relocation.result()))
             if runs_hook(call.plan, self._identity):
                 self._require_hook().begin(call.plan.tool, call.steps)
         except EngineError as error:
@@ -108,8 +113,8 @@ class NodeTraces:
         return self._hook
 
 
-async def _done(work: "Future[tuple[Trace, ...]]", timeout_s: float) -> bool:
-    """Wait, but not for long: an agent that waits here does nothing else, whatever the next step asks of it."""
+async def _completes(work: "Future[tuple[Trace, ...]]", timeout_s: float) -> bool:
+    """Wait for work, but not for long: while it waits here, the agent carries out no other command."""
     wakeup = Wakeup()
     try:
         work.add_done_callback(lambda _: wakeup.notify())
@@ -121,19 +126,38 @@ async def _done(work: "Future[tuple[Trace, ...]]", timeout_s: float) -> bool:
 
 
 def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:
-    """Is it this agent that runs the hook? By default whoever has a rank that was asked for."""
+    """Return whether this agent runs the hook. By default each agent with a selected rank does."""
     finish = plan.finish
     if not finish.hook or finish.hook_all_ranks:
         return finish.hook
-    chosen = finish.hook_ranks or selected_ranks(plan, identity)
-    return not chosen.isdisjoint(identity.ranks_on_node)
+    ranks = finish.hook_ranks or selected_ranks(plan, identity)
+    return not ranks.isdisjoint(identity.ranks_on_node)
+
+
+def selected_ranks(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
+    """Return the global ranks on this node whose traces the plan asks for."""
+    whole_replica = plan.replicas is not None and identity.replica in plan.replicas
+    if whole_replica or (plan.ranks is None and plan.replicas is None):
+        return frozenset(identity.ranks_on_node)
+    return frozenset(identity.ranks_on_node) & (plan.ranks or frozenset())
+
+
+# --- before a session -------------------------------------------------------------------------------------------------
 
 
 def require_writable(directory: Path, who: str) -> None:
-    """Raise EngineError unless this process can write there; it is made.   who: is to write there, for the message."""
+    """Make a directory for traces, and check that this process can write to it.
+
+    Args:
+        directory: Root of the traces.
+        who: Who writes there, as the error should say.
+
+    Raises:
+        EngineError: It can't be made or written to.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):  # several agents may look at once
+        with tempfile.TemporaryFile(dir=directory):  # without a name, since several agents may check at once
             pass
     except OSError as error:
         raise EngineError(
@@ -151,69 +175,141 @@ def make_fresh(directory: Path) -> None:
     except OSError as error:
         raise EngineError(f"the profile was not started: {directory}: {error.strerror}.") from error
     raise EngineError(
-        f"the profile was not started: {directory} holds files already, and nothing is ever written over. Move them "
+        f"the profile was not started: {directory} holds files already, and nothing is ever overwritten. Move them "
         "away, or use another traces root."
     )
 
 
-def describe_trace(file: Path, root: Path, rank: int | None = None) -> Trace:
-    """Path below `root`, size and digest of one file. rank: global. Raises OSError."""
-    with open(file, "rb") as written:
-        sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-    return Trace(str(file.relative_to(root)), file.stat().st_size, sha256, rank)
+# --- after it ---------------------------------------------------------------------------------------------------------
 
 
 def collect_traces(root: Path, directory: str, plan: ProfilePlan, identity: Identity) -> Returned:
-    """What a session that was stopped left on this node's disk: the whole traces of the ranks asked for.
+    """Collect what a stopped session left on this node's disk.
 
-    On a disk that the nodes share, each takes what its own ranks wrote. What other ranks of the replica wrote stays
-    where it is, untold. Raises EngineError for a file that can't be read or is cut off.
+    On a disk that the nodes share, each agent takes what its own ranks wrote. Traces of ranks that were not selected
+    stay where they are, and are not listed.
+
+    Args:
+        root: Of all traces.
+        directory: Of the session, below the root.
+        plan: Of the session.
+        identity: The node.
+
+    Returns:
+        The traces of the selected ranks, and the selected ranks without a trace.
+
+    Raises:
+        EngineError: A file can't be read, or is cut off.
     """
-    place, asked = root / directory, selected_ranks(plan, identity)
+    folder, selected = root / directory, selected_ranks(plan, identity)
     try:
-        mine = [
-            (one, rank) for one, rank in _by_rank(place, identity) if _whose(rank, identity) in identity.ranks_on_node
-        ]
-        for one, rank in mine:
-            if _is_asked(rank, asked):
-                _require_whole(one)
+        own = _own_files(folder, identity)
+        for file, rank in own:
+            if _is_selected(rank, selected):
+                _require_complete(file)
         if plan.layout == "verl":
-            mine = [(move_trace(one, place.parent), rank) for one, rank in mine]
-            _remove_if_empty(place, root)
-        told = tuple(describe_trace(one, root, rank) for one, rank in mine if _is_asked(rank, asked))
+            own = [(move_trace(file, folder.parent), rank) for file, rank in own]
+            _remove_if_empty(folder, root)
+        traces = tuple(describe_trace(file, root, rank) for file, rank in own if _is_selected(rank, selected))
     except OSError as error:
-        raise _unreadable(place, error) from error
-    left = {one.rank for one in told if not one.path.endswith(".txt")}
-    return Returned(traces=told, ranks_without_trace=tuple(sorted(asked - left)))
+        raise _unreadable(folder, error) from error
+    found = {trace.rank for trace in traces if not trace.path.endswith(".txt")}
+    return Returned(traces=traces, ranks_without_trace=tuple(sorted(selected - found)))
 
 
 def relocate_traces(
     root: Path, directories: tuple[str, ...], plan: ProfilePlan, identity: Identity
 ) -> tuple[Trace, ...]:
-    """Move this node's traces of the ranks asked for up to the root, where their names tell whose they are.
+    """Move this node's traces of the selected ranks up to the root, under names that say which rank they belong to.
 
-    As verl 0.9.1 names them (utils/profiler/config.py): rollout-replica<R>_<name>, with -globalrank<G> after the
-    replica where it has several ranks; and <role>-rank<G>_<name>, with step_<N> before the name, which is the same in
-    each of a training rank's sessions. What is in the root already stays as it is. Raises EngineError for a file that
-    can't be read or moved; those before it have been.
+    The names are those of verl 0.9.1 (utils/profiler/config.py). Of engines: `rollout-replica<R>_<name>`, with
+    `-globalrank<G>` after the replica if it has several ranks. Of training ranks: `<role>-rank<G>_step_<N>_<name>`,
+    since their names are the same in each session. Nothing in the root is overwritten.
+
+    Args:
+        root: Of all traces.
+        directories: Of the sessions, below the root.
+        plan: Of the sessions.
+        identity: The node.
+
+    Raises:
+        EngineError: A file can't be read or moved; those before it have been.
     """
-    asked, told = selected_ranks(plan, identity), []
-    places = [root / one for one in directories]
+    selected = selected_ranks(plan, identity)
+    traces: list[Trace] = []
+    folders = [root / directory for directory in directories]
     if plan.layout == "verl" and identity.role == ROLLOUT:
-        places = [one.parent for one in places]
-    for place in dict.fromkeys(places):
-        if place.resolve() == root:
+        folders = [folder.parent for folder in folders]
+    for folder in dict.fromkeys(folders):
+        if folder.resolve() == root:
             continue
-        step = "" if identity.role == ROLLOUT else f"{place.relative_to(root).parts[0].removeprefix('global_')}_"
+        step = "" if identity.role == ROLLOUT else f"{folder.relative_to(root).parts[0].removeprefix('global_')}_"
         try:
-            for file, rank in _by_rank(place, identity):
-                if _whose(rank, identity) in identity.ranks_on_node and _is_asked(rank, asked):
-                    there = move_trace(file, root, f"{_owner(rank, identity)}_{step}{file.name}")
-                    told.append(describe_trace(there, root, rank))
+            for file, rank in _own_files(folder, identity):
+                if _is_selected(rank, selected):
+                    moved = move_trace(file, root, f"{_owner(rank, identity)}_{step}{file.name}")
+                    traces.append(describe_trace(moved, root, rank))
         except OSError as error:
-            raise _unreadable(place, error) from error
-        _remove_if_empty(place, root)
-    return tuple(told)
+            raise _unreadable(folder, error) from error
+        _remove_if_empty(folder, root)
+    return tuple(traces)
+
+
+def describe_trace(file: Path, root: Path, rank: int | None = None) -> Trace:
+    """Return path below `root`, size, digest and global rank of one file. Raises OSError."""
+    with open(file, "rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    return Trace(str(file.relative_to(root)), file.stat().st_size, sha256, rank)
+
+
+def move_trace(file: Path, directory: Path, name: str = "") -> Path:
+    """Move a file to a directory, which is made; copy it if that is on another disk. Nothing is ever overwritten.
+
+    Args:
+        file: The trace.
+        directory: Where it goes.
+        name: Its new name; empty to keep its name.
+
+    Returns:
+        Its new path.
+
+    Raises:
+        EngineError: It can't be moved, or the new path exists already.
+    """
+    target = directory / (name or file.name)
+    if target.exists():
+        raise EngineError(f"the trace {file} stays where it is: {target} exists already.")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            file.rename(target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _copy(file, target)
+            file.unlink()
+    except OSError as error:
+        raise EngineError(f"the trace {file} was not moved to {directory}: {error.strerror}.") from error
+    return target
+
+
+def _copy(file: Path, target: Path) -> None:
+    """Copy a file so that the target is complete or does not exist, even on a disk that fills up. Raises OSError."""
+    part = target.with_name(f".{target.name}.part")
+    try:
+        shutil.copy2(file, part)
+        part.rename(target)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _remove_if_empty(directory: Path, root: Path) -> None:
+    """Remove a directory and those above it, up to the root, as far as they are empty."""
+    with suppress(OSError):  # another node has not taken its files yet
+        while directory != root:
+            directory.rmdir()
+            directory = directory.parent
 
 
 def _owner(rank: int | None, identity: Identity) -> str:
@@ -223,101 +319,54 @@ def _owner(rank: int | None, identity: Identity) -> str:
     return f"rollout-replica{identity.replica}" + (f"-globalrank{rank}" if numbered else "")
 
 
-def _unreadable(place: Path, error: OSError) -> EngineError:
-    return EngineError(f"the traces in {place} can't be read: {error.strerror}: {error.filename}.")
+def _unreadable(folder: Path, error: OSError) -> EngineError:
+    return EngineError(f"the traces in {folder} can't be read: {error.strerror}: {error.filename}.")
 
 
-def selected_ranks(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
-    """The global ranks on this node whose traces are wanted."""
-    chosen = plan.replicas is not None and identity.replica in plan.replicas
-    if chosen or (plan.ranks is None and plan.replicas is None):
-        return frozenset(identity.ranks_on_node)
-    return frozenset(identity.ranks_on_node) & (plan.ranks or frozenset())
+# --- whose a trace is -------------------------------------------------------------------------------------------------
 
 
-def _by_rank(place: Path, identity: Identity) -> list[tuple[Path, int | None]]:
-    """The traces in a directory, by name, each with its global rank; None for a front end's. Raises OSError.
+def _own_files(folder: Path, identity: Identity) -> list[tuple[Path, int | None]]:
+    """Return the traces that this node's ranks wrote, by name, each with its global rank; None for a front end's.
 
-    What vanishes meanwhile is another node's: on a disk that they share, each moves its own, at the same time.
+    Files may vanish meanwhile: on a disk that the nodes share, each moves its own at the same time. Raises OSError.
     """
     if identity.role != ROLLOUT:
-        return [(one, identity.replica) for one in _files(place)]  # its directory is its own
-    found: list[tuple[Path, int | None]] = []
-    for one in _files(place):
+        return [(file, identity.replica) for file in _trace_files(folder)]  # the directory is this rank's alone
+    first = identity.global_ranks.start
+    own: list[tuple[Path, int | None]] = []
+    for file in _trace_files(folder):
         with suppress(FileNotFoundError):
-            rank = _rank(one)
-            found.append((one, None if rank is None else identity.global_ranks.start + rank))
-    return found
+            local = _local_rank(file)
+            # A front end runs beside the first rank of its replica.
+            if first + (local or 0) in identity.ranks_on_node:
+                own.append((file, None if local is None else first + local))
+    return own
 
 
-def _files(place: Path) -> list[Path]:
+def _is_selected(rank: int | None, selected: frozenset[int]) -> bool:
+    """Return whether a trace is listed. That of a front end is, if any rank of its node is selected."""
+    return bool(selected) if rank is None else rank in selected
+
+
+def _trace_files(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    below = (Path(folder, name) for folder, _, names in os.walk(place, onerror=refuse) for name in names)
-    return sorted(one for one in below if one.name.endswith(SUFFIXES) and one.is_file())
+    files = (Path(parent, name) for parent, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return sorted(file for file in files if file.name.endswith(SUFFIXES) and file.is_file())
 
 
-def _whose(rank: int | None, identity: Identity) -> int:
-    """The rank whose node has it on its disk: a front end runs beside the first."""
-    return identity.global_ranks.start if rank is None else rank
-
-
-def _is_asked(rank: int | None, asked: frozenset[int]) -> bool:
-    """Is a trace of this rank told? A front end's is, with whichever rank of its node."""
-    return bool(asked) if rank is None else rank in asked
-
-
-def move_trace(file: Path, directory: Path, name: str = "") -> Path:
-    """Bring a file to a directory, which is made; return its new path. name: a new one. Raises EngineError.
-
-    Copied when the two lie on different disks. What is there already is never written over.
-    """
-    place = directory / (name or file.name)
-    if place.exists():
-        raise EngineError(f"the trace {file} stays where it is: {place} is there already.")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            file.rename(place)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            _copied(file, place)
-            file.unlink()
-    except OSError as error:
-        raise EngineError(f"the trace {file} was not moved to {directory}: {error.strerror}.") from error
-    return place
-
-
-def _copied(file: Path, place: Path) -> None:
-    """Under its name it is whole, or not there: a disk may fill in the middle. Raises OSError."""
-    part = place.with_name(f".{place.name}.part")
-    try:
-        shutil.copy2(file, part)
-        part.rename(place)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _remove_if_empty(directory: Path, root: Path) -> None:
-    """And the directories above it, up to the root."""
-    with suppress(OSError):  # somebody else has not taken its own yet
-        while directory != root:
-            directory.rmdir()
-            directory = directory.parent
-
-
-def _rank(file: Path) -> int | None:
+def _local_rank(file: Path) -> int | None:
+    """Return the rank within the replica; None for a front end."""
     if _FRONT_END in file.name:
         return None
-    found = _RANK.search(_head(file)) if ".trace.json" in file.name else None
-    if found is not None:
-        return int(found.group(1))
-    named = _NAMED.search(file.name) if ".trace.json" not in file.name else None
-    return int(named.group(1)) if named is not None else 0
+    if ".trace.json" in file.name:
+        found = _RANK.search(_head(file))
+        return int(found[1]) if found is not None else 0
+    named = _RANK_IN_NAME.search(file.name)
+    return int(named[1]) if named is not None else 0
 
 
 def _head(file: Path) -> bytes:
@@ -331,10 +380,10 @@ def _head(file: Path) -> bytes:
         return b""
 
 
-def _require_whole(file: Path) -> None:
-    """Raise EngineError for a trace that does not reach to its end: the end of its JSON, and of what it is packed in.
+def _require_complete(file: Path) -> None:
+    """Raise EngineError for a trace that lacks the end of its JSON, or of its compressed data.
 
-    On a disk that is full, torch 2.13 leaves a compressed trace that is whole and has nothing in it.
+    On a full disk torch 2.13 writes a compressed file that is complete, with nothing in it.
     """
     if ".trace.json" not in file.name:
         return
