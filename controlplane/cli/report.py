@@ -10,7 +10,7 @@ import click
 
 from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.log import RunLog
-from controlplane.report.collect import gather
+from controlplane.report.collect import collect
 from controlplane.report.page import write_page
 from schemas.errors import ConfigError
 
@@ -29,7 +29,7 @@ def report(file: Path, out: Path | None, force: bool) -> None:
     header = RunLog.header(file)
     check_destination(out, force, [file])
     with _page(out, force) as page:
-        collected = gather(RunLog.read(file))
+        collected = collect(RunLog.read(file))
         write_page(page, collected, header.run, file.name)
     click.echo(f"{out}: {collected.verdict}")
     if collected.damage:

@@ -1,46 +1,51 @@
-"""The facts of a run's report, and the words and figures that they are put in. Pure.
+"""The parts of a run's report, and their wording. Pure.
 
-Times are the wall clock of the bus, in ns; durations are of its monotonic clock, in µs.
+Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
 
 from collections.abc import Iterable
 
 from msgspec import Struct
 
-from controlplane.report.fleet_history import place
-from controlplane.report.histogram import Spread
-from schemas.commands import Command, ProfileCommand, Target, UnknownCommand, WeightSync
+from controlplane.report.histogram import LatencyHistogram
+from schemas.commands import Command, ProfileCommand, Target, WeightSync
 from schemas.events import Observation
-from schemas.formatting import describe
-from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped, Trace
+from schemas.formatting import agent_order, describe, format_agents, format_replicas, kind_and_reason
+from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
 
-STRAGGLERS = 20
-"""Stragglers that are named."""
+MAX_STRAGGLERS = 20
 
 
-class Said(Struct, frozen=True, kw_only=True):
-    """Agents that concluded a command alike. what: acted, skipped, failed or missing.   why: reason, kind of error."""
+class OutcomeGroup(Struct, frozen=True, kw_only=True):
+    """Agents whose outcome of a command has the same kind (acted, skipped, failed, missing) and reason."""
 
-    what: str
+    kind: str
     reason: str
     agents: str
     count: int
 
 
-class CommandFacts(Struct, kw_only=True):
-    """One command. target: in words.   ended: its report is in the log.   duration_us: from publishing to the end.
+class CommandSummary(Struct, kw_only=True):
+    """One command.
 
-    untraced: global ranks that were to leave a trace and did not.   hooks: agents whose finish went on.
+    Attributes:
+        text: The command in a few words.
+        target: For whom it was.
+        concluded: Its report is in the log.
+        duration_us: From publishing to the last answer.
+        traces: The first of its traces; `traces_count` and `traces_nbytes` count all.
+        untraced: Global ranks that left no trace, and should have.
+        hooks: Agents whose finish hook was still running.
     """
 
     seq: int
     at_ns: int
-    words: str
+    text: str
     target: str
-    ended: bool = False
+    concluded: bool = False
     duration_us: int = 0
-    said: tuple[Said, ...] = ()
+    outcomes: tuple[OutcomeGroup, ...] = ()
     traces: tuple[Trace, ...] = ()
     traces_count: int = 0
     traces_nbytes: int = 0
@@ -49,46 +54,53 @@ class CommandFacts(Struct, kw_only=True):
 
     @property
     def bad(self) -> bool:
-        """Somebody failed or is missing, or it never ended."""
-        return not self.ended or any(one.what in ("failed", "missing") for one in self.said)
+        """An agent failed or is missing, or the command has no report."""
+        return not self.concluded or any(group.kind in ("failed", "missing") for group in self.outcomes)
 
 
-class Step(Struct, kw_only=True):
-    """Commands that belong together: everything from the end of one weight sync to the end of the next.
+class StepSummary(Struct, kw_only=True):
+    """Commands between the ends of two weight syncs.
 
-    title: what it led to.   profiled: training steps with a profile session.   flawed: its sync did not go well.
+    Attributes:
+        title: What they led to.
+        profiled: Training steps with a profiling session.
+        flawed: The sync was aborted, or left a replica out.
     """
 
-    title: str
-    commands: list[CommandFacts]
-    profiled: list[int]
+    title: str = ""
+    commands: list[CommandSummary] = []
+    profiled: list[int] = []
     flawed: bool = False
 
     @property
     def bad(self) -> bool:
-        """The sync left a replica out or was aborted, or a command in it did not end well."""
-        return self.flawed or any(one.bad for one in self.commands)
+        """The sync or one of the commands did not go well."""
+        return self.flawed or any(command.bad for command in self.commands)
 
 
-class Trouble(Struct, kw_only=True):
-    """Agents that failed one command in the same way, or that did not answer it. held: by agent, what its engine was
-    seen to hold just after.
+class FailureGroup(Struct, kw_only=True):
+    """Agents that failed a command in the same way, or did not answer it.
+
+    Attributes:
+        kind: failed or missing.
+        names: The first of the agents; `agents` is their text, and `count` counts all.
+        engines: By agent, the state of its engine right after the failure.
     """
 
     seq: int
     at_ns: int
-    words: str
-    what: str
+    text: str
+    kind: str
     reason: str
     message: str
     agents: str
     names: tuple[str, ...]
     count: int
-    held: tuple[tuple[str, str], ...] = ()
+    engines: tuple[tuple[str, str], ...] = ()
 
 
-class Phase(Struct, frozen=True, kw_only=True):
-    """How long one kind of command, or of engine call, took: over all agents that acted."""
+class LatencySummary(Struct, frozen=True, kw_only=True):
+    """How long one kind of command or engine call took, over all agents that acted."""
 
     name: str
     count: int
@@ -98,9 +110,14 @@ class Phase(Struct, frozen=True, kw_only=True):
 
 
 class Straggler(Struct, kw_only=True):
-    """How one agent kept others waiting. acted: commands in which it and another one did.   last: how often it was
-    the last.   behind_us: by how much in all, against the median of those that acted with it.   worst_us, worst_seq:
-    the one time it was furthest behind.   missing: commands that it never answered.
+    """How one agent kept the others waiting.
+
+    Attributes:
+        acted: Commands on which it and another agent acted.
+        last: How often it was the last of them.
+        behind_us: How much later than their median it was then, in all.
+        worst_us, worst_seq: The worst of these, and its command.
+        missing: Commands that it never answered.
     """
 
     agent: str
@@ -112,57 +129,18 @@ class Straggler(Struct, kw_only=True):
     missing: int = 0
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...]:
+    """Group the outcomes of a command by kind and reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        groups.setdefault(kind_and_reason(outcome.conclusion), []).append(outcome.agent)
+    return tuple(
+        OutcomeGroup(kind=kind, reason=reason, agents=format_agents(agents), count=len(agents))
+        for (kind, reason), agents in sorted(groups.items())
+    )
 
 
-def in_short(agents: Iterable[str], most: int = 8) -> str:
-    """Agents in at most so many words: those of one node rank and of replicas in a row are `first … last`."""
-    rows: dict[tuple[bool, str, int], list[int]] = {}
-    for training, role, first, second in sorted(place(agent) for agent in agents):
-        rows.setdefault((training, role, second), []).append(first)
-    words = []
-    for (training, role, second), numbers in sorted(rows.items()):
-        before, after = (f"{role}.", "") if training else ("", f".{second}")
-        words += [word for row in _in_rows(numbers) for word in _row_in_short(row, before, after)]
-    return _shortened(words, most)
-
-
-def replicas_in_short(replicas: Iterable[int | str]) -> str:
-    """Replicas, by number, and training ranks, by name."""
-    named = list(replicas)
-    numbers = sorted(one for one in named if isinstance(one, int))
-    words = [word for row in _in_rows(numbers) for word in _row_in_short(row, "", "")]
-    told = [f"{'replica' if len(numbers) == 1 else 'replicas'} {_shortened(words)}"] if numbers else []
-    ranks = [one for one in named if isinstance(one, str)]
-    return " and ".join([*told, *([in_short(ranks)] if ranks else [])])
-
-
-def _in_rows(numbers: list[int]) -> list[list[int]]:
-    """Numbers in ascending order, cut where one is left out."""
-    rows: list[list[int]] = []
-    for number in numbers:
-        if rows and rows[-1][-1] == number - 1:
-            rows[-1].append(number)
-        else:
-            rows.append([number])
-    return rows
-
-
-def _row_in_short(row: list[int], before: str, after: str) -> list[str]:
-    named = [f"{before}{number}{after}" for number in row]
-    return named if len(row) < 3 else [f"{named[0]} … {named[-1]}"]
-
-
-def _shortened(words: list[str], most: int = 8) -> str:
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
-
-
-def in_words(command: Command | UnknownCommand) -> str:
-    """A command, for people."""
-    return f"unknown command {command.tag}" if isinstance(command, UnknownCommand) else describe(command)
-
-
-def kind_of(command: Command) -> str:
+def command_kind(command: Command) -> str:
     """What commands have in common whose latencies are counted together."""
     match command:
         case WeightSync():
@@ -173,60 +151,41 @@ def kind_of(command: Command) -> str:
             return describe(command)
 
 
-def target_in_words(target: Target) -> str:
-    """Whom a command is for."""
-    return "all" if target.replicas is None else replicas_in_short(target.replicas)
+def format_target(target: Target) -> str:
+    """For whom a command is."""
+    return "all" if target.replicas is None else format_replicas(target.replicas)
 
 
-def holds(seen: Observation) -> str:
-    """What an engine was seen to hold and to do."""
+def format_engine(seen: Observation) -> str:
+    """What an engine held and did when it was observed."""
     if seen.version is None and seen.generating is None:  # a training rank
-        return "was profiling then" if seen.profiling else "was not profiling then"
-    words = [f"v{seen.version}" if seen.version is not None else "weights that it can't name"]
-    words += [f"digest {seen.digest[:12]}"] if seen.digest else []
-    words += ["generating" if seen.generating else "paused"] if seen.generating is not None else []
-    words += [f"asleep {' '.join(sorted(seen.asleep))}"] if seen.asleep else []
-    words += ["profiling"] if seen.profiling else []
-    words += [] if seen.tokenizer == "present" else [f"tokenizer {seen.tokenizer}"]
-    return f"then held {', '.join(words)}"
+        return "was profiling" if seen.profiling else "was not profiling"
+    parts = [f"v{seen.version}" if seen.version is not None else "unknown weights"]
+    parts += [f"digest {seen.digest[:12]}"] if seen.digest else []
+    parts += ["generating" if seen.generating else "paused"] if seen.generating is not None else []
+    parts += [f"asleep {' '.join(sorted(seen.asleep))}"] if seen.asleep else []
+    parts += ["profiling"] if seen.profiling else []
+    parts += [] if seen.tokenizer == "present" else [f"tokenizer {seen.tokenizer}"]
+    return f"then held {', '.join(parts)}"
 
 
-# --- in figures -------------------------------------------------------------------------------------------------------
-
-
-def alike(outcomes: Iterable[AgentOutcome]) -> tuple[Said, ...]:
-    """Who concluded a command in the same way."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for one in outcomes:
-        groups.setdefault(_conclusion(one.conclusion), []).append(one.agent)
-    return tuple(
-        Said(what=what, reason=why, agents=in_short(agents), count=len(agents))
-        for (what, why), agents in sorted(groups.items())
-    )
-
-
-def _conclusion(conclusion: Conclusion) -> tuple[str, str]:
-    match conclusion:
-        case Acted():
-            return "acted", ""
-        case Skipped(reason=reason):
-            return "skipped", str(reason)
-        case Failed(error=error):
-            return "failed", str(error)
-        case Missing(reason=why):
-            return "missing", why
-
-
-def phases(spreads: dict[str, Spread]) -> list[Phase]:
-    """Each kind with its percentiles."""
+def summarize_latencies(histograms: dict[str, LatencyHistogram]) -> list[LatencySummary]:
+    """Percentiles of each kind, by name."""
     return [
-        Phase(name=name, count=one.count, p50_us=one.at(500), p95_us=one.at(950), max_us=one.largest)
-        for name, one in sorted(spreads.items())
-        if one.count
+        LatencySummary(
+            name=name,
+            count=histogram.count,
+            p50_us=histogram.percentile(50),
+            p95_us=histogram.percentile(95),
+            max_us=histogram.largest,
+        )
+        for name, histogram in sorted(histograms.items())
+        if histogram.count
     ]
 
 
-def ranked(stragglers: Iterable[Straggler]) -> list[Straggler]:
-    """The worst first: who never answered, then who kept the others waiting for longest."""
-    late = [one for one in stragglers if one.last or one.missing]
-    return sorted(late, key=lambda one: (-one.missing, -one.behind_us, -one.last, place(one.agent)))[:STRAGGLERS]
+def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:
+    """The worst first: those that never answered, then those that kept the others waiting for longest."""
+    late = [straggler for straggler in stragglers if straggler.last or straggler.missing]
+    late.sort(key=lambda late: (-late.missing, -late.behind_us, -late.last, agent_order(late.agent)))
+    return late[:MAX_STRAGGLERS]

@@ -1,5 +1,5 @@
 "use strict";
-// Narrowing the commands, and opening or closing all of them. The page is whole without this.
+// Filters the commands, and opens or closes all of them. The page is complete without it.
 (() => {
   const steps = [...document.querySelectorAll("details.step")];
   const words = document.getElementById("words");

@@ -17,15 +17,15 @@ FLAGS = (
 
 
 class Opened:
-    """A page in the browser, and what it asked for and complained of."""
+    """A page in the browser, with its requests and errors."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
         self.requests: list[str] = []
         self.errors: list[str] = []
-        page.on("request", lambda one: self.requests.append(one.url))
-        page.on("pageerror", lambda one: self.errors.append(str(one)))
-        page.on("console", lambda one: self.errors.append(one.text))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda message: self.errors.append(message.text))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def opened(browser: Any, place: Path, text: str) -> Opened:
     return shown
 
 
-def test_every_section_is_there_without_a_request_or_an_error(browser: Any, tmp_path: Path) -> None:
+def test_every_section_is_shown_without_requests_or_errors(browser: Any, tmp_path: Path) -> None:
     shown = opened(browser, tmp_path, html(recorded("killed")))
     titles = shown.page.locator("h2").all_inner_texts()
     assert titles == ["Failures", "Fleet", "Commands", "Weights over time", "Latency", "Stragglers"]
@@ -59,7 +59,7 @@ def test_every_section_is_there_without_a_request_or_an_error(browser: Any, tmp_
     assert shown.errors == []
 
 
-def test_what_an_engine_said_does_not_run(browser: Any, tmp_path: Path) -> None:
+def test_the_message_of_an_engine_is_not_executed(browser: Any, tmp_path: Path) -> None:
     from schemas.outcomes import ErrorKind, Failed
 
     bus = Recorded("0.0")
@@ -71,7 +71,7 @@ def test_what_an_engine_said_does_not_run(browser: Any, tmp_path: Path) -> None:
     assert shown.errors == []
 
 
-def test_light_and_dark_are_two_pictures(browser: Any, tmp_path: Path) -> None:
+def test_light_and_dark_schemes_differ(browser: Any, tmp_path: Path) -> None:
     shown = opened(browser, tmp_path, html(recorded("torn-fleet")))
     pictures, rooms = [], []
     for scheme in ("light", "dark"):
@@ -82,7 +82,7 @@ def test_light_and_dark_are_two_pictures(browser: Any, tmp_path: Path) -> None:
     assert pictures[0] != pictures[1] and min(map(len, pictures)) > 10_000
 
 
-def test_commands_can_be_narrowed_by_keyboard(browser: Any, tmp_path: Path) -> None:
+def test_commands_can_be_filtered_by_keyboard(browser: Any, tmp_path: Path) -> None:
     page = opened(browser, tmp_path, html(recorded("killed"))).page
     rows = page.locator("details.step tbody tr:visible")
     page.locator("#words").focus()

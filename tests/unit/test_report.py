@@ -1,4 +1,4 @@
-"""The page about a run: its facts from recorded and made-up runs, and the file that the command writes."""
+"""The page about a run: what it collects from recorded and made-up runs, and the file that the command writes."""
 
 import re
 import shutil
@@ -13,13 +13,12 @@ from msgspec.structs import replace
 
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from controlplane.report.collect import KEPT_COMMANDS, STEP_COMMANDS, RunReport, gather
-from controlplane.report.fleet_history import place
-from controlplane.report.histogram import COLUMNS, Lanes, Spread
+from controlplane.report.collect import MAX_COMMANDS, MAX_STEP_COMMANDS, RunReport, collect
+from controlplane.report.histogram import MAX_COLUMNS, LatencyHistogram, StateHistory
 from controlplane.report.page import write_page
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import LogCorrupt
-from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Trace
+from schemas.outcomes import Acted, ErrorKind, Failed, Trace
 from schemas.reports import AgentStatus
 from schemas.wire import encode
 from tests.running import rolloutctl
@@ -55,7 +54,7 @@ class Recorded(Coordinator):
         return effects
 
     def report(self) -> RunReport:
-        return gather(self.entries)
+        return collect(self.entries)
 
     def page(self) -> str:
         return html(self.report())
@@ -68,7 +67,7 @@ def html(report: RunReport) -> str:
 
 
 def recorded(name: str) -> RunReport:
-    return gather(RunLog.read(REPLAYS / f"{name}.db"))
+    return collect(RunLog.read(REPLAYS / f"{name}.db"))
 
 
 def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -78,38 +77,38 @@ def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
 # --- recorded runs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_checkpoint_is_told_with_what_was_said_and_what_the_engine_held() -> None:
+def test_a_refused_checkpoint_is_reported_with_its_message_and_the_state_of_the_engine() -> None:
     report = recorded("torn-fleet")
-    (trouble,) = report.troubles
-    assert (trouble.words, trouble.agents, trouble.what) == ("weights prepare v2", "1.0", "failed")
-    assert trouble.message.startswith("checkpoint refused") and trouble.held[0][1].startswith("then held v1")
+    (failure,) = report.failures
+    assert (failure.text, failure.agents, failure.kind) == ("weights prepare v2", "1.0", "failed")
+    assert failure.message.startswith("checkpoint refused") and failure.engines[0][1].startswith("then held v1")
     (out,) = report.quarantines
-    assert (out.replica, out.version, out.ended) == (1, 2, "the sync to v3 took it in")
+    assert (out.replica, out.version, out.reason_ended) == (1, 2, "the sync to v3 included it")
     assert report.tone == "warn"
 
 
-def test_a_killed_agent_is_missing_and_lost_and_its_replica_out_of_service_until_it_comes_back() -> None:
+def test_a_killed_agent_is_lost_and_its_replica_out_of_service_until_it_is_back() -> None:
     report = recorded("killed")
-    (trouble,) = report.troubles
-    assert (trouble.what, trouble.reason) == ("missing", "gone") and trouble.held[0][1].startswith("was last heard")
-    assert [one.agent for one in report.lost] == [trouble.agents]
+    (failure,) = report.failures
+    assert (failure.kind, failure.reason) == ("missing", "gone") and failure.engines[0][1].startswith("was last heard")
+    assert [agent.agent for agent in report.lost] == [failure.agents]
     (out,) = report.quarantines
-    assert out.ended == "its agent started anew" and f"{out.replica}.0" == trouble.agents
+    assert out.reason_ended == "its agent restarted" and f"{out.replica}.0" == failure.agents
 
 
-def test_a_good_run_says_so_and_shows_its_traces_and_training_ranks() -> None:
+def test_a_good_run_shows_its_traces_and_training_ranks() -> None:
     report = recorded("trained")
     assert (report.tone, report.verdict, report.violations) == ("ok", "nothing failed", [])
-    traced = [one for step in report.steps for one in step.commands if one.traces]
-    assert any(trace.rank == 0 for one in traced for trace in one.traces)
-    assert sorted(report.time.replicas) == [0, 1]  # a rank has no weights to draw
-    (rank,) = [one for one in report.agents if one.identity.role == "actor"]
-    assert "v0" not in rank.state and "generating" not in rank.state
-    assert all(painted.latest == report.version for painted in report.time.replicas.values())
+    traced = [command for step in report.steps for command in step.commands if command.traces]
+    assert any(trace.rank == 0 for command in traced for trace in command.traces)
+    assert sorted(report.history.replicas) == [0, 1]  # a rank has no weights to draw
+    (rank,) = [agent for agent in report.agents if agent.identity.role == "actor"]
+    assert "v0" not in rank.condition and "generating" not in rank.condition
+    assert all(replica.latest == report.version for replica in report.history.replicas.values())
 
 
 @pytest.mark.parametrize("name", ["killed", "torn-fleet", "trained"])
-def test_a_page_needs_nothing_else(name: str) -> None:
+def test_a_page_needs_no_other_file(name: str) -> None:
     page = html(recorded(name))
     assert not re.search(r"(?:src|href)=[\"'](?!#)|@import|url\((?!#)", page)
     assert "default-src 'none'" in page
@@ -119,7 +118,7 @@ def test_a_page_needs_nothing_else(name: str) -> None:
 # --- made-up runs -----------------------------------------------------------------------------------------------------
 
 
-def test_everything_that_comes_from_a_log_stays_text() -> None:
+def test_text_from_a_log_stays_text() -> None:
     bus = Recorded("0.0")
     bus.say("0.0", AgentStatus(ready=True, tokenizer="present", engine=HOSTILE, generating=True))
     bus.issue(PAUSE)
@@ -133,7 +132,7 @@ def test_everything_that_comes_from_a_log_stays_text() -> None:
     assert "&#34;&gt;&lt;script&gt;1" in page
 
 
-def test_who_is_still_out_or_gone_at_the_end_comes_first() -> None:
+def test_replicas_and_agents_missing_at_the_end_come_first() -> None:
     bus = Recorded("0.0", "1.0", "2.0")
     bus.sync()
     bus.answer(a0_0=DONE, a1_0=DONE, a2_0=Failed(ErrorKind.ENGINE_ERROR, "It burns."))
@@ -142,65 +141,65 @@ def test_who_is_still_out_or_gone_at_the_end_comes_first() -> None:
     bus.lose("1.0")
     report = bus.report()
     assert report.tone == "bad"
-    assert [one.replica for one in report.out_now] == [2] and [one.agent for one in report.gone_now] == ["1.0"]
+    assert [out.replica for out in report.out_now] == [2] and [agent.agent for agent in report.gone_now] == ["1.0"]
     page = bus.page()
-    assert "Replica 2 is <b>out of service</b>" in page and page.index("Replica 2 is") < page.index("h-failures")
+    assert "Replica 2 has been <b>out of service</b>" in page and page.index("Replica 2 has") < page.index("h-failures")
 
 
-def test_an_untraced_rank_and_a_hook_that_goes_on_are_told() -> None:
+def test_a_rank_without_a_trace_and_a_running_hook_are_named() -> None:
     bus = Recorded("actor.3")
     bus.issue(ProfileCommand(action="finish", step=4, profiled_steps=(4,)))
     bus.answer(actor_3=Acted(calls=("finish_profile",), ranks_without_trace=(3,), still_running=True))
     report = bus.report()
     assert (report.tone, report.verdict) == ("warn", "1 without a trace")
     page = bus.page()
-    assert "no trace of rank 3" in page and "goes on: actor.3" in page and "training rank" in page
+    assert "no trace of rank 3" in page and "hook still running: actor.3" in page and "training rank" in page
 
 
-def test_profiled_steps_part_the_commands_where_no_weights_are_synced() -> None:
+def test_profiled_steps_separate_the_commands_of_a_fleet_without_syncs() -> None:
     bus = Recorded("actor.0")
     for step in (3, 7):
         for action in ("start", "stop"):
             bus.issue(ProfileCommand(action=action, step=step))
             bus.answer(actor_0=DONE)
-    assert [one.profiled for one in bus.report().steps] == [[3], [7]]
+    assert [step.profiled for step in bus.report().steps] == [[3], [7]]
 
 
-def test_a_command_that_never_ended_is_named() -> None:
+def test_a_command_without_a_report_is_named() -> None:
     bus = Recorded("0.0")
     bus.issue(PAUSE)
     report = bus.report()
-    assert [one.words for one in report.unended] == ["pause"] and report.steps[-1].bad
+    assert [command.text for command in report.unconcluded] == ["pause"] and report.steps[-1].bad
     bus.answer(a0_0=DONE)
     assert not bus.report().steps[-1].bad
 
 
-def test_what_a_trainer_left_open_took_until_its_next_life_and_is_no_agents_fault() -> None:
+def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
     bus = Recorded("0.0", "1.0")
     bus.issue(PAUSE, timeout_ms=600_000)
     bus.answer(a0_0=DONE)
     bus.open()
     report = bus.report()
-    (left,) = [one for one in report.steps[0].commands if one.words == "pause"]
-    assert (left.ended, left.duration_us) == (True, 2_000_000)  # and not the ten minutes that it had
-    assert [(one.what, one.reason) for one in report.troubles] == [("missing", "bus_restarted")]
+    (left,) = [command for command in report.steps[0].commands if command.text == "pause"]
+    assert (left.concluded, left.duration_us) == (True, 2_000_000)  # and not the ten minutes that it had
+    assert [(failure.kind, failure.reason) for failure in report.failures] == [("missing", "bus_restarted")]
     assert report.stragglers == []
 
 
-def test_an_agent_that_was_not_ready_at_the_end_is_no_good_news() -> None:
+def test_an_agent_that_is_not_ready_at_the_end_is_a_warning() -> None:
     bus = Recorded("0.0", "1.0")
     for agent, ready in (("0.0", True), ("1.0", False)):
         bus.say(agent, AgentStatus(ready=ready, tokenizer="present", engine="tiny", generating=ready))
     report = bus.report()
     assert (report.tone, report.verdict) == ("warn", "1 not ready")
     page = bus.page()
-    assert "Agent 1.0 on node-1 was <b>not ready</b>: v0, paused, not ready." in page
-    assert "Nothing failed." not in page and "was over" not in page and "No outcome failed" not in page
+    assert "Agent 1.0 on node-1 is <b>not ready</b>: not ready, v0, paused." in page
+    assert "Nothing failed." not in page and "was resolved" not in page and "No outcome failed" not in page
     bus.lose("1.0", "left")
     assert bus.report().tone == "ok"
 
 
-def test_lists_that_are_cut_say_so() -> None:
+def test_truncated_lists_say_so() -> None:
     bus = Recorded("0.0")
     for _ in range(60):
         bus.issue(PAUSE)
@@ -208,67 +207,61 @@ def test_lists_that_are_cut_say_so() -> None:
         bus.sync()  # while one is under way there is no other
     report = bus.report()
     refused = len(report.refused) + report.left_out["refused"]
-    assert (len(report.unended), refused) == (61, 499)
+    assert (len(report.unconcluded), refused) == (61, 499)
     page = bus.page()
     assert "And 11 more.</p>" in page and "And 449 more: <code>rolloutctl log show run.db</code>" in page
 
 
 def test_an_empty_log_has_a_page_without_a_time() -> None:
-    page = html(gather([]))
-    assert "1970" not in page and "00:00" not in page and "Nothing of the bus is in this log." in page
+    page = html(collect([]))
+    assert "1970" not in page and "00:00" not in page and "This log has no records of the bus." in page
 
 
-def test_a_broken_invariant_is_a_card_of_its_own() -> None:
+def test_a_violated_invariant_has_its_own_card() -> None:
     bus = Recorded("0.0")
     bus.issue(PAUSE)
     del bus.entries[-1]
     bus.issue(PAUSE)
     report = bus.report()
     assert report.tone == "bad" and report.violations[0].invariant == "I4"
-    assert "Broken invariants" in bus.page()
+    assert "Violated invariants" in bus.page()
 
 
-def test_what_is_kept_has_an_end_and_old_trouble_is_kept_longer() -> None:
+def test_old_commands_are_dropped_unless_they_failed() -> None:
     bus = Recorded("0.0")
     bus.issue(PAUSE)
     bus.answer(a0_0=Failed(ErrorKind.ENGINE_ERROR, "It burns."))
     first = bus.entries[:]
-    said: Outcome = DONE
-    for _ in range(KEPT_COMMANDS // 20):
+    for _ in range(MAX_COMMANDS // 20):
         bus.issue(PAUSE)
-        bus.answer(a0_0=said)
-    repeated = gather(first + [one for _ in range(25) for one in bus.entries[len(first) :]])
+        bus.answer(a0_0=DONE)
+    repeated = collect(first + [entry for _ in range(25) for entry in bus.entries[len(first) :]])
     kept = sum(len(step.commands) for step in repeated.steps)
-    assert kept <= KEPT_COMMANDS + STEP_COMMANDS
+    assert kept <= MAX_COMMANDS + MAX_STEP_COMMANDS
     assert kept + repeated.left_out["commands"] == repeated.commands
-    assert repeated.steps[0].bad and repeated.troubles[0].message == "It burns."
+    assert repeated.steps[0].bad and repeated.failures[0].message == "It burns."
 
 
-def test_a_percentile_is_near_and_the_largest_is_exact() -> None:
-    spread = Spread()
+def test_a_percentile_is_close_and_the_largest_is_exact() -> None:
+    histogram = LatencyHistogram()
     for value in range(1, 10_001):
-        spread.add(value)
-    assert spread.largest == 10_000
-    assert 5_000 <= spread.at(500) <= 5_080 and 9_500 <= spread.at(950) <= 9_660
+        histogram.add(value)
+    assert histogram.largest == 10_000
+    assert 5_000 <= histogram.percentile(50) <= 5_080 and 9_500 <= histogram.percentile(95) <= 9_660
 
 
-def test_a_long_run_does_not_need_more_columns() -> None:
-    lanes = Lanes()
+def test_a_long_run_needs_no_more_columns() -> None:
+    states = StateHistory()
     for minute in range(10_000):
-        lanes.at(1 + minute * 60_000_000_000)
-        lanes.set(0, version=minute, paused=minute % 2 == 0)
-    (painted,) = lanes.painted().values()
-    assert len(painted.versions) <= COLUMNS and painted.latest == 9_999
-    half = sum(painted.paused) / (lanes.end_ns - lanes.start_ns)
+        states.advance(1 + minute * 60_000_000_000)
+        states.set(0, version=minute, paused=minute % 2 == 0)
+    (replica,) = states.replicas().values()
+    assert len(replica.versions) <= MAX_COLUMNS and replica.latest == 9_999
+    half = sum(replica.paused) / (states.end_ns - states.start_ns)
     assert 0.499 < half < 0.501
 
 
-def test_agents_stand_in_the_order_of_the_fleet() -> None:
-    names = ["critic.0", "10.0", "actor.11", "actor.2", "2.1", "2.0", "strange"]
-    assert sorted(names, key=place) == ["2.0", "2.1", "10.0", "actor.2", "actor.11", "critic.0", "strange"]
-
-
-def test_a_log_with_two_damages_is_shown_as_far_as_it_goes() -> None:
+def test_a_log_with_two_damages_is_shown_as_far_as_possible() -> None:
     bus = Recorded("0.0")
     bus.issue(PAUSE)
     bus.issue(PAUSE)
@@ -280,7 +273,7 @@ def test_a_log_with_two_damages_is_shown_as_far_as_it_goes() -> None:
             yield entry
         raise LogCorrupt("record 99 is missing", 99)
 
-    report = gather(read())
+    report = collect(read())
     assert report.damage.startswith("record 3: the event of the coordinator can't be read")
     assert report.commands == bus.report().commands > 0
     assert "record 3: the event" in html(report)
@@ -289,17 +282,17 @@ def test_a_log_with_two_damages_is_shown_as_far_as_it_goes() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_that_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
+def test_an_existing_page_is_replaced_only_by_force(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("mine")
     refused = command(REPLAYS / "torn-fleet.db", "-o", page)
     assert refused.returncode == 2 and "--force" in refused.stderr and page.read_text() == "mine"
     made = command(REPLAYS / "torn-fleet.db", "-o", page, "--force")
     assert made.returncode == 0 and page.read_text().startswith("<!doctype html>")
-    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_a_log_that_is_cut_off_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_truncated_log_is_shown_as_far_as_possible(tmp_path: Path) -> None:
     log = Path(shutil.copy(REPLAYS / "torn-fleet.db", tmp_path / "run.db"))
     log.write_bytes(log.read_bytes()[: log.stat().st_size // 2])
     made = command(log)
@@ -314,4 +307,4 @@ def test_a_file_that_is_no_log_leaves_no_page(tmp_path: Path) -> None:
     other.write_text("not a log")
     refused = command(other)
     assert refused.returncode == 3 and "Traceback" not in refused.stderr
-    assert [one.name for one in tmp_path.iterdir()] == ["notes.db"]
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.db"]
