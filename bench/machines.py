@@ -134,13 +134,13 @@ def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tupl
             bus = log.state
             for event in events:
                 bus, effects = coordinator.decide(bus, event)
-                log.note(event, effects, 1)
+                log.append(event, effects, 1)
             for number, seen in enumerate(agents):
                 state, decisions = machine.AgentState(), []
                 for one in seen:
                     state, decided = machine.decide(state, one)
                     decisions.append(Decision(Raw(encode(one)), Raw(encode(decided))))
-                log.take(f"0.{number}", DecisionBatch(journal="j", first=1, decisions=tuple(decisions)), 1)
+                log.append_batch(f"0.{number}", DecisionBatch(journal="j", first=1, decisions=tuple(decisions)), 1)
         start = time.perf_counter()
         replayed = replay_log(RunLog.read(path))
         took = time.perf_counter() - start

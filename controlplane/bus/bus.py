@@ -1,16 +1,16 @@
-"""The trainer's end of the bus: a shell around `controlplane.machine.coordinator`. Owns the sockets, the log, the clock
-and the callers' tickets; decides nothing.
+"""The trainer's end of the bus: a shell around `controlplane.machine.coordinator`. It owns the sockets, the log, the
+clock and the callers' tickets, and decides nothing.
 
-Theory of operation. Whatever wakes the bus (a message, a command handed over by the trainer's thread, a moment that was
-waited for) begins a turn. A turn takes all there is, makes events of it, lets the coordinator decide them one after the
-other, writes the decisions down as one group, and then performs their effects in order. A peer that turns out to be
-unreachable is another event of the same turn.
+Theory of operation. Whatever wakes the bus (a message, a command from the trainer's thread, a timer) begins a turn. A
+turn takes in all there is, makes events of it, lets the coordinator decide them one after the other, records the
+decisions as one group, and then performs their effects in order. A peer that proves unreachable is another event of the
+same turn.
 
-Rule 1  Written down first. Nothing is sent, and no caller is told, before the decisions that led to it are in the log.
-        Decisions without effects are written with the next that have some, or a moment later.
+Rule 1  Recorded first. Nothing is sent, and no caller gets an answer, before the decisions that led to it are in the
+        log. Decisions without effects are written with the next that have some, or a moment later.
 Rule 2  A turn waits for nobody. What finds no room on its way to an agent is dropped: the agent asks again.
-Rule 3  A bus that can't write decides no more and speaks to no agent any more, not even by heads, so that the agents'
-        leases end and no engine stays paused. Callers get BusFaulted; status is still told.
+Rule 3  A bus that can't write stops deciding and sends agents nothing, not even heads, so that their leases end and no
+        engine stays paused. Callers get BusFaulted; operators still get the status.
 Rule 4  Every ticket ends: concluded, refused, or failed when the bus closes, however it ends.
 """
 
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Final, Self, assert_never
+from typing import Any, Final, NamedTuple, Self, assert_never
 
 import anyio
 import zmq
@@ -85,36 +85,56 @@ from schemas.wire import (
 logger = logging.getLogger("rolloutctl.bus")
 
 TURN_MAX: Final = 256
-"""Messages taken in one turn: more wait for the next, so that a flood holds up nothing else for long."""
+"""Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 ASLEEP_US: Final = 1_000_000
-"""A head that is later than this shows that the bus itself did not run."""
-BIND_PATIENCE_S: Final = 0.5
-"""How long an address may still be held by a bus of this process that was just closed."""
+"""A head beacon that is later than this shows that the bus itself did not run."""
+BIND_TIMEOUT_S: Final = 0.5
+"""How long an address may still be in use by a bus of this process that was just closed."""
 OPERATORS_MAX: Final = 64
 """Commands of operators that may be open at once."""
 
 _NIL: Final = b"\xc0"
-_order_decoder = Decoder(Issued | SyncRequested)
 BY_HAND: Final = (ProfileCommand, EngineCommand)
 NOT_BY_HAND: Final = (
-    "only a profile command or an engine command can be published by itself: a weight sync is several commands in a "
-    "row, so ask for the sync; an epoch begins when a bus is opened"
+    "only a profile command or an engine command can be published by itself: a weight sync is a sequence of commands, "
+    "so call `sync_weights`; an epoch begins when a bus is opened"
 )
 
 _REFUSALS: Final = {"command": CommandError, "sync_in_progress": SyncInProgress, "closed": BusClosed}
+
+Order = Issued | SyncRequested
+_order_decoder: Decoder[Order] = Decoder(Issued | SyncRequested)
+
+
+class _OperatorTicket(NamedTuple):
+    """Stands for a caller that waits elsewhere: an operator, who gets one message."""
+
+    peer: str
+    reply: Callable[[str, Reply], None]
+
+    def resolve(self, report: Report | SyncReport) -> None:
+        assert isinstance(report, Report)  # no request of an operator starts a sync
+        self.reply(self.peer, report)
+
+    def fail(self, error: BaseException) -> None:
+        self.reply(self.peer, RequestRejected(reason=str(error)))
 
 
 class Bus:
     """One life of the bus on one run's log. `async with Bus(...) as bus:`, under asyncio or trio.
 
-    address: where agents and operators find it; `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
-    log: open, and closed by the bus.   insecure: bind an address that other machines reach, without keys.
-    context: for `inproc://` addresses, which exist within one context only; else the process's own.
-
     `publish` and `sync` may be called from any thread, everything else in the loop of the bus.
-    Entering raises AddressInUse, BusAddressError and LogError.
+
+    Args:
+        address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
+        log: Open; the bus closes it.
+        insecure: Allow an address that other machines can reach, without authentication.
+        context: For `inproc://` addresses, which exist within one context only; else the process's own.
+
+    Raises:
+        AddressInUse, BusAddressError, LogError: On entering.
     """
 
     def __init__(
@@ -133,11 +153,10 @@ class Bus:
         self._context = context or zmq.Context.instance()
         self._inbox = Inbox(log)
         self._skew_us = 0
-        self._effects: list[CoordinatorEffect] = []
-        self._lost: list[str] = []
+        self._unreachable: list[str] = []
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Ticket[Any] | str] = {}  # by number; of an operator's command, the operator
-        self._orders: deque[Issued | SyncRequested] = deque()
+        self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
+        self._orders: deque[Order] = deque()
         self._closed = True
         self._next_head_us = 0
         self._flush_us: int | None = None
@@ -157,9 +176,11 @@ class Bus:
     # --- for callers --------------------------------------------------------------------------------------------------
 
     def publish(self, command: Command, target: Target, timeout_ms: int) -> Ticket[Report]:
-        """Hand a command over. Waits for nothing; from any thread.
+        """Hand a command to the bus. Waits for nothing; may be called from any thread.
 
-        Raises CommandError for what is no command, BusOverloaded, BusFaulted, BusClosed.
+        Raises:
+            CommandError: It is not a command that can be published.
+            BusOverloaded, BusFaulted, BusClosed: Nothing was sent.
         """
         ticket: Ticket[Report] = Ticket(next(self._numbers))
         order = Issued(at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms)
@@ -177,7 +198,7 @@ class Bus:
         target: Target,
         timeout_ms: int,
     ) -> Ticket[SyncReport]:
-        """Hand over a weight sync. timeout_ms: of each phase. Otherwise as `publish`."""
+        """Hand a weight sync to the bus. `timeout_ms` is for each phase. Otherwise like `publish`."""
         ticket: Ticket[SyncReport] = Ticket(next(self._numbers))
         order = SyncRequested(
             at_us=0,
@@ -195,20 +216,20 @@ class Bus:
         return ticket
 
     def status(self) -> FleetStatus:
-        """The fleet at this moment."""
-        return fleet_status(self.state, self._now_us(), str(self._log.path), self._inbox.heard)
+        """Return the fleet at this moment."""
+        return fleet_status(self.state, self._now_us(), str(self._log.path), self._inbox.last_heard_us)
 
     async def wait_until(self, holds: Callable[[CoordinatorState], bool]) -> CoordinatorState:
-        """Return the first state, from now on, for which `holds` is true. Raises BusFaulted, BusClosed."""
+        """Return the first state, from now on, for which `holds` is true. Raises BusFaulted or BusClosed."""
         while not holds(self.state):
             self._check()
             await self._changed.wait()
         return self.state
 
-    def _hand_over(self, ticket: Ticket[Any], order: Issued | SyncRequested) -> None:
-        # What is built in Python is not checked when it is built, and a log with such a command in it could not be read
-        # any more. Here it costs the caller a few microseconds and gets the right traceback. What goes on is what was
-        # read back: a list that stands for a set is a set then, and nobody else can change it.
+    def _hand_over(self, ticket: Ticket[Any], order: Order) -> None:
+        # msgspec does not check a Struct that Python code builds, and a log with a wrong value in it can't be read any
+        # more. Decoding the order here costs the caller a few microseconds and gives the right traceback. The bus uses
+        # the decoded order: a list given for a set is now a set, and nobody else can change it.
         if isinstance(order, Issued) and not isinstance(order.command, BY_HAND):
             raise CommandError(f"{type(order.command).__name__}: {NOT_BY_HAND}. Nothing was sent")
         try:
@@ -216,20 +237,20 @@ class Bus:
         except (*DECODE_ERRORS, TypeError) as error:
             raise CommandError(f"not a command that can be published: {error}. Nothing was sent") from None
         self._check()
-        if len(self._waiting) >= self._config.queue:
+        if len(self._tickets) >= self._config.queue:
             raise BusOverloaded(
-                f"{self._config.queue} commands are handed over and not concluded (`queue` in BusConfig): wait for "
-                "their tickets before publishing more. Nothing was sent"
+                f"{self._config.queue} commands are open (`queue` in BusConfig): wait for their tickets before "
+                "publishing more. Nothing was sent"
             )
-        self._waiting[ticket.number] = ticket
+        self._tickets[ticket.number] = ticket
         self._orders.append(order)
         self._wakeup.notify()
-        if self._closed or self.fault is not None:  # meanwhile, and perhaps after everyone who waits was told
-            self._waiting.pop(ticket.number, None)
+        if self._closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
+            self._tickets.pop(ticket.number, None)
             ticket.fail(self.fault or _closed(self.address))
 
     def _now_us(self) -> int:
-        """The bus's monotonic clock: it shows what the event loop's shows."""
+        """The bus's monotonic clock, which agrees with the event loop's."""
         return time.monotonic_ns() // 1000 + self._skew_us
 
     def _check(self) -> None:
@@ -241,7 +262,7 @@ class Bus:
     # --- one life -----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        # The loop's clock has the resolution of a millisecond under uvloop, which is long for a latency.
+        # Under uvloop, the loop's clock has a resolution of one millisecond, which is too coarse for a latency.
         self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
         self._turning = anyio.Lock(fast_acquire=True)
         self._changed, self._sooner = anyio.Event(), anyio.Event()
@@ -256,7 +277,7 @@ class Bus:
             self._closed = False
             stack.push_async_callback(self._end)
             stack.callback(tasks.cancel_scope.cancel)
-            stack.push_async_callback(self._hear_out)
+            stack.push_async_callback(self._drain)
             for task in (self._read_router, self._read_subscriptions, self._read_orders, self._keep_time):
                 tasks.start_soon(task)
             self._open = stack.pop_all()
@@ -267,26 +288,26 @@ class Bus:
     ) -> bool:
         if isinstance(error, anyio.get_cancelled_exc_class()):
             return bool(await self._open.__aexit__(kind, error, trace))
-        await self._open.aclose()  # an error of the caller's is not wrapped into a group
+        await self._open.aclose()  # the caller's own error is not wrapped in a group
         return False
 
     async def _bind(self, stack: AsyncExitStack) -> None:
-        patience = anyio.current_time() + BIND_PATIENCE_S
+        deadline = anyio.current_time() + BIND_TIMEOUT_S
         while True:
             try:
                 self._router = bus_router(self._context, self.address, insecure=self._insecure)
                 break
             except AddressInUse:
-                if anyio.current_time() > patience:
+                if anyio.current_time() > deadline:
                     raise
-                await anyio.sleep(BIND_PATIENCE_S / 10)
+                await anyio.sleep(BIND_TIMEOUT_S / 10)
         stack.callback(self._router.close)
         self.address = self._router.address
         if self.address.startswith("tcp://"):
-            beside = f"{self.address.rpartition(':')[0]}:0"
+            publish_address = f"{self.address.rpartition(':')[0]}:0"
         else:
-            beside = f"{self.address}-publish"
-        self._publisher = bus_publisher(self._context, beside, insecure=self._insecure)
+            publish_address = f"{self.address}-publish"
+        self._publisher = bus_publisher(self._context, publish_address, insecure=self._insecure)
         stack.callback(self._publisher.close)
 
     async def _begin(self) -> None:
@@ -304,35 +325,32 @@ class Bus:
         at_us, at_ns = self._now_us(), time.time_ns()
         opened = Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
         self._next_head_us = at_us
-        await self._work([opened], at_us, at_ns)
-        if self.fault is not None:  # there is no bus that could not write its first decision
+        await self._process([opened], at_us, at_ns)
+        if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
 
-    async def _hear_out(self) -> None:
-        """Agents tell of a decision a part of a heartbeat after they made it: the last belong into the log, too."""
+    async def _drain(self) -> None:
+        """Agents send their decisions a fraction of a heartbeat after making them: wait for the last ones."""
         self._closed = True
         if self.fault is None and any(member.state == "live" for member in self.state.members.values()):
             await anyio.sleep(self._config.heartbeat_ms * 3 / 8000)
 
     async def _end(self) -> None:
-        """The last decision. Runs when the tasks have ended; what is still queued leaves within the linger time."""
+        """The last decision, after the tasks have ended. Messages still queued leave within the linger time."""
         with CancelScope(shield=True):
             self._closed = True
             if self.fault is None:
                 at_us, at_ns = self._now_us(), time.time_ns()
                 orders = self._take_orders(at_us, at_ns)
-                await self._work([*orders, Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+                await self._process([*orders, Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
     def _fail_all(self) -> None:
         self._closed = True
         error = self.fault or _closed(self.address)
-        while self._waiting:
-            _, waiter = self._waiting.popitem()
-            if isinstance(waiter, Ticket):
-                waiter.fail(error)
-            else:
-                self._reply(waiter, RequestRejected(reason=str(error)))
+        while self._tickets:
+            _, ticket = self._tickets.popitem()
+            ticket.fail(error)
         self._wake_watchers()
 
     async def _close_log(self) -> None:
@@ -349,7 +367,7 @@ class Bus:
             await self._turn(await self._router.recv())
 
     async def _read_subscriptions(self) -> None:
-        """Nobody is welcomed on a publisher that does not read who subscribes."""
+        """An XPUB sends its welcome only when its subscriptions are read."""
         while True:
             await self._publisher.recv()
 
@@ -368,38 +386,42 @@ class Bus:
             await self._turn()
 
     def _due_us(self) -> int:
-        deadline_us = next_deadline(self.state)
+        """When the next turn is due, whatever arrives. A bus that has stopped has no deadlines."""
+        deadline_us = next_deadline(self.state) if self.fault is None else None
         moments = (self._next_head_us, deadline_us, self._flush_us)
         return min(moment for moment in moments if moment is not None)
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
     async def _turn(self, arrived: list[bytes] | None = None) -> None:
+        """One turn at a time: with durability `disk`, a commit awaits in the middle of it."""
         async with self._turning:
             at_us, at_ns = self._now_us(), time.time_ns()
-            drained = self._read(arrived, at_us, at_ns)
-            self._hear_operators()
+            self._inbox.begin_turn(at_us, at_ns, self.state)
+            drained = self._receive(arrived)
+            self._handle_requests()
             if self.fault is not None:
                 self._next_head_us = at_us + self._config.head_interval_ms * 1000
                 return
-            self._tell_time()
-            self._keep_alive(at_us, drained)
-            events = self._inbox.collect(at_us)
+            self._answer_time_questions()
+            if at_us >= self._next_head_us:
+                self._beat(at_us, drained)
+            events = self._inbox.take_events()
             events += self._take_orders(at_us, at_ns)
             if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
                 events.append(TimerFired(at_us=at_us))  # last, so that what arrived in time counts
-            await self._work(events, at_us, at_ns)
+            await self._process(events, at_us, at_ns)
 
-    def _read(self, arrived: list[bytes] | None, at_us: int, at_ns: int) -> bool:
-        """Take what lies on the socket. Returns whether that was all."""
-        take, more, state = self._inbox.take, self._router.recv_nowait, self.state
+    def _receive(self, arrived: list[bytes] | None) -> bool:
+        """Pass what lies on the socket to the inbox. Returns whether that was all."""
+        receive, recv_nowait = self._inbox.receive, self._router.recv_nowait
         if arrived is not None:
-            take(arrived, at_us, at_ns, state)
+            receive(arrived)
         for _ in range(TURN_MAX):
-            frames = more()
+            frames = recv_nowait()
             if frames is None:
                 return True
-            take(frames, at_us, at_ns, state)
+            receive(frames)
         return False
 
     def _take_orders(self, at_us: int, at_ns: int) -> list[CoordinatorEvent]:
@@ -408,50 +430,55 @@ class Bus:
             orders.append(replace(self._orders.popleft(), at_us=at_us, at_ns=at_ns))
         return orders
 
-    def _keep_alive(self, at_us: int, drained: bool) -> None:
-        """Once per beacon: tell agents where the head is, and look for agents that fell silent."""
+    def _beat(self, at_us: int, drained: bool) -> None:
+        """Send the head beacon, and look for agents that fell silent."""
         late_us = at_us - self._next_head_us
-        if late_us < 0:
-            return
         if late_us > ASLEEP_US:
-            self._inbox.forgive(late_us, at_us)
-        self._beacon()
+            self._inbox.discount(late_us)
+        self._publisher.send_nowait([TOPIC_HEAD, encode_header(self.state.epoch, 0, self.state.seq), _NIL])
         self._next_head_us = at_us + self._config.head_interval_ms * 1000
-        if drained:  # else what lies unread may be the sign of life
-            self._inbox.silent(at_us - self._config.agent_timeout_ms * 1000, at_us, self.state)
+        if drained:  # else a sign of life may lie unread
+            self._inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000)
 
-    async def _work(self, events: list[CoordinatorEvent], at_us: int, at_ns: int) -> None:
-        """Decide, write down, perform; and again for what came to light by that."""
+    async def _process(self, events: list[CoordinatorEvent], at_us: int, at_ns: int) -> None:
+        """Decide, record and perform; and again for peers that prove unreachable by that."""
         while True:
-            state, effects = self.state, self._effects
-            for event in events:
-                before = state
-                state, decided = decide(state, event)
-                if decided or state is not before:
-                    self._log.note(event, decided, at_ns)
-                    effects.extend(decided)
-            if (effects or self._inbox.kept) and not await self._commit():
+            state, effects = self._decide(events, at_ns)
+            if (effects or self._inbox.acks) and not await self._commit():
                 return
             changed, self.state = state is not self.state, state
             for effect in effects:
                 self._perform(effect)
-            effects.clear()
-            self._tell_kept()
+            self._send_acks()
             if changed:
                 self._wake_watchers()
-            if not self._lost:
+            if not self._unreachable:
                 break
-            events = [PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._lost]
-            self._lost.clear()
+            events = [PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._unreachable]
+            self._unreachable.clear()
+        await self._flush_when_due(at_us)
+        if self._due_us() < self._planned_us:
+            self._sooner.set()
+
+    def _decide(self, events: list[CoordinatorEvent], at_ns: int) -> tuple[CoordinatorState, list[CoordinatorEffect]]:
+        state = self.state
+        effects: list[CoordinatorEffect] = []
+        for event in events:
+            before = state
+            state, decided = decide(state, event)
+            if decided or state is not before:
+                self._log.append(event, decided, at_ns)
+                effects.extend(decided)
+        return state, effects
+
+    async def _flush_when_due(self, at_us: int) -> None:
         if self._log.pending and self._flush_us is None:
             self._flush_us = at_us + FLUSH_US
         elif self._flush_us is not None and at_us >= self._flush_us:
             await self._commit()
-        if self._due_us() < self._planned_us:
-            self._sooner.set()
 
     async def _commit(self) -> bool:
-        """Write the group. If that can't be had, the bus is at its end (rule 3)."""
+        """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
         try:
             if self._config.durability == "disk":
                 with CancelScope(shield=True):
@@ -459,17 +486,19 @@ class Bus:
             else:
                 self._log.commit()
         except LogError as error:
-            self.fault = BusFaulted(f"the bus of run {self._log.run} publishes nothing any more: {error}")
-            logger.error("%s", self.fault)
-            self._inbox.deaf = True
-            self._inbox.kept.clear()
-            self._effects.clear()
-            self._orders.clear()
-            self._flush_us = None
-            self._fail_all()
+            self._stop(error)
             return False
-        self._flush_us = None
+        finally:
+            self._flush_us = None
         return True
+
+    def _stop(self, error: LogError) -> None:
+        self.fault = BusFaulted(f"the bus of run {self._log.run} has stopped publishing: {error}")
+        logger.error("%s", self.fault)
+        self._inbox.operators_only = True
+        self._inbox.acks.clear()
+        self._orders.clear()
+        self._fail_all()
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
@@ -481,84 +510,68 @@ class Bus:
             case Send():
                 self._send(effect.peer, effect.epoch, effect.seq, effect.message)
             case Ping():
-                self._probe(effect.peer)
-            case Conclude():
-                self._conclude(effect)
-            case Refuse():
-                self._refuse(effect)
+                self._ping(effect.peer)
+            case Conclude(ticket=number, report=report):
+                ticket = self._tickets.pop(number, None) if number is not None else None
+                if ticket is not None:
+                    ticket.resolve(report)
+            case Refuse(ticket=number, kind=kind, reason=reason):
+                ticket = self._tickets.pop(number, None)
+                if ticket is not None:
+                    ticket.fail(_REFUSALS[kind](reason))
             case _:
                 assert_never(effect)
 
     def _send(self, peer: str, epoch: int, seq: int, message: Downward) -> None:
         sent = self._router.send_nowait([peer.encode(), encode_header(epoch, 0, seq), encode(message)])
-        if sent is Sent.GONE and member_at(self.state, peer) is not None and peer not in self._lost:
-            self._lost.append(peer)
+        if sent is Sent.GONE and member_at(self.state, peer) is not None and peer not in self._unreachable:
+            self._unreachable.append(peer)
 
-    def _probe(self, peer: str) -> None:
-        """Send what the agent takes for old news: the socket says whether there is a way to it."""
+    def _ping(self, peer: str) -> None:
+        """Send an ack that acknowledges nothing: the socket tells whether the peer is reachable."""
         name = member_at(self.state, peer)
         if name is not None:
             journal = self.state.members[name].hello.journal
             self._send(peer, self.state.epoch, self.state.seq, Ack(journal=journal, through=0))
 
-    def _tell_kept(self) -> None:
-        for peer, kept in self._inbox.kept:
-            self._send(peer, self.state.epoch, self.state.seq, kept)
-        self._inbox.kept.clear()
+    def _send_acks(self) -> None:
+        for peer, ack in self._inbox.acks:
+            self._send(peer, self.state.epoch, self.state.seq, ack)
+        self._inbox.acks.clear()
 
-    def _tell_time(self) -> None:
-        """At once: what a turn writes and sends would only add to the way back."""
-        for peer, sent_ns, received_ns in self._inbox.times:
-            told = TimeReply(sent_ns=sent_ns, received_ns=received_ns, replied_ns=time.time_ns())
-            self._send(peer, self.state.epoch, self.state.seq, told)
-        self._inbox.times.clear()
-
-    def _beacon(self) -> None:
-        self._publisher.send_nowait([TOPIC_HEAD, encode_header(self.state.epoch, 0, self.state.seq), _NIL])
-
-    def _conclude(self, effect: Conclude) -> None:
-        waiter = self._waiting.pop(effect.ticket, None) if effect.ticket is not None else None
-        if isinstance(waiter, Ticket):
-            waiter.resolve(effect.report)
-        elif waiter is not None and isinstance(effect.report, Report):
-            self._reply(waiter, effect.report)
-
-    def _refuse(self, effect: Refuse) -> None:
-        waiter = self._waiting.pop(effect.ticket, None)
-        if isinstance(waiter, Ticket):
-            waiter.fail(_REFUSALS[effect.kind](effect.reason))
-        elif waiter is not None:
-            self._reply(waiter, RequestRejected(reason=effect.reason))
+    def _answer_time_questions(self) -> None:
+        """First of all: anything else that the turn does would lengthen the round trip."""
+        for question in self._inbox.time_questions:
+            reply = TimeReply(sent_ns=question.sent_ns, received_ns=question.received_ns, replied_ns=time.time_ns())
+            self._send(question.peer, self.state.epoch, self.state.seq, reply)
+        self._inbox.time_questions.clear()
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
-    def _hear_operators(self) -> None:
-        for peer, asked in self._inbox.asked:
-            if isinstance(asked, StatusRequest):
+    def _handle_requests(self) -> None:
+        for peer, request in self._inbox.requests:
+            if isinstance(request, StatusRequest):
                 self._reply(peer, self.status())
-            elif (why := self._unwilling(asked)) is not None:
-                self._reply(peer, RequestRejected(reason=why))
+            elif (reason := self._reason_to_reject(request)) is not None:
+                self._reply(peer, RequestRejected(reason=reason))
             else:
-                number = next(self._numbers)
-                self._waiting[number] = peer
-                self._orders.append(
-                    Issued(
-                        at_us=0,
-                        at_ns=0,
-                        ticket=number,
-                        command=asked.command,
-                        target=asked.target,
-                        timeout_ms=asked.timeout_ms,
-                    )
-                )
-        self._inbox.asked.clear()
+                self._accept(peer, request)
+        self._inbox.requests.clear()
 
-    def _unwilling(self, asked: Submit) -> str | None:
+    def _accept(self, peer: str, request: Submit) -> None:
+        number = next(self._numbers)
+        self._tickets[number] = _OperatorTicket(peer, self._reply)
+        command, target, timeout_ms = request.command, request.target, request.timeout_ms
+        self._orders.append(
+            Issued(at_us=0, at_ns=0, ticket=number, command=command, target=target, timeout_ms=timeout_ms)
+        )
+
+    def _reason_to_reject(self, request: Submit) -> str | None:
         if self.fault is not None:
             return str(self.fault)
-        if not isinstance(asked.command, BY_HAND):
+        if not isinstance(request.command, BY_HAND):
             return NOT_BY_HAND
-        if sum(not isinstance(waiter, Ticket) for waiter in tuple(self._waiting.values())) >= OPERATORS_MAX:
+        if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
             return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
         return None
 
@@ -566,7 +579,7 @@ class Bus:
         body = encode(reply)
         if len(body) > MAX_BYTES - 1024:
             body = encode(
-                RequestRejected(reason=f"the answer takes {len(body)} bytes, a message has at most {MAX_BYTES}")
+                RequestRejected(reason=f"the reply takes {len(body)} bytes, and a message has at most {MAX_BYTES}")
             )
         self._router.send_nowait([peer.encode(), encode_header(self.state.epoch, 0, self.state.seq), body])
 

@@ -1,4 +1,4 @@
-"""A person, or a script, at a running bus: one question, one answer. For the command line."""
+"""Asks a running bus for its status, or to publish a command: one request, one reply. For the command line."""
 
 import secrets
 from typing import Final
@@ -23,32 +23,35 @@ from schemas.wire import (
 )
 
 ANSWER_S: Final = 5.0
-"""How long a bus may take to answer, on top of the time that a command has."""
+"""How long a bus may take to reply, in addition to the timeout of a command."""
 
 
-async def ask_status(bus: str, patience_s: float = ANSWER_S) -> FleetStatus:
-    """What the fleet looks like. Raises BusUnreachable, BusAddressError, CommandError (the bus refused)."""
-    reply = await _ask(bus, StatusRequest(), patience_s)
+async def ask_status(bus: str, timeout_s: float = ANSWER_S) -> FleetStatus:
+    """Return the status of the fleet. Raises BusUnreachable, BusAddressError, or CommandError if the bus refused."""
+    reply = await _ask(bus, StatusRequest(), timeout_s)
     assert isinstance(reply, FleetStatus)
     return reply
 
 
 async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Target, timeout_s: float) -> Report:
-    """Publish a command on somebody else's bus and return its report.
+    """Publish a command on a running bus, and return its report.
 
-    Raises BusUnreachable, BusAddressError, CommandError. After BusUnreachable the command may have been published.
+    Raises:
+        BusUnreachable: No reply. The command may have been published.
+        BusAddressError: The address can't be used.
+        CommandError: The bus refused.
     """
-    asked = Submit(command=command, target=target, timeout_ms=max(1, int(timeout_s * 1000)))
-    reply = await _ask(bus, asked, timeout_s + ANSWER_S)
+    request = Submit(command=command, target=target, timeout_ms=max(1, int(timeout_s * 1000)))
+    reply = await _ask(bus, request, timeout_s + ANSWER_S)
     assert isinstance(reply, Report)
     return reply
 
 
-async def _ask(bus: str, asked: Operator, patience_s: float) -> Reply:
-    expected = FleetStatus if isinstance(asked, StatusRequest) else Report
+async def _ask(bus: str, request: Operator, timeout_s: float) -> Reply:
+    expected = FleetStatus if isinstance(request, StatusRequest) else Report
     async with agent_dealer(zmq.Context.instance(), bus, b"op/" + secrets.token_hex(16).encode()) as dealer:
-        with anyio.move_on_after(patience_s):
-            await dealer.send([encode_header(0), encode(asked)])
+        with anyio.move_on_after(timeout_s):
+            await dealer.send([encode_header(0), encode(request)])
             while True:
                 _, body = parse_frames(await dealer.recv())
                 reply = decode_downward(body)
@@ -57,6 +60,6 @@ async def _ask(bus: str, asked: Operator, patience_s: float) -> Reply:
                 if isinstance(reply, expected):
                     return reply
     raise BusUnreachable(
-        f"no bus answered at {bus} within {patience_s:g} s. Is the trainer running, and is this the address that it "
-        "was given? It has to be reachable from this machine"
+        f"no bus answered at {bus} within {timeout_s:g} s. Is the trainer running, is this its address, and can it be "
+        "reached from this machine?"
     )

@@ -6,14 +6,14 @@ from pathlib import Path
 from controlplane.machine import coordinator
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from controlplane.record.replay import AgentLaw, Fold, Replayed, replay
+from controlplane.record.replay import AgentReducer, Replayed, Replayer, replay
 from workers.machine import decide as machine
 from workers.machine.decide import AgentState
 
 
 def replay_log(entries: Iterable[LogEntry]) -> Replayed:
     """Make every decision again. Raises ReplayDiffers or LogCorrupt."""
-    return replay(entries, coordinator.decide, _agent_law())
+    return replay(entries, coordinator.decide, _agent_reducer())
 
 
 def replay_file(path: Path) -> Replayed:
@@ -28,10 +28,10 @@ def replay_file(path: Path) -> Replayed:
     return replay_log(RunLog.read(path))
 
 
-def fold_log() -> Fold[AgentState]:
+def replayer_of_log() -> Replayer[AgentState]:
     """Return a fold that the caller feeds, to inspect the state at any position."""
-    return Fold(coordinator.decide, _agent_law())
+    return Replayer(coordinator.decide, _agent_reducer())
 
 
-def _agent_law() -> AgentLaw[AgentState]:
-    return AgentLaw(machine.decide, AgentState())
+def _agent_reducer() -> AgentReducer[AgentState]:
+    return AgentReducer(machine.decide, AgentState())

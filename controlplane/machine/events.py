@@ -1,6 +1,7 @@
-"""What the coordinator sees and what it asks its bus to do. Logged as they are, so a log replays.
+"""What the coordinator sees (events) and what it asks its bus to do (effects). Logged as they are, so a log replays.
 
-`at_us` is the bus's monotonic clock in microseconds; `peer` is an agent's routing id.
+`at_us` is the bus's monotonic clock in microseconds, `at_ns` its wall clock; `peer` is the routing id of an agent. A
+`ticket` names the caller that waits for the result, and is unique in one life of the bus.
 """
 
 from typing import Annotated, Literal
@@ -31,7 +32,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
 
 
 class Opened(Struct, frozen=True, kw_only=True, tag="opened"):
-    """A bus starts its life on this log. The log's earlier events have been folded before it."""
+    """A bus opens this log. The log's earlier events have been folded before."""
 
     at_us: int
     at_ns: int
@@ -41,7 +42,7 @@ class Opened(Struct, frozen=True, kw_only=True, tag="opened"):
 
 
 class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
-    """The trainer or an operator wants a command published. ticket: names the waiting caller, unique in this life."""
+    """The trainer or an operator wants a command published."""
 
     at_us: int
     at_ns: int
@@ -52,7 +53,12 @@ class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
 
 
 class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
-    """The trainer wants the fleet on new weights. quorum: replicas that must load; None for more than half."""
+    """The trainer wants the fleet on new weights.
+
+    Attributes:
+        quorum: Replicas that must load; None for more than half.
+        timeout_ms: For each phase.
+    """
 
     at_us: int
     at_ns: int
@@ -67,7 +73,11 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
 
 
 class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
-    """An agent introduced itself. recorded_decisions: those of its journal that the log holds."""
+    """An agent introduced itself.
+
+    Attributes:
+        recorded_decisions: How many of its journal's decisions the log has.
+    """
 
     at_us: int
     peer: Peer
@@ -83,7 +93,7 @@ class JoinReceived(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class StatusReceived(Struct, frozen=True, kw_only=True, tag="status"):
-    """A heartbeat that says something new."""
+    """A heartbeat that differs from the one before."""
 
     at_us: int
     peer: Peer
@@ -102,14 +112,14 @@ class PeerAnswer(Struct, frozen=True, kw_only=True):
 
 
 class AnswersReceived(Struct, frozen=True, kw_only=True, tag="answers"):
-    """Every outcome that lay on the socket at one moment."""
+    """All outcomes that were on the socket in one turn."""
 
     at_us: int
     answers: tuple[PeerAnswer, ...]
 
 
 class ResendRequested(Struct, frozen=True, kw_only=True, tag="resend_requested"):
-    """An agent lacks the records from `first` on."""
+    """An agent misses the records from `first` on, and takes at most `credit` of them."""
 
     at_us: int
     peer: Peer
@@ -118,7 +128,7 @@ class ResendRequested(Struct, frozen=True, kw_only=True, tag="resend_requested")
 
 
 class PeerLost(Struct, frozen=True, kw_only=True, tag="lost"):
-    """An agent was silent too long, can't be reached any more, or said that it leaves."""
+    """An agent was silent too long, can't be reached, or said goodbye."""
 
     at_us: int
     peer: Peer
@@ -126,13 +136,13 @@ class PeerLost(Struct, frozen=True, kw_only=True, tag="lost"):
 
 
 class TimerFired(Struct, frozen=True, kw_only=True, tag="timer"):
-    """A moment that `coordinator.next_deadline` named has come."""
+    """A moment that `coordinator.next_deadline` named has passed."""
 
     at_us: int
 
 
 class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
-    """The bus ends its life in good order: what is still open will not be answered."""
+    """The bus closes in good order. Commands that are still open will not be answered."""
 
     at_us: int
     at_ns: int
@@ -164,7 +174,11 @@ class Publish(Struct, frozen=True, kw_only=True, tag="publish"):
 
 
 class Send(Struct, frozen=True, kw_only=True, tag="send"):
-    """Send a control message to one agent. seq: what its header says."""
+    """Send a control message to one agent.
+
+    Attributes:
+        seq: For the message's header.
+    """
 
     peer: Peer
     epoch: Positive
@@ -173,20 +187,28 @@ class Send(Struct, frozen=True, kw_only=True, tag="send"):
 
 
 class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
-    """Find out whether the peer can still be reached; `PeerLost(unreachable)` if not."""
+    """Find out whether the peer can still be reached. If not, `PeerLost(unreachable)` follows."""
 
     peer: Peer
 
 
 class Conclude(Struct, frozen=True, kw_only=True, tag="conclude"):
-    """A command (or sync) ended: every agent of its fleet has an outcome. ticket: None when nobody waits for it."""
+    """A command or a sync has ended: every agent of its fleet has an outcome.
+
+    Attributes:
+        ticket: None if nobody waits for it.
+    """
 
     ticket: Positive | None
     report: Report | SyncReport
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
-    """The command was not published. kind: which error the caller gets."""
+    """The command was not published, or the sync was ended.
+
+    Attributes:
+        kind: Which error the caller gets.
+    """
 
     ticket: Positive
     kind: Literal["command", "sync_in_progress", "closed"]

@@ -1,4 +1,4 @@
-"""A file that appears under its name when it is whole, in one step, and never takes the place of what is needed."""
+"""Writes a file that appears under its name in one step, complete, and never replaces one that is needed."""
 
 import os
 import secrets
@@ -11,26 +11,33 @@ from schemas.errors import ConfigError
 
 
 def check_destination(out: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse a place that must not be written to. force: something of ours may be there already.
+    """Raise ConfigError unless `out` may be written.
 
-    inputs: files that the result is made from. Raises ConfigError.
+    Args:
+        force: A file may be there already.
+        inputs: Files that the result is made from. They are never overwritten.
     """
     if os.path.lexists(out) and not force:
-        raise ConfigError(f"{out} exists already, and nothing was written: name another file, or say --force")
+        raise ConfigError(f"{out} already exists; nothing was written. Name another file, or use --force")
     if out.is_dir():
-        raise ConfigError(f"{out} is a folder, and nothing was written: name a file")
-    if out.exists() and not out.is_file():  # it would not be written to, but replaced
-        raise ConfigError(f"{out} is a pipe or a device, and nothing was written: name a file")
-    for one in inputs:
-        if out.exists() and one.exists() and out.samefile(one):
-            raise ConfigError(f"{out} is what the result is made from, and nothing was written: name another file")
+        raise ConfigError(f"{out} is a directory; nothing was written. Name a file")
+    if out.exists() and not out.is_file():  # a rename would replace it instead of writing to it
+        raise ConfigError(f"{out} is a pipe or a device; nothing was written. Name a file")
+    for path in inputs:
+        if out.exists() and path.exists() and out.samefile(path):
+            raise ConfigError(f"{out} is an input of this command; nothing was written. Name another file")
 
 
 @contextmanager
 def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
-    """A file that is at `out` when the block has ended well, and not at all otherwise. force: whatever is there goes.
+    """Yield a file that is at `out` if the block ends normally, and not at all otherwise.
 
-    Raises OSError; FileExistsError when something came to be there meanwhile.
+    Args:
+        force: Replace a file that is already there.
+
+    Raises:
+        FileExistsError: A file has appeared there meanwhile.
+        OSError: The file can't be written.
     """
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
@@ -41,18 +48,17 @@ def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
         if force:
             draft.replace(out)
         else:
-            _put(draft, out)
+            _link_or_rename(draft, out)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _put(draft: Path, out: Path) -> None:
-    """Give the draft its name, unless that is taken."""
+def _link_or_rename(draft: Path, out: Path) -> None:
     try:
-        os.link(draft, out)  # unlike a rename, never over a file that came to be meanwhile
+        os.link(draft, out)  # unlike a rename, it never replaces a file that has appeared meanwhile
     except FileExistsError:
         raise
-    except OSError:  # a file system without links, as those in front of object stores
+    except OSError:  # a file system without hard links, such as those in front of object stores
         if os.path.lexists(out):
             raise
         draft.replace(out)

@@ -1,4 +1,4 @@
-"""One record of a run's log, decoded as far as anyone wants it: replay, invariants and people read these."""
+"""One record of a run's log, decoded as far as its reader wants: for replay, invariants and people."""
 
 from msgspec import Raw, Struct
 from msgspec.msgpack import Decoder
@@ -13,9 +13,14 @@ coordinator_effects_decoder = Decoder(tuple[CoordinatorEffect, ...])
 
 
 class LogEntry(Struct, frozen=True, kw_only=True):
-    """One record. agent: '' for the coordinator.   journal, number: '' and 0 for the coordinator.
+    """One record.
 
-    event, effects: encoded; `typed_event` and `typed_effects` decode them.
+    Attributes:
+        agent: Whose decision it is; '' for the coordinator.
+        journal: Of the agent; '' for the coordinator.
+        number: Of the decision in the journal; 0 for the coordinator.
+        event: Encoded; `typed_event` decodes it.
+        effects: Encoded; `typed_effects` decodes them.
     """
 
     position: int
@@ -28,14 +33,14 @@ class LogEntry(Struct, frozen=True, kw_only=True):
     effects: Raw
 
     def typed_event(self) -> CoordinatorEvent | Event:
-        """What the machine saw. Raises LogCorrupt for an event that this version can't read."""
+        """Decode the event. Raises LogCorrupt if this version can't read it."""
         try:
             return event_decoder.decode(self.event) if self.agent else coordinator_event_decoder.decode(self.event)
         except DECODE_ERRORS as error:
             raise self._unreadable("event", error) from error
 
     def typed_effects(self) -> tuple[CoordinatorEffect, ...] | tuple[Effect, ...]:
-        """What it decided. Raises LogCorrupt for effects that this version can't read."""
+        """Decode the effects. Raises LogCorrupt if this version can't read them."""
         try:
             if self.agent:
                 return effects_decoder.decode(self.effects)
@@ -43,6 +48,6 @@ class LogEntry(Struct, frozen=True, kw_only=True):
         except DECODE_ERRORS as error:
             raise self._unreadable("effects", error) from error
 
-    def _unreadable(self, what: str, error: Exception) -> LogCorrupt:
+    def _unreadable(self, part: str, error: Exception) -> LogCorrupt:
         who = f"agent {self.agent}" if self.agent else "the coordinator"
-        return LogCorrupt(f"record {self.position}: the {what} of {who} can't be read: {error}", self.position)
+        return LogCorrupt(f"record {self.position}: the {part} of {who} can't be read: {error}", self.position)

@@ -1,13 +1,12 @@
-"""The run's log: what the coordinator decided and what every agent decided, in one file on `schemas.carriers.records`.
+"""The run's log: what the coordinator and every agent decided, in one file on `schemas.carriers.records`.
 
     header   run, created (wall clock, ns), major (of the wire protocol), logic (of the coordinator's decisions)
     records  of the coordinator: agent '', the body is a `Decision`
-             of an agent: its name, the body is an `Uploaded`: the decision and its number in the agent's journal
+             of an agent: its name, the body is an `AgentDecision`: the decision and its number in the agent's journal
              kind is the tag of the event that was decided
 
-Opening for writing folds the coordinator over its own records and compares: a log that does not lead to the recorded
-effects was written by other logic, and going on from it would be guessing. Reading asks for nothing: any log that is
-whole can be looked at.
+Opening for writing replays the coordinator over its own records: a log that does not lead to the recorded effects was
+written by other logic, and to continue it would be a guess. Reading does not check that: any intact log can be read.
 """
 
 import os
@@ -30,20 +29,19 @@ from schemas.carriers.records import Record, RecordFile, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
 from schemas.events import Decision
 from schemas.identity import Count, Name
-from schemas.wire import (
-    DECODE_ERRORS,
-    MAJOR,
-    DecisionBatch,
-    decision_decoder,
-    encode,
-)
+from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, decision_decoder, encode
 
 NUMBER_MAX: Final = 1 << 53
-"""Largest number of a decision that is believed."""
+"""Largest number of a decision that is accepted."""
 
 
-class Uploaded(Struct, frozen=True, kw_only=True):
-    """Body of an agent's record. number: of the decision in the agent's journal, 1, 2, 3 …"""
+class AgentDecision(Struct, frozen=True, kw_only=True):
+    """Body of an agent's record.
+
+    Attributes:
+        journal: The agent's journal; one for each time that it started without an earlier one.
+        number: Of the decision in the journal: 1, 2, 3 …
+    """
 
     journal: Name
     number: Count
@@ -52,7 +50,13 @@ class Uploaded(Struct, frozen=True, kw_only=True):
 
 
 class RunHeader(Struct, frozen=True, kw_only=True):
-    """What stands at the head of a log. created_ns: wall clock.   logic: version of the coordinator's decisions."""
+    """The head of a log.
+
+    Attributes:
+        created_ns: Wall clock.
+        major: Version of the wire protocol.
+        logic: Version of the coordinator's decisions.
+    """
 
     run: str
     created_ns: int
@@ -64,15 +68,19 @@ class _Tagged(Struct):
     type: Name
 
 
-_uploaded_decoder = Decoder(Uploaded)
+_agent_decision_decoder = Decoder(AgentDecision)
 _tag_decoder = Decoder(_Tagged)
 
 
 class RunLog:
-    """The log of one run, open for writing. Made by `open`; a context manager.
+    """The log of one run, open for writing. Created by `open`; a context manager.
 
-    run: its id.   path: of the file.   state: of the coordinator as of the last record, when the log was opened.
     Not for several threads, but `commit` may run in another one.
+
+    Attributes:
+        run: Id of the run.
+        path: Of the file.
+        state: Of the coordinator as of the last record, when the log was opened.
     """
 
     def __init__(self, file: RecordFile, run: str) -> None:
@@ -80,19 +88,23 @@ class RunLog:
         self.path = file.path
         self.state = CoordinatorState()
         self._file = file
-        self._recorded: dict[tuple[str, str], int] = {}  # by agent and journal: number of the last decision here
-        self._holes: dict[tuple[str, str], int] = {}
+        self._recorded: dict[tuple[str, str], int] = {}  # by agent and journal: number of the last recorded decision
+        self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], run: str | None = None, durability: Durability = "os") -> Self:
-        """Make the log of a new run, or go on with one. run: id of a new run; None chooses one.
+        """Create the log of a new run, or continue one.
 
-        Raises LogLocked, LogCorrupt, LogFull, LogError (also for a log that this version can't continue), and
-        ConfigError for a log of another run than the one named.
+        Args:
+            run: Id of a new run, or of the one that the log must be of; None to generate one.
+
+        Raises:
+            ConfigError: It is the log of another run.
+            LogLocked, LogCorrupt, LogFull, LogError: It can't be opened, or this version can't continue it.
         """
         created = time.time_ns()
-        fresh = run or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(created // 10**9))}-{secrets.token_hex(4)}"
-        header = {"run": fresh, "created": str(created), "major": str(MAJOR), "logic": str(LOGIC)}
+        new_run = run or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(created // 10**9))}-{secrets.token_hex(4)}"
+        header = {"run": new_run, "created": str(created), "major": str(MAJOR), "logic": str(LOGIC)}
         with ExitStack() as undo:
             file = undo.enter_context(RecordFile.open(path, header, durability))
             found = _read_header(file)
@@ -101,31 +113,33 @@ class RunLog:
             if run is not None and found.run != run:
                 raise ConfigError(f"{file.path} is the log of run {found.run}, not of {run}: name another file")
             log = cls(file, found.run)
-            log._fold()
+            log._restore()
             undo.pop_all()
         return log
 
     @staticmethod
     def header(path: str | os.PathLike[str]) -> RunHeader:
-        """The head of a log. Raises LogError, LogCorrupt."""
+        """Return the head of a log. Raises LogError or LogCorrupt."""
         with RecordReader.open(path) as reader:
             return _read_header(reader)
 
     @staticmethod
     def check_logic(path: str | os.PathLike[str]) -> None:
-        """Raise LogError when a log was written by other logic than this version's; also what `header` raises."""
+        """Raise LogError if a log was written by other logic than this version's, or as `header` does."""
         found = RunLog.header(path)
         if found.major != MAJOR or found.logic != LOGIC:
             raise LogError(
                 f"the log {path} can't be replayed: {_written_by(found)}. Replay it with a version of rolloutctl that "
-                f"has decision logic {found.logic} and protocol {found.major}; `show` and `verify` read it here"
+                f"has decision logic {found.logic} and protocol {found.major}; `show` and `verify` work here"
             )
 
     @staticmethod
     def read(path: str | os.PathLike[str], start: int = 1) -> Iterator[LogEntry]:
-        """Yield the records from position `start` on, also while a bus writes them.
+        """Yield the records from position `start` on, even while a bus writes them.
 
-        Raises LogError, and LogCorrupt at the first record that can't be trusted, after all those before it.
+        Raises:
+            LogError: The file can't be read, or is no log.
+            LogCorrupt: At the first damaged record, after all those before it.
         """
         with RecordReader.open(path) as reader:
             _read_header(reader)
@@ -134,54 +148,63 @@ class RunLog:
 
     @property
     def pending(self) -> int:
-        """Records that the next `commit` writes."""
+        """Number of records that the next `commit` writes."""
         return self._file.pending
 
-    def note(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...], at_ns: int) -> None:
-        """Take one decision of the coordinator. at_ns: wall clock. It is in the file after the next `commit`."""
+    def append(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...], at_ns: int) -> None:
+        """Append one decision of the coordinator. The next `commit` writes it.
+
+        Args:
+            at_ns: Wall clock.
+        """
         body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
         self._file.append(str(event.__struct_config__.tag), "", at_ns, body)
 
-    def take(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
-        """Take the decisions of an agent that are not here yet; return the number up to which the log has them.
+    def append_batch(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
+        """Append those decisions of an agent that the log does not have yet. The next `commit` writes them.
 
-        A batch that leaves a hole is not taken: messages were lost, and the agent sends again from the number that it
-        is told. If it then comes with the same batch, it has nothing older any more, and the hole stands in the log.
-        Raises WireError for what is no decision; nothing of the batch is taken then.
+        A batch after a hole is refused: messages were lost, and the agent sends again from the returned number on. If
+        it then sends the same batch, it has nothing older any more, and the hole stays in the log.
+
+        Returns:
+            The number up to which the log has the decisions of the journal.
+
+        Raises:
+            WireError: One of them is not a decision. Nothing of the batch is appended.
         """
         key = (agent, batch.journal)
         known = self._recorded.get(key, 0)
         last = batch.first + len(batch.decisions) - 1
         if last > NUMBER_MAX:
-            raise WireError("decisions with numbers beyond belief")
+            raise WireError(f"decisions numbered beyond {NUMBER_MAX}")
         if batch.first > known + 1 and self._holes.get(key) != batch.first:
             self._holes[key] = batch.first
             return known
-        fresh = batch.decisions[max(0, known + 1 - batch.first) :]
+        new = batch.decisions[max(0, known + 1 - batch.first) :]
         try:
-            kinds = [_tag_decoder.decode(decision.event).type for decision in fresh]
+            kinds = [_tag_decoder.decode(decision.event).type for decision in new]
         except DECODE_ERRORS as error:
             raise WireError(f"a decision without a kind: {type(error).__name__}") from None
-        number = last - len(fresh)
-        for kind, decision in zip(kinds, fresh, strict=True):
+        number = last - len(new)
+        for kind, decision in zip(kinds, new, strict=True):
             number += 1
-            uploaded = Uploaded(journal=batch.journal, number=number, event=decision.event, effects=decision.effects)
-            self._file.append(kind, agent, at_ns, encode(uploaded))
-        if fresh:
+            body = AgentDecision(journal=batch.journal, number=number, event=decision.event, effects=decision.effects)
+            self._file.append(kind, agent, at_ns, encode(body))
+        if new:
             self._recorded[key] = last
             self._holes.pop(key, None)
         return max(known, last)
 
     def recorded(self, agent: str, journal: str) -> int:
-        """Number of the newest decision of a journal that the log holds; 0 if it holds none."""
+        """Return the number of the newest decision of a journal that the log has; 0 if it has none."""
         return self._recorded.get((agent, journal), 0)
 
     def commit(self) -> None:
-        """Write what was taken, as one group. Raises LogFull, LogError."""
+        """Write what was appended, as one group. Raises LogFull or LogError."""
         self._file.commit()
 
     def close(self) -> None:
-        """Write what was taken, and close. May be called twice. Raises what `commit` raises, and has closed then."""
+        """Write what was appended, and close, even if the writing raises. May be called twice."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -190,31 +213,31 @@ class RunLog:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
-    def _fold(self) -> None:
-        path = self.path
+    def _restore(self) -> None:
+        """Fold the coordinator over its own records."""
         for record in self._file.records(self._file.first_position):
             try:
                 if record.agent:
-                    uploaded = _uploaded_decoder.decode(record.body)
-                    self._recorded[record.agent, uploaded.journal] = uploaded.number
+                    body = _agent_decision_decoder.decode(record.body)
+                    self._recorded[record.agent, body.journal] = body.number
                     continue
                 decision = decision_decoder.decode(record.body)
                 self.state, effects = decide(self.state, coordinator_event_decoder.decode(decision.event))
             except MsgspecError as error:
-                raise _other_logic(path, f"record {record.position} can't be understood ({error})") from error
+                raise _other_logic(self.path, f"record {record.position} can't be understood ({error})") from error
             if encode(effects) != bytes(decision.effects):
-                raise _other_logic(path, f"the decision in record {record.position} would be another one today")
+                raise _other_logic(self.path, f"this version would decide otherwise in record {record.position}")
 
 
 def _entry(path: Path, record: Record) -> LogEntry:
     journal, number = "", 0
+    decision: AgentDecision | Decision
     try:
         if record.agent:
-            uploaded = _uploaded_decoder.decode(record.body)
-            journal, number, event, effects = uploaded.journal, uploaded.number, uploaded.event, uploaded.effects
+            decision = _agent_decision_decoder.decode(record.body)
+            journal, number = decision.journal, decision.number
         else:
             decision = decision_decoder.decode(record.body)
-            event, effects = decision.event, decision.effects
     except MsgspecError as error:
         raise LogCorrupt(f"{path}: record {record.position} is no decision ({error})", record.position) from error
     return LogEntry(
@@ -224,33 +247,33 @@ def _entry(path: Path, record: Record) -> LogEntry:
         kind=record.kind,
         journal=journal,
         number=number,
-        event=event,
-        effects=effects,
+        event=decision.event,
+        effects=decision.effects,
     )
 
 
 def _read_header(reader: RecordReader) -> RunHeader:
-    found = reader.header
+    header = reader.header
     try:
         return RunHeader(
-            run=found["run"],
-            created_ns=int(found["created"]),
-            major=int(found["major"]),
-            logic=int(found["logic"]),
+            run=header["run"],
+            created_ns=int(header["created"]),
+            major=int(header["major"]),
+            logic=int(header["logic"]),
         )
     except (KeyError, ValueError) as error:
-        raise LogError(f"{reader.path} is a record file, but no log of a run: its header lacks {error}") from error
+        raise LogError(f"{reader.path} is a record file but no log of a run: its header lacks {error}") from error
 
 
 def _written_by(found: RunHeader) -> str:
     return (
-        f"it was written with decision logic {found.logic} and protocol {found.major}, this version has "
+        f"it was written with decision logic {found.logic} and protocol {found.major}, and this version has "
         f"logic {LOGIC} and protocol {MAJOR}"
     )
 
 
-def _other_logic(path: Path, what: str) -> LogError:
+def _other_logic(path: Path, why: str) -> LogError:
     return LogError(
-        f"the log {path} can't be continued: {what}. It can still be read. Start a new run in another file, or go on "
-        "with the version that wrote it"
+        f"the log {path} can't be continued: {why}. It can still be read. Start a new run in another file, or use the "
+        "version that wrote it"
     )

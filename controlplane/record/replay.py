@@ -1,11 +1,11 @@
-"""Folds the machines over a recorded run, and compares: the same decisions, byte for byte, or the first that differs.
+"""Replays a recorded run: every decision is made again, and compared byte for byte with the recorded one.
 
-Pure, and no machine is named here: a composition root hands in both `decide` functions, and compares the log's header
+Pure, and it names no machine: a composition root passes in both `decide` functions. It also checks the log's header
 before, since a log that other logic wrote may differ anywhere.
 
-An agent's decisions are numbered within its journal, and a journal begins with an agent that knows nothing. Where the
-log lacks some (an agent lost its disk before it could send them) there is nothing to fold over: what follows in that
-journal is counted as not compared, and said.
+An agent's decisions are numbered within its journal, and a journal begins with an agent in its initial state. Where the
+log lacks some (an agent lost its disk before it could send them), the rest of that journal can't be compared, and the
+result says so.
 """
 
 import difflib
@@ -26,24 +26,36 @@ from schemas.wire import DECODE_ERRORS, encode, event_decoder
 
 S = TypeVar("S")
 
-BusLaw = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]]
+CoordinatorReducer = Callable[
+    [CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]
+]
 """The coordinator's `decide`."""
 
 
-class AgentLaw(Generic[S]):
-    """An agent's machine: its `decide`, and the state of an agent that knows nothing."""
+class AgentReducer(Generic[S]):
+    """An agent's machine.
 
-    def __init__(self, decide: Callable[[S, Event], tuple[S, tuple[Effect, ...]]], default_desired: S) -> None:
+    Args:
+        decide: Its decisions.
+        initial: The state of an agent that has not seen any event.
+    """
+
+    def __init__(self, decide: Callable[[S, Event], tuple[S, tuple[Effect, ...]]], initial: S) -> None:
         self.decide = decide
-        self.default_desired = default_desired
+        self.initial = initial
 
 
 class Replayed(Struct, frozen=True, kw_only=True):
-    """What a replay came to. Every decision that was compared came out the same, or there would be none of these.
+    """The result of a replay in which every decision that could be compared was the same.
 
-    records: read.   compared: decisions that were folded and compared.   agents: whose decisions are in the log.
-    holes: where the log lacks decisions of an agent.   epoch, seq: the bus's, at the end.
-    state: sha256 over all states at the end; the same log gives the same.
+    Attributes:
+        records: Records read.
+        compared: Decisions that were made again and compared.
+        agents: Those whose decisions are in the log.
+        holes: Where the log lacks decisions of an agent.
+        epoch: Of the bus, at the end.
+        seq: Of the bus, at the end.
+        state: sha256 over all states at the end; the same log gives the same.
     """
 
     records: int
@@ -57,63 +69,66 @@ class Replayed(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         text = (
             f"replayed {self.compared} decisions of the coordinator and {len(self.agents)} agents: "
-            f"every one came out the same (state {self.state[:16]})"
+            f"all are the same (state {self.state[:16]})"
         )
         if self.holes:
-            left, missing = self.records - self.compared, "; ".join(self.holes)
-            text += f"\n{left} could not be compared, since the log lacks what led to them: {missing}"
+            rest, holes = self.records - self.compared, "; ".join(self.holes)
+            text += f"\n{rest} could not be compared, because the log lacks decisions before them: {holes}"
         return text
 
 
-def replay(entries: Iterable[LogEntry], bus: BusLaw, agent: AgentLaw[S]) -> Replayed:
-    """Fold both machines over a log, from its first record on.
+def replay(entries: Iterable[LogEntry], coordinator: CoordinatorReducer, agent: AgentReducer[S]) -> Replayed:
+    """Replay a log, from its first record on.
 
-    Raises ReplayDiffers at the first decision that is another one today, with a diff; LogCorrupt at a record that can't
-    be read.
+    Raises:
+        ReplayDiffers: At the first decision that differs today, with a diff.
+        LogCorrupt: At a record that can't be read.
     """
-    fold = Fold(bus, agent)
+    replayer = Replayer(coordinator, agent)
     for entry in entries:
-        fold.take(entry)
-    return fold.replayed()
+        replayer.feed(entry)
+    return replayer.result()
 
 
-class Fold(Generic[S]):
-    """The states of all machines of a run, as of the last entry that was taken.
+class Replayer(Generic[S]):
+    """The states of all machines of a run, as of the last entry.
 
-    coordinator: the bus's.   agents: by name, those of its newest journal.
+    Attributes:
+        coordinator: The bus's.
+        agents: By name, those of its newest journal.
     """
 
-    def __init__(self, bus: BusLaw, agent: AgentLaw[S]) -> None:
+    def __init__(self, coordinator: CoordinatorReducer, agent: AgentReducer[S]) -> None:
         self.coordinator = CoordinatorState()
         self.agents: dict[str, S] = {}
-        self._bus, self._agent = bus, agent
+        self._decide, self._agent = coordinator, agent
         self._journals: dict[str, tuple[str, int]] = {}  # by agent: its journal, and the number of the last decision
         self._broken: set[tuple[str, str]] = set()
         self._holes: list[str] = []
         self._records = self._compared = 0
 
-    def take(self, entry: LogEntry) -> None:
-        """Decide again what this entry holds. Raises ReplayDiffers, LogCorrupt."""
+    def feed(self, entry: LogEntry) -> None:
+        """Make the decision of this entry again. Raises ReplayDiffers or LogCorrupt."""
         self._records += 1
         if entry.agent:
-            self._take_agents(entry)
+            self._feed_agent(entry)
             return
         try:
             event = coordinator_event_decoder.decode(entry.event)
         except DECODE_ERRORS:
-            entry.typed_event()  # says what is wrong, and where
+            entry.typed_event()  # raises an error that says what is wrong, and where
             raise
-        self.coordinator, effects = self._bus(self.coordinator, event)
+        self.coordinator, effects = self._decide(self.coordinator, event)
         self._compare(entry, effects)
 
     def state_hash(self) -> str:
-        """sha256 over the states of all machines: one number for everything that is known at this position."""
-        desired = sorted(self.coordinator.desired.items(), key=str)  # its keys have no encoding of their own
+        """Return the sha256 over the states of all machines: one value for everything known at this position."""
+        desired = sorted(self.coordinator.desired.items(), key=str)  # keys of two types, which msgpack can't encode
         states = (replace(self.coordinator, desired={}), desired, sorted(self.agents.items()))
         return sha256(encode(states)).hexdigest()
 
-    def replayed(self) -> Replayed:
-        """What it came to, until here."""
+    def result(self) -> Replayed:
+        """Return the result so far."""
         return Replayed(
             records=self._records,
             compared=self._compared,
@@ -124,12 +139,12 @@ class Fold(Generic[S]):
             state=self.state_hash(),
         )
 
-    def _take_agents(self, entry: LogEntry) -> None:
+    def _feed_agent(self, entry: LogEntry) -> None:
         name = entry.agent
         journal, number = self._journals.get(name, ("", 0))
         if journal != entry.journal:
             number = 0
-            self.agents[name] = self._agent.default_desired
+            self.agents[name] = self._agent.initial
         self._journals[name] = entry.journal, entry.number
         if entry.number != number + 1 and (name, entry.journal) not in self._broken:
             self._broken.add((name, entry.journal))
@@ -148,18 +163,17 @@ class Fold(Generic[S]):
         self._compared += 1
         again = encode(effects)
         if again != bytes(entry.effects):
-            entry.typed_effects()  # what nobody can read is damage, and can't be shown beside the others
+            entry.typed_effects()  # unreadable effects are damage, and can't be shown in a diff
             raise ReplayDiffers(_difference(entry, Raw(again)))
 
 
 def _difference(entry: LogEntry, again: Raw) -> str:
     who = f"agent {entry.agent}, decision {entry.number} of its journal" if entry.agent else "the coordinator"
-    lines = difflib.unified_diff(_lines(entry.effects), _lines(again), "recorded", "decided today", lineterm="", n=2)
+    diff = difflib.unified_diff(_lines(entry.effects), _lines(again), "recorded", "decided today", lineterm="", n=2)
+    event = "\n".join(f"  {line}" for line in _lines(entry.event))
     return (
-        f"record {entry.position}, {who}: a {entry.kind} event led to other effects.\nThe event:\n"
-        + "\n".join(f"  {line}" for line in _lines(entry.event))
-        + "\nThe effects:\n"
-        + "\n".join(lines)
+        f"record {entry.position}, {who}: event `{entry.kind}` led to other effects.\nThe event:\n{event}\n"
+        "The effects:\n" + "\n".join(diff)
     )
 
 

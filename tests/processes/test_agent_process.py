@@ -145,7 +145,7 @@ def test_a_place_that_is_taken_ends_the_second_one(plane: ControlPlane, tmp_path
         second = stack.enter_context(Node(plane.address, other, 0, 1))
         assert second.process.wait(60) == 3
         last = second.said.splitlines()[-1]
-        assert re.match(r"rolloutctl: agent 0\.1 is held by incarnation \w+ on .*, pid \d+\. Two agents can't", last)
+        assert re.match(r"rolloutctl: agent 0\.1 is running as incarnation \w+ on .*, pid \d+\. Two agents can't", last)
         assert plane.flush().wait().skipped == ("0.1",)
 
 

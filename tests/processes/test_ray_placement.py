@@ -160,7 +160,7 @@ def test_what_ends_an_agent_for_good_is_told(plane: ControlPlane, tmp_path: Path
         failing.wait_ready()
     with place(plane, tmp_path / "one", here) as first, place(plane, tmp_path / "two", here) as second:
         first.wait_ready()
-        with pytest.raises(AgentError, match=r"agent 0\.0 ended, .*held by incarnation"):
+        with pytest.raises(AgentError, match=r"agent 0\.0 ended, .*running as incarnation"):
             second.wait_ready()
 
 

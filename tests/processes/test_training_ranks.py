@@ -280,7 +280,7 @@ def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Pat
         wait_until(lambda: second.failure is not None)
         with second.annotate("update_actor"):
             pass
-        assert "actor.0 is held by" in str(second.failure)
+        assert "actor.0 is running as" in str(second.failure)
         assert plane.flush().wait().skipped == ("actor.0",)
 
 

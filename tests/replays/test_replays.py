@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.cli.recorded import RecordedRun
-from controlplane.cli.reducers import fold_log, replay_log
+from controlplane.cli.reducers import replay_log, replayer_of_log
 from controlplane.record.invariants import verify
 from schemas.commands import ProfileCommand
 from schemas.events import Perform
@@ -38,10 +38,10 @@ def test_what_must_hold_in_every_run_held(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
 def test_every_position_has_one_state(path: Path) -> None:
-    first, second = fold_log(), fold_log()
+    first, second = replayer_of_log(), replayer_of_log()
     for entry in RecordedRun(path).entries[:60]:
-        first.take(entry)
-        second.take(entry)
+        first.feed(entry)
+        second.feed(entry)
         assert first.state_hash() == second.state_hash()
 
 

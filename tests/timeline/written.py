@@ -59,14 +59,14 @@ class Written:
         return self.path
 
     def bus(self, at_ms: float, event: CoordinatorEvent, *effects: CoordinatorEffect) -> None:
-        self._log.note(event, effects, START_NS + int(at_ms * MS))
+        self._log.append(event, effects, START_NS + int(at_ms * MS))
 
     def decides(self, agent: str, event: Event, *effects: Effect) -> None:
         """A decision of an agent, which the bus receives half a second later."""
         number = self._numbers[agent] = self._numbers.get(agent, 0) + 1
         decision = Decision(Raw(encode(event)), Raw(encode(effects)))
         batch = DecisionBatch(journal=f"j{agent}", first=number, decisions=(decision,))
-        assert self._log.take(agent, batch, START_NS + (event.at_ms - self.zero_ms + 500) * MS) == number
+        assert self._log.append_batch(agent, batch, START_NS + (event.at_ms - self.zero_ms + 500) * MS) == number
 
     def joins(self, place: Identity, at_ms: float = 1, clocks: tuple[Clock, ...] = ()) -> str:
         """An agent starts, says hello and reports its clocks. Returns its routing id."""

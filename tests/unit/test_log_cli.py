@@ -86,7 +86,7 @@ def test_verify_finds_no_violation_in_a_good_run(good: Path) -> None:
 def test_replay_of_a_good_run_is_the_same(good: Path) -> None:
     replayed = log("replay", good)
     assert (replayed.returncode, replayed.stderr) == (0, "")
-    assert "every one came out the same" in replayed.stdout
+    assert "all are the same" in replayed.stdout
     assert json.loads(log("replay", good, "--json").stdout)["same"] is True
 
 
@@ -131,7 +131,7 @@ def test_a_log_of_another_logic_names_the_version_that_replays_it(good: Path, ke
 def test_unreadable_effects_are_one_clear_line(good: Path, words: tuple[str, ...], effects: bytes) -> None:
     with RunLog.open(good) as file:
         decision = Decision(Raw(encode(Tick(at_ms=1))), Raw(effects))
-        file.take("7.0", DecisionBatch(journal="j", first=1, decisions=(decision,)), 1)
+        file.append_batch("7.0", DecisionBatch(journal="j", first=1, decisions=(decision,)), 1)
     done = log(*words, good)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert "the effects of agent 7.0 can't be read" in done.stderr

@@ -34,7 +34,7 @@ def write(path: Path) -> CoordinatorState:
         state = log.state
         for event in events():
             state, effects = decide(state, event)
-            log.note(event, effects, 1)
+            log.append(event, effects, 1)
     return state
 
 
@@ -81,10 +81,10 @@ def test_a_log_of_other_logic_is_read_and_not_continued(tmp_path: Path, key: str
 def test_a_log_that_would_be_decided_otherwise_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     with RunLog.open(path, "r") as log:
-        log.note(events()[0], (), 1)  # an opening that published nothing
-    with pytest.raises(LogError, match="the decision in record 1 would be another one today"):
+        log.append(events()[0], (), 1)  # an opening that published nothing
+    with pytest.raises(LogError, match="this version would decide otherwise in record 1"):
         RunLog.open(path)
-    with pytest.raises(ReplayDiffers, match="record 1, the coordinator: a opened event led to other effects"):
+    with pytest.raises(ReplayDiffers, match="record 1, the coordinator: event `opened` led to other effects"):
         replay_log(RunLog.read(path))
 
 
@@ -105,7 +105,7 @@ def test_a_record_that_is_no_decision_is_damage_at_its_position(tmp_path: Path) 
 def test_reading_goes_on_while_it_is_written(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db", "r") as log:
         state, effects = decide(log.state, events()[0])
-        log.note(events()[0], effects, 1)
+        log.append(events()[0], effects, 1)
         assert log.pending == 1 and list(RunLog.read(tmp_path / "run.db")) == []
         log.commit()
         assert [one.kind for one in RunLog.read(tmp_path / "run.db")] == ["opened"]
@@ -116,10 +116,10 @@ def test_reading_goes_on_while_it_is_written(tmp_path: Path) -> None:
 
 def test_uploads_are_taken_once_however_often_they_come(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
-        assert log.take("0.0", batch(1, 3), 1) == 3
-        assert log.take("0.0", batch(1, 3), 1) == 3
-        assert log.take("0.0", batch(2, 4), 1) == 5
-        assert log.take("0.1", batch(1, 1), 1) == 1
+        assert log.append_batch("0.0", batch(1, 3), 1) == 3
+        assert log.append_batch("0.0", batch(1, 3), 1) == 3
+        assert log.append_batch("0.0", batch(2, 4), 1) == 5
+        assert log.append_batch("0.1", batch(1, 1), 1) == 1
         assert log.recorded("0.0", "j") == 5 and log.recorded("0.0", "another") == 0
     numbers = [(one.agent, one.number) for one in RunLog.read(tmp_path / "run.db")]
     assert numbers == [("0.0", 1), ("0.0", 2), ("0.0", 3), ("0.0", 4), ("0.0", 5), ("0.1", 1)]
@@ -127,17 +127,17 @@ def test_uploads_are_taken_once_however_often_they_come(tmp_path: Path) -> None:
 
 def test_what_was_taken_is_known_after_a_restart(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
-        log.take("0.0", batch(1, 3), 1)
+        log.append_batch("0.0", batch(1, 3), 1)
     with RunLog.open(tmp_path / "run.db") as log:
         assert log.recorded("0.0", "j") == 3
-        assert log.take("0.0", batch(3, 2), 1) == 4
+        assert log.append_batch("0.0", batch(3, 2), 1) == 4
 
 
 def test_a_hole_is_asked_for_and_stands_when_nothing_older_is_left(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
-        log.take("0.0", batch(1, 2), 1)
-        assert log.take("0.0", batch(5, 2), 1) == 2  # not taken: go on after 2
-        assert log.take("0.0", batch(5, 2), 1) == 6  # it has nothing older any more
+        log.append_batch("0.0", batch(1, 2), 1)
+        assert log.append_batch("0.0", batch(5, 2), 1) == 2  # not taken: go on after 2
+        assert log.append_batch("0.0", batch(5, 2), 1) == 6  # it has nothing older any more
     assert [one.number for one in RunLog.read(tmp_path / "run.db")] == [1, 2, 5, 6]
 
 
@@ -152,7 +152,7 @@ def test_a_hole_is_asked_for_and_stands_when_nothing_older_is_left(tmp_path: Pat
 def test_what_is_no_decision_is_refused_whole(tmp_path: Path, bad: DecisionBatch) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
         with pytest.raises(WireError):
-            log.take("0.0", bad, 1)
+            log.append_batch("0.0", bad, 1)
         assert (log.pending, log.recorded("0.0", "j")) == (0, 0)
 
 
@@ -165,4 +165,4 @@ def test_what_a_hole_keeps_from_being_compared_is_said() -> None:
     replayed = replay_log(kept)
     assert replayed.holes == ("agent 0.0 from 5 to 6",)
     assert replayed.compared < replayed.records == len(kept)
-    assert "could not be compared, since the log lacks what led to them: agent 0.0 from 5 to 6" in str(replayed)
+    assert "could not be compared, because the log lacks decisions before them: agent 0.0 from 5 to 6" in str(replayed)

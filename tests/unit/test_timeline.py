@@ -266,7 +266,7 @@ def test_a_file_is_replaced_only_by_force(written: Written, tmp_path: Path) -> N
     written.joins(PRIMARY)
     log, out = written.close(), tmp_path / "there.json"
     out.write_text("precious")
-    with pytest.raises(ConfigError, match=r"there\.json exists already, .* name another file, or say --force"):
+    with pytest.raises(ConfigError, match=r"there\.json already exists; .* Name another file, or use --force"):
         write_timeline(log, out)
     assert out.read_text() == "precious"
     write_timeline(log, out, force=True)
@@ -309,7 +309,7 @@ def test_the_command_prints_each_clock_and_what_it_wrote(written: Written, tmp_p
     assert (again.returncode, again.stdout) == (2, "")
     assert (
         again.stderr
-        == f"rolloutctl: {out} exists already, and nothing was written: name another file, or say --force\n"
+        == f"rolloutctl: {out} already exists; nothing was written. Name another file, or use --force\n"
     )
     forced = rolloutctl("timeline", log, "-o", out, "--force", "--json")
     assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"

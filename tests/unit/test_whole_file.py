@@ -25,7 +25,7 @@ def test_the_log_itself_is_never_written_over(command: str, log: Path, tmp_path:
     for out in (log, tmp_path / "link", tmp_path / "same"):
         refused = rolloutctl(command, log, "-o", out, "--force")
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert f"{out} is what the result is made from, and nothing was written" in refused.stderr
+        assert f"{out} is an input of this command; nothing was written" in refused.stderr
     assert log.read_bytes() == RECORDED.read_bytes() and (tmp_path / "link").is_symlink()
 
 
@@ -35,7 +35,7 @@ def test_a_pipe_or_device_is_refused_and_stays(command: str, log: Path, tmp_path
     os.mkfifo(pipe)
     refused = rolloutctl(command, log, "-o", pipe, "--force")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"rolloutctl: {pipe} is a pipe or a device, and nothing was written: name a file\n"
+    assert refused.stderr == f"rolloutctl: {pipe} is a pipe or a device; nothing was written. Name a file\n"
     assert pipe.is_fifo()
 
 
