@@ -307,10 +307,7 @@ def test_the_command_prints_each_clock_and_what_it_wrote(written: Written, tmp_p
     )
     again = rolloutctl("timeline", log, "-o", out)
     assert (again.returncode, again.stdout) == (2, "")
-    assert (
-        again.stderr
-        == f"rolloutctl: {out} already exists; nothing was written. Name another file, or use --force\n"
-    )
+    assert again.stderr == f"rolloutctl: {out} already exists; nothing was written. Name another file, or use --force\n"
     forced = rolloutctl("timeline", log, "-o", out, "--force", "--json")
     assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"
 
