@@ -1,49 +1,63 @@
-# Two targets are for everybody: `make demo` and `make test`. Both set up .venv first, from a Python 3.11 and nothing else.
-# `make test-engines` is for those who change what speaks to an engine.
+# Two targets are for everybody: `make demo` and `make test`. Each sets up .venv first, and needs Python 3.11 or newer.
+# CONTRIBUTING.md says which of the others to run when.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
-# Exactly this one: an open range takes a build with several gigabytes of CUDA. Set TORCH to your own for a GPU.
+# Exactly this version: an open range installs a build with several gigabytes of CUDA. Set TORCH to your own for a GPU.
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# In parallel, one worker per core. PYTEST_XDIST_AUTO_NUM_WORKERS sets another number.
+PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --durations=10
 
-.PHONY: demo test test-engines test-perfetto test-browser environments lint bench clean
+.PHONY: demo test test-long coverage test-engines test-perfetto test-browser environments lint docs bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# Simulations and searches at full length. `make test` has a short part of each.
+test-long: $(VENV)/.ready
+	$(PYTEST) -m long
+
+# `make test`, and fails when less of the product is covered than pyproject.toml asks for.
+coverage: $(VENV)/.ready
+	$(PYTEST) --cov --cov-report=term
 
 # The real vLLM and SGLang, each in an environment of its own (7 GB in all, built once, about two minutes each), and the
-# source of other releases of both. ENGINE_TESTS: more words for pytest, to leave out what takes long.
+# source of other releases of both. ENGINE_TESTS: more arguments for pytest, e.g. to leave out the slowest.
 test-engines: $(VENV)/.ready
 	$(BIN)/python -m pytest -m engine_wheels $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m engine_vllm $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m engine_sglang $(ENGINE_TESTS)
 
-# Timelines, read by the trace processor of Perfetto (16 MB, downloaded once). Needs node.
+# Timelines, read by Perfetto's trace processor (16 MB, downloaded once). Needs node.
 test-perfetto: $(VENV)/.ready
 	$(BIN)/python -m pytest -m timeline_perfetto
 
-# All that the targets above install for themselves, at once: for CI, beside the suite. The browser only for root.
+# The page of `rolloutctl report` in a headless Chromium from the distribution.
+test-browser: $(VENV)/.ready
+	@command -v chromium >/dev/null || { echo "no chromium here: apt-get install chromium" >&2; exit 1; }
+	$(PIP) install --editable ".[browser]"
+	$(BIN)/python -m pytest -m browser
+
+# Everything that the three targets above install for themselves, in advance. Installs the browser only for root.
 environments: $(VENV)/.ready
 	command -v chromium > /dev/null || (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
 	$(BIN)/python -m tests.timeline.environment
 	$(BIN)/python -m tests.engines.environments vllm sglang router
 	$(BIN)/python -m tests.engines.wheels
 
-# The page of `rolloutctl report` in a headless Chromium, which comes from the distribution.
-test-browser: $(VENV)/.ready
-	@command -v chromium >/dev/null || { echo "no chromium here: apt-get install chromium" >&2; exit 1; }
-	$(PIP) install --editable ".[browser]"
-	$(BIN)/python -m pytest -m browser
-
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site in build/docs. A warning is an error, and nothing is fetched.
+docs: $(VENV)/.ready
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
 
 bench: $(VENV)/.bench-ready
 	$(BIN)/python -m bench.fanout --out bench/fanout.json
@@ -53,7 +67,7 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 	$(PIP) install "$(TORCH)"
-	$(PIP) install --editable ".[torch,dev,speed]"
+	$(PIP) install --editable ".[torch,dev,docs,speed]"
 	touch $@
 
 $(VENV)/.bench-ready: $(VENV)/.ready

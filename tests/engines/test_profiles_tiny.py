@@ -37,6 +37,8 @@ from tests.engines.servers import AgentProcess
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.server import TinyClient
 
+pytestmark = pytest.mark.xdist_group("tiny fleet")
+
 
 class Fleet:
     """Two replicas of one rank each, every one in a process of its own, and the trainer's end."""

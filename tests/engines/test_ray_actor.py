@@ -41,7 +41,7 @@ from workers.engines.verl import engine as verl_engine
 from workers.engines.verl.engine import VerlEngine
 from workers.traces.node import NodeTraces
 
-pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.xdist_group("ray")]
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)

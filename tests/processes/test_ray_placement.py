@@ -23,6 +23,8 @@ from workers.engines.tiny.engine import TinyEngine
 from workers.engines.verl.engine import VerlEngine
 from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
 
+pytestmark = pytest.mark.xdist_group("ray")
+
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=2000, retransmit_ms=200)
 HASTY = AgentConfig(hello_retry_ms=20, observe_ms=50)
 

@@ -24,6 +24,8 @@ from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
 from workers.profilers import TrainingRank
 
+pytestmark = pytest.mark.xdist_group("training ranks")
+
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
 PROGRAM = Path(__file__).with_name("training_rank.py")
 ROOT = Path(__file__).parents[2]

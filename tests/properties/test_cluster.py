@@ -5,6 +5,7 @@ sockets, no sleep. What is checked after each step: P1 order, P2 no hole, P3 one
 I1; at the end of each example, that everything comes right once nothing breaks any more, and that all of it replays.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -116,5 +117,15 @@ class Cluster(RuleBasedStateMachine):
         self.world.replays()
 
 
+def explored(examples: int) -> settings:
+    return settings(max_examples=examples, stateful_step_count=40, derandomize=True, deadline=None)
+
+
+class ClusterAtLength(Cluster):
+    """The same, ten times as often."""
+
+
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=600, stateful_step_count=40, derandomize=True, deadline=None)
+TestCluster.settings = explored(60)
+TestClusterAtLength = pytest.mark.timeout(600)(pytest.mark.long(ClusterAtLength.TestCase))
+TestClusterAtLength.settings = explored(600)

@@ -11,7 +11,11 @@ from tests.simulation.promises import Broken
 from tests.simulation.recorded import entries
 
 BLOCK = 100
-SEEDS = range(0, 1500, BLOCK)
+SEEDS = [
+    *range(0, 200, BLOCK),
+    *(pytest.param(first, marks=pytest.mark.long) for first in range(200, 1500, BLOCK)),
+]
+"""The first seed of each block."""
 
 
 @pytest.mark.parametrize("first", SEEDS)

@@ -34,6 +34,8 @@ from tests.truth.table import SECTIONS, Drawn, drawn, page
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.in_process import TokenizerManagerClient
 
+pytestmark = pytest.mark.xdist_group("truth table")
+
 PAGE = Path(__file__).parents[2] / "docs" / "truth-table.md"
 
 

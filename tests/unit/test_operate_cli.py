@@ -15,6 +15,8 @@ from tests.running import rolloutctl
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
 from tests.unit.test_plane import agents
 
+pytestmark = pytest.mark.xdist_group("operate")
+
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=100)
 
 
