@@ -1,4 +1,4 @@
-"""The node's side: the agent, its machine, and the engines it commands. Importing this loads neither."""
+"""The node's side: the agent and the engines that it commands. Importing this package loads neither."""
 
 from typing import TYPE_CHECKING
 

@@ -309,7 +309,7 @@ async def test_journal_of_other_logic_is_not_continued(
         body = encode(Decision(msgspec.Raw(event), msgspec.Raw(encode(()))))
         file.append(one.kind, one.agent, one.at_ns, body)
         file.append("command", "0.0", 1, encode(Decision(msgspec.Raw(event), msgspec.Raw(encode(())))))
-    with pytest.raises(AgentError, match="can't be continued.*would be another one today"):
+    with pytest.raises(AgentError, match="cannot be continued.*would be a different one today"):
         async with running(bus, context, engine, tmp_path):
             pass
 
@@ -328,11 +328,11 @@ async def test_agent_that_can_not_write_acts_no_more_and_says_so(
         monkeypatch.setattr(RecordFile, "commit", full)
         bus.publish(PAUSE)
 
-    with pytest.raises(AgentError, match="can't write down what it decides"):
+    with pytest.raises(AgentError, match="cannot write its decisions to its journal"):
         async with agent, anyio.create_task_group() as tasks:
             tasks.start_soon(drive)
             tasks.start_soon(bus.serve)
-            with pytest.raises(AgentError, match="acts no more"):
+            with pytest.raises(AgentError, match="does nothing more"):
                 await agent.run()
             tasks.cancel_scope.cancel()
     assert engine.calls == []

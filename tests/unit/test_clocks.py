@@ -17,7 +17,7 @@ from schemas.reports import Clock
 from schemas.wire import TimeReply
 from tests.unit.small_bus import PRIMARY, SECOND, Engine, running
 from workers.agent import Agent
-from workers.link.clocks import DRIFT_PPM, TOLD_NS, Clocks
+from workers.link.clocks import DRIFT_PPM, REPORT_AGE_NS, Clocks
 
 MS, S = 1_000_000, 1_000_000_000
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=20, agent_timeout_ms=5_000)
@@ -55,8 +55,8 @@ class Network:
         told = TimeReply(sent_ns=sent, received_ns=received, replied_ns=self.now_ns)
         self.now_ns += down_ns
         now = self.monotonic_ns
-        self.clocks.take(told, now / S, self.wall_ns, (now, now))
-        return self.clocks.told
+        self.clocks.add(told, now / S, self.wall_ns, (now, now))
+        return self.clocks.reported
 
     def error_ns(self, told: Clock) -> int:
         """How wrong the estimate is that was just told."""
@@ -80,7 +80,7 @@ def test_a_clock_that_drifts_is_followed_within_the_error(drift_ppm: int) -> Non
     network = Network(7 * MS, drift_ppm)
     network.exchange(100_000, 0, 100_000)  # the best one; from here on the ways are long
     for _ in range(600):
-        before = network.clocks.told
+        before = network.clocks.reported
         told = network.exchange(4 * MS, 0, 0)
         assert told is not None
         if told is not before:
@@ -104,9 +104,9 @@ def test_only_news_is_told() -> None:
     assert second is first, "a little better is no news"
     third = network.exchange(20_000, 0, 20_000)
     assert third is not first, "twice as sure is"
-    network.now_ns += TOLD_NS // 2
+    network.now_ns += REPORT_AGE_NS // 2
     assert network.exchange(20_000, 0, 20_000) is third
-    network.now_ns += TOLD_NS // 2
+    network.now_ns += REPORT_AGE_NS // 2
     assert network.exchange(20_000, 0, 20_000) is not third, "after a minute it is told again"
 
 
@@ -136,8 +136,8 @@ def test_a_bus_whose_clock_is_set_is_followed_at_once(step_ns: int) -> None:
 def test_an_answer_to_no_question_is_not_taken() -> None:
     clocks = Clocks()
     for sent, received, replied in ((11, 5, 5), (5, 9, 5), (5, 5, 99)):  # from the future; backwards; longer than away
-        clocks.take(TimeReply(sent_ns=sent, received_ns=received, replied_ns=replied), 1.0, 10, (10, 10))
-    assert clocks.told is None
+        clocks.add(TimeReply(sent_ns=sent, received_ns=received, replied_ns=replied), 1.0, 10, (10, 10))
+    assert clocks.reported is None
 
 
 # --- on real sockets --------------------------------------------------------------------------------------------------

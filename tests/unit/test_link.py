@@ -98,7 +98,7 @@ async def test_hello_is_repeated_until_it_is_answered(
 async def test_agent_waits_for_a_bus_that_is_not_there_yet_and_says_so(
     context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.link.link.FIRST_WORD_S", 0.01)
+    monkeypatch.setattr("workers.link.warnings.FIRST_WARNING_S", 0.01)
     address = f"ipc://{tmp_path}/bus"
     with caplog.at_level(logging.WARNING):
         async with running(address, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
@@ -296,9 +296,7 @@ async def test_decisions_are_uploaded_once_and_in_order(
 async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "workers.link.link.KEPT_TIMEOUT_MS", 0
-    )  # a batch that is not kept comes again with each heartbeat
+    monkeypatch.setattr("workers.link.upload.ACK_TIMEOUT_MS", 0)  # a lost batch is sent again with each heartbeat
     log: list[Decision] = []
     async with running(bus, context, engine, tmp_path, SECOND) as agent:
         await bus.admit()

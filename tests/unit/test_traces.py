@@ -18,7 +18,7 @@ from schemas.identity import Identity
 from schemas.outcomes import Trace
 from schemas.selection import trace_directory
 from tests.waiting import wait_until
-from workers.agent import _fitting
+from workers.driver import recordable
 from workers.traces import node as traces
 from workers.traces.finish_hook import WAIT_S
 from workers.traces.node import MAX_LISTED, NodeTraces, collect_traces, move_trace, relocate_traces
@@ -215,7 +215,7 @@ async def test_what_is_told_of_many_relocated_traces_fits_into_a_message(tmp_pat
         written(tmp_path, plan, step, ranks=range(1))
     found = await NodeTraces(tmp_path, FIRST).perform(finish(plan, *steps))
     assert len(names(tmp_path, "rollout-*")) == len(steps)
-    assert len(found.traces) == MAX_LISTED and _fitting(found) is found
+    assert len(found.traces) == MAX_LISTED and recordable(found) is found
 
 
 def test_a_disk_that_fills_while_a_trace_is_brought_to_it_has_no_part_of_it(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""From the bus's frames to what the agent's machine understands. Every byte from outside passes through here.
+"""Decoding of the bus's frames into events of the agent's machine. Every byte from outside passes through here.
 
-An event that leaves this file can be encoded and decoded again: it goes into the journal, and a journal that can't be
-read back would keep the agent from ever starting again. So numbers are checked here that a struct does not check when
-it is built, and that a machine could count beyond what MessagePack can write.
+An event that leaves this file can be encoded and decoded again: it goes into the journal, and an agent could never
+start again on a journal that cannot be read back. So numbers are checked here which a struct does not check when it is
+built, and which the machine could count beyond what MessagePack can encode.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from schemas.errors import WireError
 from schemas.events import CommandReceived, HeadSeen, SnapshotReceived
@@ -28,13 +28,22 @@ from schemas.wire import (
 )
 
 NUMBER_MAX = 1 << 53
-"""Largest epoch, seq and time to live that is believed."""
+"""Largest epoch, seq and time to live that is accepted."""
 
 _NIL = b"\xc0"
 
 
 def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandReceived | HeadSeen:
-    """What arrived on the subscription. run: the only run whose commands are taken. Raises WireError."""
+    """Decode what arrived on the subscription.
+
+    Args:
+        frames: The message.
+        run: The only run whose commands are accepted.
+        now_ms: When the message arrived.
+
+    Raises:
+        WireError: The message is malformed, or of another run.
+    """
     topic = frames[0]
     if topic == TOPIC_COMMAND:
         head, body = parse_frames(frames[1:])
@@ -44,12 +53,12 @@ def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandRecei
     elif len(frames) == 1 and topic.startswith(TOPIC_HEAD):  # libzmq packs what a new subscriber gets into one frame
         head, _ = parse_frames([topic[len(TOPIC_HEAD) :], _NIL])
     else:
-        raise WireError("a publication under a topic that nobody asked for")
+        raise WireError("a publication under a topic that was not subscribed to")
     return read_head(head, now_ms)
 
 
 def read_control(frames: list[bytes]) -> tuple[Header, Downward]:
-    """What arrived from the router. Raises WireError."""
+    """Decode what arrived from the router. Raises WireError."""
     head, body = parse_frames(frames)
     _check(head.epoch, head.seq)
     message = decode_downward(body)
@@ -59,34 +68,33 @@ def read_control(frames: list[bytes]) -> tuple[Header, Downward]:
 
 
 def read_head(head: Header, now_ms: int) -> HeadSeen:
-    """The position of the bus, which heads are about and which pages of replay tell as well. Raises WireError."""
+    """Return the position of the bus, which is in heads and in pages of replay. Raises WireError."""
     _check(head.epoch, head.seq)
     return HeadSeen(at_ms=now_ms, epoch=head.epoch, seq=head.seq)
 
 
 def read_snapshot(head: Header, snapshot: Snapshot, now_ms: int) -> SnapshotReceived:
-    """The desired state as of the header's seq."""
+    """Return the desired state as of the header's seq."""
     return SnapshotReceived(at_ms=now_ms, epoch=head.epoch, seq=head.seq, desired=snapshot.desired)
 
 
 def read_replay(head: Header, replay: Replay, run: str, now_ms: int) -> Iterator[CommandReceived]:
-    """The commands of a page, as if they came from the publisher now. Raises WireError."""
+    """Yield the commands of a page, as if they came from the publisher now. Raises WireError."""
     for record in replay.records:
         yield _command(head.epoch, record.origin, record.seq, record.envelope, run, now_ms)
 
 
-def events_address(dialled: str, welcome: Welcome) -> str:
-    """Where the publish socket is: beside the router, on the host that was dialled. Raises WireError without a port."""
+def publish_address(dialled: str, welcome: Welcome) -> str:
+    """Return the address of the publish socket: beside the router, on the host that was dialled.
+
+    Raises:
+        WireError: The welcome names no usable port.
+    """
     if not dialled.startswith("tcp://"):
         return f"{dialled}-publish"
     if welcome.publish_port is None or welcome.publish_port > 65535:
-        raise WireError(f"the bus at {dialled} does not tell the port of its publish socket")
+        raise WireError(f"the bus at {dialled} does not name the port of its publish socket")
     return f"{dialled.rpartition(':')[0]}:{welcome.publish_port}"
-
-
-def nbytes(frames: Sequence[bytes]) -> int:
-    """Size of a message."""
-    return sum(map(len, frames))
 
 
 def _command(epoch: int, origin: int, seq: int, envelope: Envelope, run: str, now_ms: int) -> CommandReceived:
@@ -109,4 +117,4 @@ def _command(epoch: int, origin: int, seq: int, envelope: Envelope, run: str, no
 
 def _check(epoch: int, seq: int) -> None:
     if not (0 < epoch < NUMBER_MAX and seq < NUMBER_MAX):
-        raise WireError("a header without epoch, or with numbers beyond belief")
+        raise WireError("a header without epoch, or with numbers out of bounds")

@@ -1,0 +1,156 @@
+"""The one place that calls an engine: it makes the calls that the machine asks for, and observes the engine in between.
+
+Rule 1  Calls never overlap, and the engine is not observed during a call: such an observation belongs to no moment.
+Rule 2  A call that was begun is never cancelled, not even when the agent ends: engines hang, or give the late reply to
+        the next caller. A call that takes too long is the machine's affair.
+Rule 3  Nothing that an engine raises leaves this file. It becomes a `Fault`, and the machine decides what it means.
+Rule 4  Nothing that an adapter returns reaches the machine unless it can be encoded and decoded again: the journal has
+        to be readable after a restart.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+import anyio
+from anyio import CancelScope
+
+from schemas.errors import CheckpointError, EngineError, UnsupportedError
+from schemas.events import Call, DiskCall, EngineObserved, EngineReturned, Event, Fault, Observation, Perform, Returned
+from schemas.wire import DECODE_ERRORS, encode, event_decoder
+from workers.engine import Engine
+from workers.link.link import now_ms
+from workers.machine.state import AgentState
+from workers.traces.node import NodeTraces
+
+logger = logging.getLogger("rolloutctl.agent")
+
+RESULT_BYTES: Final = 64 * 1024
+"""Largest result of a call. It travels in an outcome, and is twice in the log."""
+MESSAGE_MAX: Final = 2000
+"""Most characters of an engine's own message in an outcome."""
+
+_DONE = Returned()
+
+T = TypeVar("T")
+
+
+class EngineDriver:
+    """Drives the engine of one agent during one incarnation.
+
+    Args:
+        engine: The engine.
+        traces: What sessions leave on this node's disk; None if no session leaves anything.
+        observe_ms: Time between two observations.
+        state: Returns the agent's state.
+        handle: Gives an event to the machine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        traces: NodeTraces | None,
+        observe_ms: int,
+        state: Callable[[], AgentState],
+        handle: Callable[[Event], None],
+    ) -> None:
+        self._engine, self._traces, self._observe_s = engine, traces, observe_ms / 1000
+        self._state, self._handle = state, handle
+        self._requested: Perform | None = None
+        self._wanted = anyio.Event()
+        self._lock = anyio.Lock(fast_acquire=True)
+        self._observed: Observation | None = None  # the last one that the machine has seen
+
+    def request(self, perform: Perform) -> None:
+        """Make a call as soon as the engine is free."""
+        self._requested = perform
+        self._wanted.set()
+
+    async def make_calls(self) -> None:
+        """Make the requested calls until cancelled. A call under way is awaited first."""
+        while True:
+            await self._wanted.wait()
+            self._wanted = anyio.Event()
+            with CancelScope(shield=True):
+                while (perform := self._requested) is not None:
+                    self._requested = None
+                    async with self._lock:
+                        await self._make(perform)
+
+    async def watch(self) -> None:
+        """Observe the engine between calls until cancelled. A change is an event."""
+        while True:
+            async with self._lock:
+                observation = await self._observe()
+                if observation is not None and observation != self._observed:
+                    self._observed = observation
+                    self._handle(EngineObserved(at_ms=now_ms(), observation=observation))
+            await anyio.sleep(self._observe_s)
+
+    async def _make(self, perform: Perform) -> None:
+        result = await _or_fault(self._perform(perform.call))
+        self._warn_if_unanswered(perform.call, result)
+        self._observed = observation = await self._observe()
+        event = EngineReturned(
+            at_ms=now_ms(), call_id=perform.call_id, result=recordable(result), observation=observation
+        )
+        self._handle(event)
+
+    async def _perform(self, call: Call) -> Returned:
+        if not isinstance(call, DiskCall):
+            activity = self._state().activity
+            timeout_s = (activity.deadline_ms - now_ms()) / 1000 if activity is not None else 0.0
+            return await self._engine.perform(call, max(0.0, timeout_s))
+        if self._traces is None:
+            raise UnsupportedError("this agent was started without a traces root, so it knows of no traces.")
+        return await self._traces.perform(call)
+
+    async def _observe(self) -> Observation | None:
+        observation = await _or_fault(self._engine.observe())
+        if isinstance(observation, Fault):
+            return None
+        known = observation == self._observed
+        return observation if known or _readable(EngineObserved(at_ms=0, observation=observation)) else None
+
+    def _warn_if_unanswered(self, call: Call, result: Returned | Fault) -> None:
+        """Log a failure that no outcome reports: no command waits for the call, or none does any more."""
+        state = self._state()
+        activity = state.activity
+        if isinstance(result, Fault) and activity is not None and (activity.trigger is None or activity.overdue):
+            name, reason = type(call).__name__, result.message
+            logger.warning("agent %s: %s, which no command waits for, failed: %s", state.identity.agent, name, reason)
+
+
+def recordable(result: Returned | Fault) -> Returned | Fault:
+    """Return the result, or a fault if no message could carry it or no journal could give it back."""
+    if result == _DONE:
+        return result
+    event = EngineReturned(at_ms=0, call_id=1, result=result)
+    if not _readable(event):
+        return Fault("engine_error", "the engine's adapter returned what cannot be recorded.")
+    if (size := len(encode(event))) > RESULT_BYTES:
+        return Fault("engine_error", f"the engine's adapter returned {size} bytes; the limit is {RESULT_BYTES}.")
+    return result
+
+
+async def _or_fault(call: Awaitable[T]) -> T | Fault:
+    """Return what the engine returns, or why it does not: behind this call is other people's code."""
+    try:
+        return await call
+    except CheckpointError as error:
+        return Fault("source_refused", str(error)[:MESSAGE_MAX])
+    except UnsupportedError as error:
+        return Fault("unsupported", str(error)[:MESSAGE_MAX])
+    except EngineError as error:
+        return Fault("engine_error", str(error)[:MESSAGE_MAX])
+    except Exception as error:
+        logger.debug("the engine's adapter raised", exc_info=True)
+        return Fault("engine_error", f"{type(error).__name__}: {error}"[:MESSAGE_MAX])
+
+
+def _readable(event: Event) -> bool:
+    """Whether an adapter's value can be decoded again: a struct is checked when it is decoded, not when it is built."""
+    try:
+        return event_decoder.decode(encode(event)) == event
+    except DECODE_ERRORS + (TypeError,):
+        return False
