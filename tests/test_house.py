@@ -21,8 +21,8 @@ PURE = (
     *("schemas/identity.py", "schemas/commands.py", "schemas/desired.py", "schemas/selection.py"),
     *("schemas/outcomes.py", "schemas/events.py", "schemas/wire.py", "schemas/reports.py", "schemas/formatting.py"),
     *("schemas/config.py", "schemas/errors.py", "schemas/profiler/config.py"),
-    *("schemas/profiler/sections.py", "schemas/profiler/interpolation.py"),
-    *("schemas/profiler/verl*.py", "schemas/profiler/own_yaml.py"),
+    *("schemas/profiler/settings.py", "schemas/profiler/conversion.py"),
+    *("schemas/profiler/verl*.py", "schemas/profiler/yaml_format.py"),
     "controlplane/machine/*.py",
     *("controlplane/record/entries.py", "controlplane/record/replay.py", "controlplane/record/invariants.py"),
     *("controlplane/report/model.py", "controlplane/report/histogram.py", "controlplane/report/fleet_history.py"),
@@ -33,7 +33,7 @@ PURE = (
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no random number."""
 
-READERS = ("schemas/profiler/files.py",)
+READERS = ("schemas/profiler/readers.py",)
 """What a constructor of a pure module may import inside a function: it builds the value from a file."""
 
 PURE_MAY_IMPORT = {
@@ -463,7 +463,7 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (pure_imports, "workers/machine/decide.py", "from schemas.carriers.sockets import Socket", "not pure"),
     (pure_imports, "workers/machine/decide.py", "from schemas import records", "not pure"),
     (pure_imports, "workers/machine/a.py", "from ..agent import Agent", "workers.agent"),
-    (pure_imports, "schemas/config.py", "from schemas.profiler.files import read_yaml", "not pure"),
+    (pure_imports, "schemas/config.py", "from schemas.profiler.readers import read_yaml", "not pure"),
     (pure_expressions, "workers/machine/decide.py", "x = 0.5", "float"),
     (pure_expressions, "workers/machine/decide.py", "x = hash('a')", "hash()"),
     (pure_expressions, "workers/machine/decide.py", "for x in {1, 2}: pass", "sort it"),
@@ -514,7 +514,7 @@ PASSED: list[tuple[Rule, str, str]] = [
         "from controlplane.machine import fleet\nfrom schemas.wire import encode",
     ),
     (pure_imports, "workers/machine/a.py", "from .reconcile import reconcile\nfrom workers.machine import reconcile"),
-    (pure_imports, "schemas/config.py", "def f():\n    from schemas.profiler.files import read_yaml"),
+    (pure_imports, "schemas/config.py", "def f():\n    from schemas.profiler.readers import read_yaml"),
     (
         pure_expressions,
         "workers/machine/decide.py",

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
-from schemas.profiler.config import ProfilerConfig
+from schemas.profiler.config import ProfilerConfig, read_config
 from workers.agent import Agent
 from workers.engine import Engine
 from workers.traces.node import NodeTraces
@@ -170,9 +170,7 @@ def _profiler(options: EngineOptions) -> ProfilerConfig:
     """What this node needs of the profiler configuration: folder of traces, hook, and what the engine records."""
     config = ProfilerConfig(plan=ProfilePlan(enabled=False))
     if options["profiler"] is not None:
-        from schemas.profiler.files import read
-
-        config, warnings = read(options["profiler"])
+        config, warnings = read_config(options["profiler"])
         for warning in warnings:
             logger.warning("%s: %s", options["profiler"], warning)
     traces, hook = options["traces"], options["finish_hook"]

@@ -34,7 +34,7 @@ from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
 from schemas.errors import AgentError, ConfigError
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
-from schemas.profiler.config import ProfilerConfig
+from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import Report
 
 REPLICAS: Final = 2
@@ -103,9 +103,7 @@ def _profiler(file: Path | None, steps: int, traces: Path) -> ProfilerConfig:
             roles={"actor": ProfilePlan()},
             save_path=str(traces),
         )
-    from schemas.profiler.files import read
-
-    config, warnings = read(file)
+    config, warnings = read_config(file)
     for warning in warnings:
         click.echo(f"{file}: {warning}", err=True)
     return replace(config, save_path=str(traces))

@@ -17,7 +17,7 @@ from controlplane.cli.tables import print_fleet, report_table
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.errors import ConfigError
 from schemas.identity import Tag
-from schemas.profiler.config import ProfilerConfig
+from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import FleetStatus, Report
 
 _bus = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus; or ROLLOUTCTL_BUS.")
@@ -76,9 +76,7 @@ def status(bus: str, as_json: bool, timeout: float) -> None:
 def _read_config(context: click.Context, option: click.Parameter, file: Path | None) -> ProfilerConfig | None:
     if file is None:
         return None
-    from schemas.profiler.files import read
-
-    config, warnings = read(file)
+    config, warnings = read_config(file)
     for warning in warnings:
         click.echo(f"{file}: {warning}", err=True)
     return config

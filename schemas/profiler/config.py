@@ -1,70 +1,79 @@
-"""Which steps are profiled, and how: the settings, whatever file they were read from."""
+"""`ProfilerConfig`: which steps are profiled, and how; written in Python or read from verl's YAML or ours."""
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec.structs import asdict
 
-from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError
-from schemas.identity import Count, Positive, Role
+from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
+
+Source = Mapping[str, Any] | PurePath | str
+"""A mapping, a file, or YAML text. A string with a line break, a brace or `: ` is text; any other is a file name."""
 
 
-class ProfilerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which global training steps are profiled, and how.
-
-    plan: for rollouts.   roles: for training ranks, by role.
-    steps: global training steps; empty profiles none.   continuous: one session over each run of consecutive steps,
-    instead of one session per step.   timeout_ms: for each command.
-    save_path: the traces' root; each agent and training rank that is started with this configuration uses it.
-    finish_hook_cmd: for `/bin/sh -c`, after the last profiled step (`Finish.hook` says by whom).
-    """
-
-    plan: ProfilePlan = ProfilePlan()
-    roles: dict[Role, ProfilePlan] = {}
-    steps: tuple[Count, ...] = ()
-    continuous: bool = False
-    timeout_ms: Positive = 30_000
-    save_path: str = ""
-    finish_hook_cmd: str = ""
+class ProfilerConfig(ProfilerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which global training steps are profiled, and how. `ProfilerSettings` describes the fields."""
 
     @classmethod
-    def from_verl(
-        cls,
-        source: Mapping[str, Any] | PurePath | str,
-        *,
-        ranks: Literal["global", "replica"] = "global",
-        layout: Literal["step", "verl_step", "verl"] = "step",
-    ) -> "ProfilerConfig":
-        """From verl's configuration: the whole of a trainer's, or the sections that have to do with profiling.
+    def from_verl(cls, source: Source, *, ranks: RankUnit = "global", layout: Layout = "step") -> "ProfilerConfig":
+        """Read verl's configuration. Needs the extra `verl` (OmegaConf), which every installation of verl has.
 
-        source: a mapping (a DictConfig, say), a file, or a text of YAML.
-        ranks: what the rollouts' `ranks` are: global GPU ranks, or up to verl 0.9.0 indices of replicas.
-        layout: of the directories of traces; verl's own two on request.
-        Warns (`schemas.profiler.files.ConfigWarning`) of what nothing follows from. Raises ConfigError, with the key,
-        the value and what is allowed. `schemas.profiler.verl` says what becomes of what.
+        Args:
+            source: A trainer's whole configuration, or only its profiling sections. May be a DictConfig.
+            ranks: Unit of the rollouts' `ranks`: global GPU ranks, or replica indices as in verl up to 0.9.0.
+            layout: How trace directories are named; `verl_step` and `verl` are verl's own schemes.
+
+        Raises:
+            ConfigError: A value is wrong. The text names the key, the value and what is allowed.
+
+        Warns:
+            ConfigWarning (`schemas.profiler.readers`): A setting does not have the effect that it seems to have.
         """
-        from schemas.profiler.files import read_verl, warn
+        from schemas.profiler.readers import issue
 
-        config, remarks = read_verl(source, ranks, layout)
-        warn(remarks)
+        config, warnings = read_verl_config(source, ranks=ranks, layout=layout)
+        issue(warnings)
         return config
 
     @classmethod
-    def from_yaml(cls, source: Mapping[str, Any] | PurePath | str) -> "ProfilerConfig":
-        """From our own YAML (`schemas.profiler.own_yaml` describes it): a file, a text, or a mapping of the same keys.
+    def from_yaml(cls, source: Source) -> "ProfilerConfig":
+        """Read our own YAML, which `schemas.profiler.yaml_format` describes.
 
-        Raises ConfigError, with the key, the value and what is allowed.
+        Raises:
+            ConfigError: A key is unknown or a value is wrong. The text names the key, the value and what is allowed.
         """
-        from schemas.profiler.files import read_yaml
+        from schemas.profiler.readers import read_yaml
 
-        return read_yaml(source)
+        return cls(**asdict(read_yaml(source)))
+
+
+class ConfigReading(NamedTuple):
+    """A configuration that was read, and warnings about settings without the expected effect, a sentence each."""
+
+    config: ProfilerConfig
+    warnings: list[str]
+
+
+def read_verl_config(source: Source, *, ranks: RankUnit = "global", layout: Layout = "step") -> ConfigReading:
+    """As `ProfilerConfig.from_verl`, but return the warnings instead of issuing them."""
+    from schemas.profiler.readers import read_verl
+
+    settings, warnings = read_verl(source, ranks=ranks, layout=layout)
+    return ConfigReading(ProfilerConfig(**asdict(settings)), warnings)
+
+
+def read_config(source: Source) -> ConfigReading:
+    """Read verl's configuration or ours. A file with a section that only verl has is verl's."""
+    from schemas.profiler.readers import is_verl
+
+    return read_verl_config(source) if is_verl(source) else ConfigReading(ProfilerConfig.from_yaml(source), [])
 
 
 def checked(config: ProfilerConfig) -> ProfilerConfig:
-    """The same, of the types that it is to have: nobody checks what is built in Python. Raises ConfigError."""
+    """Return a configuration built in Python with all its field types and bounds checked. Raises ConfigError."""
     try:
         return msgspec.convert(msgspec.to_builtins(config), ProfilerConfig)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from schemas.commands import ProfilePlan
 from schemas.outcomes import Acted, Trace
-from schemas.profiler.verl import read
+from schemas.profiler.config import read_verl_config
 from workers.engines.tiny.profile import FORWARD
 
 Events = list[dict[str, object]]
@@ -61,7 +61,7 @@ def torch_plan(
         tool |= {"step_start": window[0], "step_end": window[1]}
     whose = {"all_ranks": not ranks, "ranks": list(ranks)}
     profiler = {"enable": True, "tool": "torch", **whose, "tool_config": {"torch": tool}}
-    return read({"actor_rollout_ref": {"rollout": {"profiler": profiler}}}, {}).config.plan
+    return read_verl_config({"actor_rollout_ref": {"rollout": {"profiler": profiler}}}).config.plan
 
 
 def work(generate: Generate) -> None:

@@ -1,4 +1,4 @@
-"""Whatever stands in a configuration: it is read, and can be sent as it was read, or the error is one for a person."""
+"""Any configuration is read, and can then be sent and written; or it is refused with an error for a person."""
 
 import copy
 from pathlib import Path
@@ -12,32 +12,23 @@ from hypothesis import strategies as st
 
 from schemas.commands import ProfileCommand
 from schemas.errors import ConfigError
-from schemas.profiler import own_yaml, verl
-from schemas.profiler.config import ProfilerConfig
+from schemas.profiler.config import ProfilerConfig, read_verl_config
+from schemas.profiler.readers import yaml_text
+from schemas.profiler.settings import RankUnit
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 VERL: list[dict[str, Any]] = [
     yaml.safe_load((CONFIGS / name).read_text("utf-8")) for name in ("verl_all_on.yaml", "verl_pull_5025.yaml")
 ]
-OURS: dict[str, Any] = yaml.safe_load((CONFIGS / "profiler.yaml").read_text("utf-8"))
+OWN: dict[str, Any] = yaml.safe_load((CONFIGS / "profiler.yaml").read_text("utf-8"))
 
-words = st.sampled_from(
+texts = st.sampled_from(
     [
-        "torch",
-        "npu",
-        "nsys",
-        "torch_memory",
-        "precision_debugger",
-        "all",
-        "1-3",
-        "???",
-        "${oc.env:X,[1]}",
-        "${a.b}",
-        "",
-        "x",
+        *("torch", "npu", "nsys", "torch_memory", "precision_debugger", "all", "1-3", "???"),
+        *("${oc.env:X,[1]}", "${a.b}", "${", "", "x"),
     ]
 )
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | words
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | texts
 values = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -46,14 +37,14 @@ values = st.recursive(
 
 
 def paths(tree: object, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place below the top at which something stands."""
+    """Return the place of every value below the top."""
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [path for key, value in inner for path in [(*above, key), *paths(value, (*above, key))]]
 
 
 @st.composite
 def altered(draw: st.DrawFn, tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree, with something else at one to three of its places."""
+    """Return the tree with other values at one to three of its places."""
     tree = copy.deepcopy(tree)
     for _ in range(draw(st.integers(1, 3))):
         *above, last = draw(st.sampled_from(paths(tree) or [("new",)]))
@@ -65,7 +56,7 @@ def altered(draw: st.DrawFn, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def sendable(config: ProfilerConfig) -> bool:
-    """Whether a command that carries it is the same on the other side, whose decoder checks each bound."""
+    """Whether a command that carries it arrives unchanged. The decoder checks each bound."""
     command = ProfileCommand(action="start", step=0, plan=config.plan, roles=config.roles)
     there = msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=ProfileCommand)
     again = msgspec.json.decode(msgspec.json.encode(config), type=ProfilerConfig)
@@ -74,24 +65,24 @@ def sendable(config: ProfilerConfig) -> bool:
 
 @pytest.mark.parametrize("base", VERL, ids=["all_on", "pull_5025"])
 @given(data=st.data(), ranks=st.sampled_from(["global", "replica"]))
-def test_verl_s(base: dict[str, Any], data: st.DataObject, ranks: verl.RankUnit) -> None:
+def test_a_configuration_of_verl(base: dict[str, Any], data: st.DataObject, ranks: RankUnit) -> None:
     tree = data.draw(altered(base))
     try:
-        config, remarks = verl.read(tree, {"DATA_ROOT": "/data"}, ranks=ranks)
+        config, warnings = read_verl_config(tree, ranks=ranks)
     except ConfigError as error:
         assert str(error)
         return
     assert sendable(config)
-    assert all(remarks) and len(set(remarks)) == len(remarks)
-    assert own_yaml.read(own_yaml.written(config), {}) == config
+    assert all(warnings) and len(set(warnings)) == len(warnings)
+    assert ProfilerConfig.from_yaml(yaml_text(config)) == config
 
 
-@given(altered(OURS))
-def test_ours(tree: dict[str, Any]) -> None:
+@given(altered(OWN))
+def test_a_configuration_of_our_own(tree: dict[str, Any]) -> None:
     try:
-        config = own_yaml.read(tree, {})
+        config = ProfilerConfig.from_yaml(tree)
     except ConfigError as error:
         assert str(error)
         return
     assert sendable(config)
-    assert own_yaml.read(own_yaml.written(config), {}) == config
+    assert ProfilerConfig.from_yaml(yaml_text(config)) == config

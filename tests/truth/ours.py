@@ -1,8 +1,7 @@
 """What we answer in a case, as our own code says: nothing here knows the decision table.
 
-One configuration in verl's words is read by `schemas.profiler.verl`; `controlplane.machine.profiling` says what the
-trainer's side asks; and the machine of the agent is folded over the events of the case, with an engine that does what
-it is told.
+One configuration of verl is read by `schemas.profiler`; `controlplane.machine.profiling` decides what the trainer
+sends; and the agent's machine is folded over the events of the case, with an engine that does every call.
 """
 
 import json
@@ -25,8 +24,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, Failed, Skipped
-from schemas.profiler.config import ProfilerConfig
-from schemas.profiler.verl import read
+from schemas.profiler.config import ProfilerConfig, read_verl_config
 from tests.truth.cases import (
     ABSENT,
     AGAIN,
@@ -112,12 +110,12 @@ def _sections(rank: bool, text: str) -> ProfilerConfig:
     others = {"tool": "torch", "enable": True, "all_ranks": True, "ranks": []}
     profilers = {"rollout": others, "actor": section} if rank else {"rollout": section, "actor": others}
     tree = {"actor_rollout_ref": {role: {"profiler": one} for role, one in profilers.items()}}
-    return read(tree, {}).config
+    return read_verl_config(tree).config
 
 
 @cache
 def _steps(steps: tuple[int, ...] | None) -> tuple[int, ...]:
-    return read({"global_profiler": {"steps": steps and list(steps)}}, {}).config.steps
+    return read_verl_config({"global_profiler": {"steps": steps and list(steps)}}).config.steps
 
 
 def _with_tool(config: ProfilerConfig, rank: bool, tool: str) -> ProfilerConfig:

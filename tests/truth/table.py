@@ -120,7 +120,7 @@ OPENING: Final = """\
 What becomes of a command in each case: what we do, and what verl 0.9.1 does. The page is generated; only the
 explanations at its end are written by hand.
 
-- *Ours* is our own code: one configuration in verl's words is read by `schemas/profiler/verl.py`, the trainer's side
+- *Ours* is our own code: one configuration of verl is read by `schemas/profiler/verl_format.py`, the trainer's side
   (`controlplane/machine/profiling.py`) says what is sent, and the agent's machine (`workers/machine/decide.py`) is
   folded over what happens (`tests/truth/ours.py`). It is the same beside SGLang, vLLM and the tiny engine.
 - *verl* is `tests/truth/gates.py`, which states its gates. A test downloads verl 0.9.1 and runs verl's own code (its

@@ -11,7 +11,7 @@ import pytest
 from schemas.errors import ConfigError
 from schemas.identity import Identity
 from schemas.outcomes import ErrorKind, Reason
-from schemas.profiler.verl import read
+from schemas.profiler.config import read_verl_config
 from tests.truth import differences
 from tests.truth.cases import (
     ANYWAY,
@@ -130,7 +130,7 @@ def test_our_answer_is_the_same_beside_every_engine(engine: str) -> None:
 def test_the_reader_of_configurations_refuses_a_tool_that_nobody_knows() -> None:
     section = {"tool": "perf", "enable": True, "tool_config": {}}
     with pytest.raises(ConfigError, match="perf"):
-        read({"actor_rollout_ref": {"rollout": {"profiler": section}}}, {})
+        read_verl_config({"actor_rollout_ref": {"rollout": {"profiler": section}}})
 
 
 class MultiTokenizerRouter:

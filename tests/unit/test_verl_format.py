@@ -1,8 +1,8 @@
-"""verl's configuration as ours: its files, its inheritance, its three generations of keys; and each error in full."""
+"""verl's configuration as ours: its files, its inheritance and its three generations of keys."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule, TorchMemory, Window
-from schemas.profiler import own_yaml, verl
 from schemas.profiler.config import ProfilerConfig
-from schemas.profiler.files import ConfigWarning
-from schemas.profiler.verl_keys import CONTENTS, DEFAULTS, TOOLS
-from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, actor, critic, plan, refused, remarks, rollout
+from schemas.profiler.readers import ConfigWarning
+from schemas.profiler.verl_keys import NpuContent, ToolName, TorchContent
+from tests.unit.verl_trees import ACTOR, ROLLOUT, TORCH, actor, critic, error_of, plan, read, rollout, warnings_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -23,7 +22,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def test_a_file_with_every_key_of_verl() -> None:
-    with pytest.warns(ConfigWarning) as said:
+    with pytest.warns(ConfigWarning) as issued:
         config = ProfilerConfig.from_verl(CONFIGS / "verl_all_on.yaml")
     finish = Finish(relocate=True, hook=True, hook_ranks=frozenset({0, 8}))
     both = frozenset({0, 8})
@@ -34,7 +33,7 @@ def test_a_file_with_every_key_of_verl() -> None:
             activities=frozenset({"cuda"}),
             with_stack=True,
             discrete=True,
-            finish=Finish(relocate=True),  # the hook is the training ranks' business, or a node would run it twice
+            finish=Finish(relocate=True),  # training ranks run the hook; here it would run a second time
         ),
         roles={
             "actor": ProfilePlan(
@@ -64,25 +63,16 @@ def test_a_file_with_every_key_of_verl() -> None:
         save_path="math/long run/profile",
         finish_hook_cmd='upload "$VERL_PROFILE_SAVE_PATH"',
     )
-    nsys = "global_profiler.global_tool_config.nsys"
-    advice = "training processes are launched with such options, and not by us; give them to `nsys profile` there"
-    assert [str(one.message) for one in said] == [
+    assert [str(warning.message) for warning in issued] == [
+        "reward.profiler.ranks has no effect, in verl either: msprobe picks the ranks, from its own file",
         (
-            f"{TORCH}.contents names cuda and not cpu: engines record CUDA alone, where verl 0.9 has them record the "
-            "CPU too; name both for that"
+            "actor_rollout_ref.ref.profiler differs from the actor's: it applies only to a worker that has the "
+            "reference model alone; in a worker that has both, the actor's section applies"
         ),
         (
-            "actor_rollout_ref.ref.profiler says other things than the actor's: it counts only for a worker that has "
-            "the reference model alone, and in a worker that has both the actor's section decides"
+            f"{TORCH}.contents lists cuda and not cpu: engines record CUDA alone, where verl 0.9 records the CPU too; "
+            "list both for that"
         ),
-        "reward.profiler.ranks is not acted on, by verl neither: msprobe picks the ranks, from its own file",
-        (
-            "actor_rollout_ref.ref.profiler.relocate_results is true and the tool is nsys, whose reports are not ours "
-            "to move: they lie where nsys was told to write; a finish_hook_cmd finds Ray's place for them in "
-            "$VERL_PROFILE_RAY_NSIGHT_DIR"
-        ),
-        f"{nsys}.controller_nsight_options is not acted on: {advice}",
-        f"{nsys}.worker_nsight_options is not acted on: {advice}",
     ]
 
 
@@ -105,7 +95,7 @@ def test_the_example_of_pull_request_5025_loads_as_it_is() -> None:
     )
 
 
-def test_an_omegaconf_configuration_is_read_unresolved() -> None:
+def test_an_omegaconf_configuration_need_not_be_resolved() -> None:
     tree = OmegaConf.load(CONFIGS / "verl_all_on.yaml")
     with pytest.warns(ConfigWarning):
         expected = ProfilerConfig.from_verl(CONFIGS / "verl_all_on.yaml")
@@ -118,7 +108,7 @@ def test_sections_out_of_an_omegaconf_configuration_may_refer_to_the_rest_of_it(
     monkeypatch.setenv("RANKS", "[0, 8]")
     whole = OmegaConf.create(
         {
-            **rollout({"discrete": True}, ranks="${oc.env:RANKS}", all_ranks="???"),
+            **rollout({"discrete": True}, ranks="${oc.decode:${oc.env:RANKS}}", all_ranks="???"),
             "trainer": {"name": "a", "steps": [3], "unknown": "${nothing.here}"},
             "critic": {"profiler": {"enable": False}, "theirs": ["${nothing.here}"]},
         }
@@ -129,7 +119,10 @@ def test_sections_out_of_an_omegaconf_configuration_may_refer_to_the_rest_of_it(
     assert config == ProfilerConfig.from_verl(whole)
     assert (config.save_path, config.steps, config.plan.ranks) == ("/d/a", (3,), frozenset({0, 8}))
     whole.global_profiler.save_path = "${nothing.here}"
-    assert "global_profiler.save_path refers to nothing.here" in refused({key: whole[key] for key in keys})
+    assert error_of({key: whole[key] for key in keys}) == (
+        "global_profiler.save_path has a reference that can't be resolved: Interpolation key 'nothing.here' not found; "
+        "give it a value, hand over a configuration in which it is resolved, or write \\${ for plain text"
+    )
 
 
 class Frozen(Mapping[str, object]):
@@ -149,33 +142,31 @@ class Frozen(Mapping[str, object]):
         return len(self._values)
 
 
-def test_any_mapping_and_sequence_will_do() -> None:
+def test_any_mapping_and_sequence_is_read() -> None:
     tree = rollout({"contents": ["cpu"]}, ranks=[0, 3])
     assert ProfilerConfig.from_verl(Frozen(tree)) == ProfilerConfig.from_verl(tree)
 
 
-def test_nothing_said_is_nothing_profiled() -> None:
+def test_an_empty_configuration_profiles_nothing() -> None:
     config = ProfilerConfig.from_verl({})
     assert (config.plan.enabled, config.roles, config.steps, config.save_path) == (False, {}, (), "outputs/profile")
     assert ProfilerConfig.from_verl("global_profiler: {tool: null, steps: null}") == config
     assert ProfilerConfig.from_verl({"global_profiler": None, "critic": {"profiler": None}}) == config
 
 
-def test_defaults_resolve_and_stay_within_what_is_allowed() -> None:
-    for tool in TOOLS:
-        for sections in ({"critic": {"profiler": {"enable": True}}}, actor()):
-            tree = {**sections, "global_profiler": {"tool": tool, "steps": [0]}}
-            config = verl.read(tree, {}).config
-            assert all(one.tool == tool for one in config.roles.values()) and config.roles
-    assert set(DEFAULTS) >= {"global_profiler", "actor_rollout_ref", "critic"}
+@pytest.mark.parametrize("tool", get_args(ToolName))
+def test_every_tool_has_valid_defaults(tool: str) -> None:
+    for sections in ({"critic": {"profiler": {"enable": True}}}, actor()):
+        config = read({**sections, "global_profiler": {"tool": tool, "steps": [0]}}).config
+        assert {plan.tool for plan in config.roles.values()} == {tool}
 
 
 # --- inheritance ------------------------------------------------------------------------------------------------------
 
 
-def test_rollouts_are_heirs_of_the_actor_as_in_verl() -> None:
+def test_rollouts_inherit_from_the_actor_as_in_verl() -> None:
     tool = {"contents": ["cpu", "shapes"], "discrete": True, "profile_token_start": 1, "profile_token_end": 2}
-    with pytest.warns(ConfigWarning, match="has a window that is not acted on"):
+    with pytest.warns(ConfigWarning, match="has a window, which has no effect"):
         config = ProfilerConfig.from_verl(
             actor(ranks=[4], relocate_results=True, finish_hook_all_ranks=True, tool_config={"torch": tool})
         )
@@ -186,104 +177,96 @@ def test_rollouts_are_heirs_of_the_actor_as_in_verl() -> None:
     assert inherited.window is None
 
 
-def test_what_a_role_says_itself_goes_before_what_it_inherits() -> None:
+def test_a_role_s_own_value_overrides_an_inherited_one() -> None:
     tree = actor(ranks=[4])
     tree["actor_rollout_ref"]["rollout"] = {"profiler": {"enable": False, "tool": "npu"}}
     tree["critic"] = {"profiler": {"enable": True, "tool": "nsys"}}
     config = ProfilerConfig.from_verl(tree)
     assert (config.plan.enabled, config.plan.tool) == (False, "npu")
-    assert {role: one.tool for role, one in config.roles.items()} == {"actor": "torch", "critic": "nsys"}
+    assert {role: plan.tool for role, plan in config.roles.items()} == {"actor": "torch", "critic": "nsys"}
 
 
-def test_a_role_that_is_switched_off_is_left_out_and_its_values_are_checked_all_the_same() -> None:
+def test_a_role_that_is_switched_off_is_left_out_but_still_checked() -> None:
     assert ProfilerConfig.from_verl({"critic": {"profiler": {"enable": False, "tool": "nsys"}}}).roles == {}
-    said = refused({"critic": {"profiler": {"enable": False, "ranks": [-1]}}})
-    assert said == "critic.profiler.ranks holds -1: allowed are whole numbers of at least 0"
+    error = error_of({"critic": {"profiler": {"enable": False, "ranks": [-1]}}})
+    assert error == "critic.profiler.ranks[0] is -1: allowed is a whole number of at least 0"
 
 
 @pytest.mark.parametrize("nothing", [None, "None", "none"])
-def test_no_tool_is_none_however_a_command_line_spells_it(nothing: str | None) -> None:
+def test_a_tool_of_none_is_no_tool_in_every_spelling(nothing: str | None) -> None:
     tree: dict[str, Any] = {"global_profiler": {"tool": nothing}, "actor_rollout_ref": {"actor": {"profiler": {}}}}
-    assert verl.read(tree, {}) == (ProfilerConfig.from_verl({}), [])
+    assert read(tree) == (ProfilerConfig.from_verl({}), [])
     tree["critic"] = {"profiler": {"enable": True}}
     tree["global_profiler"]["steps"] = [1]
-    assert remarks(tree) == [
+    assert warnings_of(tree) == [
         "critic.profiler.enable is true and critic.profiler.tool is null: nothing is profiled there"
     ]
 
 
-def test_a_file_of_a_verl_that_took_ranks_for_replicas_is_told_by_what_it_has_not() -> None:
+def test_a_file_from_a_verl_whose_ranks_were_replicas_is_recognized() -> None:
     section = {"_target_": "verl.utils.profiler.ProfilerConfig", "ranks": [0, 2]}
     composed = rollout({"discrete": True}, **section)
-    (remark,) = remarks(composed)
-    assert remark == (
-        f"{ROLLOUT}.ranks is [0, 2], read as global ranks, and the file is of a verl up to 0.9.0 (its "
-        "sections have no relocate_results), which took them for replicas: for those, read it with "
-        'ranks="replica" (--ranks replica)'
-    )
-    assert verl.read(composed, {}, ranks="replica").remarks == []
+    assert warnings_of(composed) == [
+        (
+            f"{ROLLOUT}.ranks is [0, 2], read as global ranks, and the file is from a verl up to 0.9.0 (its sections "
+            "have no relocate_results), where they were replicas: to read them as replicas, pass "
+            'ranks="replica" (--ranks replica)'
+        )
+    ]
+    assert read(composed, ranks="replica").warnings == []
     for quiet in ({"ranks": [0]}, {"all_ranks": True, "ranks": []}, {"relocate_results": False}):
-        assert remarks(rollout({"discrete": True}, **section | quiet)) == []
+        assert warnings_of(rollout({"discrete": True}, **section | quiet)) == []
     composed["global_profiler"]["relocate_results"] = False
-    assert remarks(composed) == []
+    assert warnings_of(composed) == []
 
 
-def test_the_reward_model_s_section_is_found_where_it_was_and_where_it_is() -> None:
+def test_the_reward_model_s_section_is_found_under_its_old_and_new_name() -> None:
     on = {"profiler": {"enable": True, "tool": "torch", "ranks": [2]}}
     steps = {"global_profiler": {"steps": [1]}}
     for key in ("reward", "reward_model"):
         config = ProfilerConfig.from_verl({key: on, **steps})
         assert config.roles["reward"].ranks == frozenset({2})
-    said = refused({"reward": on, "reward_model": on})
-    assert said == "reward.profiler and reward_model.profiler stand for the same: allowed is one of them"
+    error = error_of({"reward": on, "reward_model": on})
+    assert error == "reward.profiler and reward_model.profiler are two names of one section: allowed is one of them"
 
 
-def test_a_reference_model_of_its_own_is_told_from_one_in_the_actor_s_worker() -> None:
+def test_a_section_for_the_reference_model_warns_when_it_differs_from_the_actor_s() -> None:
     tree: dict[str, Any] = {
         "global_profiler": {"tool": "torch", "steps": [1]},
         "actor_rollout_ref": {"ref": {"profiler": {"enable": True}}},
     }
-    assert remarks(tree) == [
+    assert warnings_of(tree) == [
         (
-            "actor_rollout_ref.ref.profiler.enable is true and the actor's is not: it counts only for a worker "
-            "that has the reference model alone, and in a worker that has both the actor's section decides"
+            "actor_rollout_ref.ref.profiler is switched on and the actor's is not: it applies only to a worker "
+            "that has the reference model alone; in a worker that has both, the actor's section applies"
         )
     ]
     tree["actor_rollout_ref"]["actor"] = {"profiler": {"enable": True}}
     tree["actor_rollout_ref"]["rollout"] = {"profiler": {"enable": False}}
-    assert remarks(tree) == []
+    assert warnings_of(tree) == []
     tree["actor_rollout_ref"]["ref"]["profiler"]["ranks"] = [4]
-    (remark,) = remarks(tree)
-    assert remark.startswith("actor_rollout_ref.ref.profiler says other things than the actor's: it counts only")
+    (warning,) = warnings_of(tree)
+    assert warning.startswith("actor_rollout_ref.ref.profiler differs from the actor's: it applies only")
 
 
-def test_rollouts_that_verl_would_leave_alone_without_a_word_are_profiled_with_one() -> None:
+def test_rollouts_that_verl_would_silently_skip_are_profiled_with_a_warning() -> None:
     tree: dict[str, Any] = {"global_profiler": {"tool": "torch", "steps": [1]}}
     tree["actor_rollout_ref"] = {"actor": {"profiler": {"enable": True}}}
-    config, (remark,) = verl.read(tree, {})
+    config, (warning,) = read(tree)
     assert config.plan.enabled and not config.plan.discrete
-    assert "verl does not profile its engines then" in remark and "write enable: false" in remark
+    assert "verl silently skips its engines then" in warning and "write enable: false" in warning
 
 
-def test_the_hook_is_run_by_training_ranks_and_by_agents_of_engines_only_without_them() -> None:
+def test_agents_of_engines_run_the_hook_only_if_no_training_rank_does() -> None:
     hook = {"finish_hook_cmd": "send", "relocate_results": True}
     config = ProfilerConfig.from_verl(actor(**hook))
     assert config.roles["actor"].finish == Finish(relocate=True, hook=True)
     assert config.plan.finish == Finish(relocate=True)
-    tree = actor(**hook, finish_hook_ranks=[0])
-    assert remarks(tree) == []
-    tree["actor_rollout_ref"]["rollout"]["profiler"]["finish_hook_ranks"] = [8]
-    assert remarks(tree) == [
-        (
-            f"{ROLLOUT}.finish_hook_ranks is not acted on, by verl neither: training ranks run the command, and those "
-            "that their sections name"
-        )
-    ]
     alone = plan(finish_hook_cmd="send", relocate_results=True)
     assert alone.finish == Finish(relocate=True, hook=True)
 
 
-def test_sections_that_are_references_are_read_as_what_they_stand_for() -> None:
+def test_a_section_may_be_a_reference_to_another() -> None:
     tree = actor(ranks=[4])
     tree["actor_rollout_ref"]["actor"]["profiler"]["tool_config"] = {"torch": {"contents": ["cpu"], "discrete": True}}
     tree["actor_rollout_ref"]["rollout"] = {"profiler": {"tool_config": f"${{{ACTOR}.tool_config}}"}}
@@ -295,14 +278,12 @@ def test_sections_that_are_references_are_read_as_what_they_stand_for() -> None:
     assert ProfilerConfig.from_verl(tree).roles["actor"].discrete
 
 
-def test_a_hook_for_all_ranks_is_not_one_for_some() -> None:
-    """So that what is written as our YAML is read back as the same."""
-    asked, _ = verl.read(rollout(finish_hook_cmd="send", finish_hook_all_ranks=True, finish_hook_ranks=[1]), {})
-    assert asked.plan.finish == Finish(hook=True, hook_all_ranks=True)
-    assert own_yaml.read(own_yaml.written(asked), {}) == asked
+def test_a_hook_for_all_ranks_drops_the_ranks_beside_it() -> None:
+    tree = rollout(finish_hook_cmd="send", finish_hook_all_ranks=True, finish_hook_ranks=[1])
+    assert read(tree).config.plan.finish == Finish(hook=True, hook_all_ranks=True)
 
 
-def test_what_else_a_trainer_keeps_is_left_alone() -> None:
+def test_other_objects_of_a_trainer_are_left_alone() -> None:
     class Array:
         """As numpy's: whether it is equal to something is no yes or no."""
 
@@ -315,49 +296,34 @@ def test_what_else_a_trainer_keeps_is_left_alone() -> None:
     assert ProfilerConfig.from_verl({**tree, "data": {"weights": Array()}}) == ProfilerConfig.from_verl(tree)
 
 
-def test_what_verl_takes_for_everybody_s_is_said_to_be() -> None:
-    asked, remarks = verl.read(rollout(all_ranks=True, ranks=[3]), {})
-    assert (asked.plan.ranks, asked.plan.replicas) == (None, None)
-    assert remarks == [
-        (
-            f"{ROLLOUT}.ranks is [3] and {ROLLOUT}.all_ranks is true, which counts, as in verl: all are meant; for "
-            "those alone write all_ranks: false"
-        )
-    ]
+def test_all_ranks_counts_where_ranks_are_listed_too() -> None:
+    config, warnings = read(rollout(all_ranks=True, ranks=[3]))
+    assert (config.plan.ranks, config.plan.replicas) == (None, None)
+    assert warnings == [f"{ROLLOUT}.ranks is [3] and all_ranks is true, which counts, as in verl"]
 
 
 @pytest.mark.parametrize(
-    ("tool", "options", "others"),
-    [
-        ("npu", {"schedule": {"active": 2}}, "torch"),
-        ("nsys", {"profile_by_stage": True}, "torch and npu"),
-        ("torch_memory", {"discrete": True}, "torch, npu and nsys"),
-    ],
+    ("tool", "options"),
+    [("npu", {"schedule": {"active": 2}}), ("nsys", {"profile_by_stage": True}), ("torch_memory", {"discrete": True})],
 )
-def test_a_key_that_its_tool_does_not_have_changes_nothing(tool: str, options: dict[str, Any], others: str) -> None:
-    """An agent would refuse a plan that has it, as one that it can't honour."""
-    read = verl.read(critic(tool, **options), {})
-    assert read.config == verl.read(critic(tool), {}).config
-    (key,) = options
-    assert read.remarks == [
-        (
-            f"critic.profiler.tool_config.{tool}.{key} is unknown there, and nothing follows from it; it is a key of "
-            f"{others}"
-        )
-    ]
+def test_a_key_that_its_tool_does_not_have_changes_nothing(tool: str, options: dict[str, Any]) -> None:
+    """An agent would refuse a plan that has it."""
+    config, warnings = read(critic(tool, **options))
+    assert config == read(critic(tool)).config
+    assert warnings == [f"critic.profiler.tool_config.{tool}.{key} is unknown and has no effect" for key in options]
 
 
 def test_a_training_rank_makes_no_trace_of_prefill_and_decode() -> None:
-    """Its agent would refuse the plan; what rollouts have from the actor stays."""
+    """Its agent would refuse the plan. What rollouts inherit from the actor stays."""
     tree = actor(tool_config={"torch": {"contents": ["profile-by-stage", "merge-profiles"]}})
-    config, (of_rollouts, of_the_actor) = verl.read(tree, {})
+    config, (of_rollouts, *of_the_actor) = read(tree)
     assert (config.plan.by_stage, config.plan.merge) == (True, True)
     assert (config.roles["actor"].by_stage, config.roles["actor"].merge) == (False, False)
-    assert "SGLang makes those only" in of_rollouts
-    assert of_the_actor == (
-        f"{ACTOR}.tool_config.torch asks for a trace of each stage, which is not acted on: only an engine makes "
-        f"those; write it in {ROLLOUT}.tool_config.torch"
-    )
+    assert "SGLang makes such traces only" in of_rollouts
+    assert of_the_actor == [
+        (f"{ACTOR}.tool_config.torch asks for {name}, which has no effect: only engines do that; write it in {ROLLOUT}")
+        for name in ("profile-by-stage", "merge-profiles")
+    ]
 
 
 # --- who --------------------------------------------------------------------------------------------------------------
@@ -372,7 +338,7 @@ def test_ranks_of_rollouts_are_global_ranks_or_replicas() -> None:
 
 
 @pytest.mark.parametrize("unit", ["global", "replica"])
-def test_without_ranks_the_replica_of_rank_0_is_meant_and_with_all_ranks_everybody(unit: Any) -> None:
+def test_without_ranks_the_replica_of_rank_0_is_profiled_and_with_all_ranks_every_replica(unit: Any) -> None:
     asked = ProfilerConfig.from_verl(rollout(), ranks=unit).plan
     assert (asked.ranks, asked.replicas) == (None, frozenset({0}))
     asked = ProfilerConfig.from_verl(rollout(all_ranks=True), ranks=unit).plan
@@ -380,7 +346,7 @@ def test_without_ranks_the_replica_of_rank_0_is_meant_and_with_all_ranks_everybo
     assert ProfilerConfig.from_verl(actor(), ranks=unit).roles["actor"].ranks == frozenset({0})
 
 
-def test_msprobe_picks_its_ranks_itself() -> None:
+def test_msprobe_picks_its_own_ranks() -> None:
     tree = {"global_profiler": {"steps": [1]}, "critic": {"profiler": {"enable": True, "tool": "precision_debugger"}}}
     assert ProfilerConfig.from_verl(tree).roles["critic"].ranks is None
 
@@ -389,7 +355,7 @@ def test_msprobe_picks_its_ranks_itself() -> None:
 def test_ranks_and_steps_are_kept_whatever_their_order(ranks: list[int], steps: list[int]) -> None:
     tree = rollout(ranks=ranks)
     tree["global_profiler"]["steps"] = steps
-    config = verl.read(tree, {}).config
+    config = read(tree).config
     assert config.plan.ranks == frozenset(ranks)
     assert config.steps == tuple(sorted(set(steps)))
 
@@ -411,14 +377,14 @@ def test_a_window_is_what_was_written(first: str, last: str, start: int, length:
 @given(start=st.integers(0, 100), end=st.integers(0, 100))
 def test_a_window_that_holds_nothing_is_an_error_with_both_values(first: str, last: str, start: int, end: int) -> None:
     if end <= start:
-        assert refused(rollout({first: start, last: end})) == (
-            f"{TORCH}.{last} is {end} and {first} is {start}: allowed is an end larger than the start, or else the "
-            "window [start, end) holds no forward step"
+        assert error_of(rollout({first: start, last: end})) == (
+            f"{TORCH}.{last} is {end} and {first} is {start}: allowed is an end larger than the start; the window "
+            "[start, end) would be empty"
         )
 
 
 @pytest.mark.parametrize(
-    ("said", "window"),
+    ("keys", "window"),
     [
         ({}, None),
         ({"step_start": 0, "step_end": -1}, None),
@@ -436,43 +402,34 @@ def test_a_window_that_holds_nothing_is_an_error_with_both_values(first: str, la
         ({"step_start": 2, "step_end": 5, "profile_token_start": 2, "profile_token_end": 5}, Window(2, 5)),
     ],
 )
-def test_each_generation_s_way_to_say_nothing(said: dict[str, object], window: Window | None) -> None:
-    assert plan(said).window == window
+def test_a_window_in_the_keys_of_each_generation(keys: dict[str, object], window: Window | None) -> None:
+    assert plan(keys).window == window
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("keys", "text"),
     [
         (
             {"step_end": 0},
             (
-                "step_end is 0 and the start is not set, which is 0: allowed is an end larger than the start, or "
-                "else the window [start, end) holds no forward step"
+                "step_end is 0 and the start is not set, which is 0: allowed is an end larger than the start; the "
+                "window [start, end) would be empty"
             ),
         ),
-        (
-            {"step_start": -2, "step_end": 5},
-            "step_start is -2 (step_end is 5): allowed is a whole number of at least -1",
-        ),
-        (
-            {"step_start": 1, "step_end": -3},
-            "step_end is -3 (step_start is 1): allowed is a whole number of at least -1",
-        ),
-        (
-            {"profile_token_start": -1, "profile_token_end": 5},
-            "profile_token_start is -1 (profile_token_end is 5): allowed is a whole number of at least 0",
-        ),
+        ({"step_start": -2, "step_end": 5}, "step_start is -2: allowed is a whole number of at least -1"),
+        ({"step_start": 1, "step_end": -3}, "step_end is -3: allowed is a whole number of at least -1"),
+        ({"profile_token_start": -1}, "profile_token_start is -1: allowed is a whole number of at least 0"),
         ({"step_start": 1.5}, "step_start is 1.5: allowed is a whole number of at least -1"),
         ({"step_end": True}, "step_end is true: allowed is a whole number of at least -1"),
         ({"num_steps": 0}, "num_steps is 0: allowed is a whole number of at least 1"),
     ],
 )
-def test_a_window_that_can_t_be_kept(said: dict[str, object], text: str) -> None:
-    assert refused(rollout(said)) == f"{TORCH}.{text}"
+def test_an_impossible_window_is_an_error(keys: dict[str, object], text: str) -> None:
+    assert error_of(rollout(keys)) == f"{TORCH}.{text}"
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("keys", "text"),
     [
         (
             {"step_start": 1, "step_end": 4, "profile_token_start": 2},
@@ -488,8 +445,8 @@ def test_a_window_that_can_t_be_kept(said: dict[str, object], text: str) -> None
         ),
     ],
 )
-def test_a_window_that_is_said_in_two_ways(said: dict[str, object], text: str) -> None:
-    assert refused(rollout(said)) == f"{TORCH} says two things: {text}"
+def test_two_generations_of_keys_may_not_contradict_each_other(keys: dict[str, object], text: str) -> None:
+    assert error_of(rollout(keys)) == f"{TORCH} contradicts itself: {text}"
 
 
 def test_an_npu_s_window_is_read_from_its_own_section() -> None:
@@ -514,12 +471,12 @@ def test_an_npu_s_window_is_read_from_its_own_section() -> None:
     ],
 )
 def test_torch_s_activities(contents: list[str], engine: set[str], rank: set[str]) -> None:
-    config = verl.read(actor(tool_config={"torch": {"contents": contents}}), {}).config
+    config = read(actor(tool_config={"torch": {"contents": contents}})).config
     assert set[str](config.plan.activities) == engine
     assert set[str](config.roles["actor"].activities) == rank
 
 
-def test_an_npu_takes_what_is_named_and_everything_for_null() -> None:
+def test_an_npu_records_what_is_listed_and_everything_for_null() -> None:
     def read(contents: object) -> ProfilePlan:
         config = ProfilerConfig.from_verl(
             actor(tool="npu", tool_config={"npu": {"contents": contents, "level": "level1"}})
@@ -541,16 +498,17 @@ def test_both_spellings_of_stages_and_merging(by_stage: str, merge: str) -> None
     assert plan({"profile_by_stage": True, "merge_profiles": True, "step_end": 2}) == asked
 
 
-def test_every_content_is_read_for_its_tool() -> None:
-    for tool, contents in CONTENTS.items():
-        asked = plan(tool=tool, tool_config={tool: {"contents": sorted(contents), "num_steps": 1}})
-        flags = (asked.with_stack, asked.with_modules, asked.record_shapes, asked.by_stage, asked.merge)
-        assert flags == (True,) * 5
-        assert asked.activities == {"cpu", "memory", {"torch": "cuda", "npu": "npu"}[tool]}
+@pytest.mark.parametrize(("tool", "kind"), [("torch", TorchContent), ("npu", NpuContent)])
+def test_every_content_is_read_for_its_tool(tool: str, kind: Any) -> None:
+    contents = sorted(content for literal in get_args(kind) for content in get_args(literal) or (literal,))
+    asked = plan(tool=tool, tool_config={tool: {"contents": contents, "num_steps": 1}})
+    flags = (asked.with_stack, asked.with_modules, asked.record_shapes, asked.by_stage, asked.merge)
+    assert flags == (True,) * 5
+    assert asked.activities == {"cpu", "memory", {"torch": "cuda", "npu": "npu"}[tool]}
 
 
 @pytest.mark.parametrize("tool", ["nsys", "torch_memory", "precision_debugger"])
-def test_what_no_engine_runs_stays_in_the_plan(tool: str) -> None:
+def test_a_tool_that_no_engine_runs_stays_in_the_plan(tool: str) -> None:
     asked = plan(tool=tool)
     assert (asked.enabled, asked.tool) == (True, tool)
 
@@ -559,12 +517,12 @@ def test_a_schedule_is_on_when_it_records_something() -> None:
     torch = {"schedule": {"wait": 1, "warmup": 2, "active": 3, "repeat": 4, "skip_first": 5, "name": "torch_schedule"}}
     config = ProfilerConfig.from_verl(actor(tool_config={"torch": torch}))
     assert config.roles["actor"].schedule == Schedule(wait=1, warmup=2, active=3, repeat=4, skip_first=5)
-    for schedule in (None, {"active": 0, "wait": 0}, {}):
+    for schedule in (None, {"active": 0, "wait": 0}):
         config = ProfilerConfig.from_verl(actor(tool_config={"torch": {"schedule": schedule}}))
         assert config.roles["actor"].schedule is None
 
 
-def test_a_schedule_without_repeat_is_of_one_window_in_the_trace_of_a_session_as_verl_has_it() -> None:
+def test_a_schedule_without_repeat_has_one_window_for_each_session_as_in_verl() -> None:
     for discrete, repeat in ((False, 1), (True, 0)):
         torch = {"discrete": discrete, "schedule": {"active": 2, "skip_first": 1}}
         config = ProfilerConfig.from_verl(actor(tool_config={"torch": torch}))
@@ -576,11 +534,11 @@ def test_a_run_has_one_root_and_one_command() -> None:
     tree["global_profiler"]["save_path"] = "/a"
     tree["critic"] = {"profiler": {"enable": True, "save_path": "/b", "finish_hook_cmd": "post"}}
     tree["reward"] = {"profiler": {"enable": False, "save_path": "/c", "finish_hook_cmd": "never"}}
-    config, said = verl.read(tree, {})
+    config, warnings = read(tree)
     assert (config.save_path, config.finish_hook_cmd) == ("/a", "send")
-    assert all(one.finish.hook for one in config.roles.values())
-    advice = "and a run has one, which is the latter: start the agents of the former with their own"
-    assert said == [
+    assert all(plan.finish.hook for plan in config.roles.values())
+    advice = "and a run has only the latter: start the agents of the former with their own"
+    assert warnings == [
         f"critic.profiler.save_path is '/b' and {ROLLOUT}.save_path is '/a', {advice}",
         f"critic.profiler.finish_hook_cmd is 'post' and {ROLLOUT}.finish_hook_cmd is 'send', {advice}",
     ]

@@ -1,0 +1,244 @@
+"""Read a profiling configuration from a file, YAML text or a mapping, in verl's format or ours.
+
+Files are read with PyYAML, for both formats. References in verl's configuration are resolved by OmegaConf, as in the
+trainer itself: with the trainer's own resolvers where it registered any. Our own YAML knows one reference,
+`${oc.env:NAME}` or `${oc.env:NAME,default}`; a backslash before `${` makes it plain text.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from schemas.errors import ConfigError
+from schemas.profiler import verl_format, verl_warnings, yaml_format
+from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
+from schemas.profiler.verl_format import is_missing, overlaid
+
+_VERL_ONLY: Final = frozenset({"global_profiler", "actor_rollout_ref"})
+_REFERENCE: Final = re.compile(r"\\\$\{|\$\{(?:\s*oc\.env\s*:\s*(\w+)\s*(?:,([^{}]*))?\})?")
+
+
+class ConfigWarning(UserWarning):
+    """A setting does not have the effect that it seems to have."""
+
+
+class VerlReading(NamedTuple):
+    """Settings from verl's configuration, and warnings about keys without the expected effect, a sentence each."""
+
+    settings: ProfilerSettings
+    warnings: list[str]
+
+
+def read_verl(source: object, *, ranks: RankUnit = "global", layout: Layout = "step") -> VerlReading:
+    """Read verl's configuration. `ProfilerConfig.from_verl` explains the arguments. Raises ConfigError."""
+    if ranks not in ("global", "replica"):
+        raise ConfigError(f"ranks is {ranks!r}: allowed are global and replica")
+    if layout not in ("step", "verl_step", "verl"):
+        raise ConfigError(f"layout is {layout!r}: allowed are step, verl_step and verl")
+    tree = _load(source)
+    reading = verl_format.parse(tree, _resolver(source, tree), ranks=ranks, layout=layout)
+    return VerlReading(reading.settings, verl_warnings.warnings(reading))
+
+
+def read_yaml(source: object) -> ProfilerSettings:
+    """Read our own YAML. Raises ConfigError."""
+    return yaml_format.parse({key: _substituted(value, key) for key, value in _load(source).items()})
+
+
+def is_verl(source: object) -> bool:
+    """Whether the configuration has a section that only verl has. Raises ConfigError."""
+    return bool(_load(source).keys() & _VERL_ONLY)
+
+
+def issue(messages: list[str]) -> None:
+    """Issue each as a ConfigWarning, on the line that called the caller of this function."""
+    for message in messages:
+        warnings.warn(message, ConfigWarning, stacklevel=3)
+
+
+def yaml_text(settings: ProfilerSettings) -> str:
+    """Write the settings as our own YAML."""
+    content = _escaped(yaml_format.content(settings))
+    text: str = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
+    return text
+
+
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def _load(source: object) -> dict[str, object]:
+    if isinstance(source, Mapping):
+        return _mapping(source)
+    if isinstance(source, str) and ("\n" in source or ": " in source or "{" in source):
+        return _parsed(source, "the text")
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"the source is {source!r}: allowed is a mapping, a file or YAML text")
+    path = Path(source)
+    try:
+        return _parsed(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from None
+
+
+def _parsed(text: str, name: str) -> dict[str, object]:
+    try:
+        tree = _Loader(text).get_single_data()
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: `!!int x`, `!!bool x`
+        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{name} holds a {type(tree).__name__}: allowed is a mapping of keys")
+    try:
+        return _mapping(tree)
+    except RecursionError:
+        raise ConfigError(f"{name} has an anchor that contains itself") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without surprises.
+
+    A key that occurs twice is an error, since one of the values would be lost. A date, 1:30 (90 in YAML 1.1) and 010
+    (8 in YAML 1.1) stay text: directories are named like the first, and the others are mistakes.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping, as the base class does."""
+        seen: set[object] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem="a key is a list or a mapping, where text is allowed; put a value with braces in quotes",
+                    problem_mark=key.start_mark,
+                )
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} occurs twice", problem_mark=key.start_mark)
+            if key.tag != "tag:yaml.org,2002:merge":
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> object:
+    ambiguous = ":" in node.value or re.match(r"[-+]?0[0-7_]", node.value)
+    return node.value if ambiguous else loader.construct_yaml_int(node)
+
+
+def _text(_: _Loader, node: yaml.ScalarNode) -> object:
+    return node.value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _text)
+
+
+def _mapping(mapping: Mapping[Any, Any]) -> dict[str, object]:
+    """Copy a trainer's mappings and sequences, of whatever types, into dicts and lists. References are kept."""
+    if hasattr(mapping, "_get_root"):  # a DictConfig
+        from omegaconf import OmegaConf
+
+        mapping = dict[Any, Any](OmegaConf.to_container(mapping, resolve=False))  # type: ignore[arg-type]
+    return {str(key): _plain(value) for key, value in mapping.items()}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return _mapping(value)
+    if isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    return value
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+def _resolver(source: object, tree: dict[str, object]) -> Callable[[str], object]:
+    """Return a function that gives the content at a dotted path, its references resolved; None if there is none.
+
+    Only what is asked for is resolved: the rest of a trainer's configuration may hold references that only the trainer
+    can resolve. A section that was taken out of a DictConfig may refer to the rest of it.
+    """
+    try:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError:
+        raise ConfigError(
+            "verl's configuration is read with OmegaConf, which is not installed: pip install 'rolloutctl[verl]'"
+        ) from None
+
+    whole = tree
+    for section in source.values() if isinstance(source, Mapping) and not OmegaConf.is_config(source) else ():
+        if OmegaConf.is_config(section):
+            whole = overlaid(_mapping(section._get_root()), whole)
+    try:
+        config = OmegaConf.create(whole, flags={"allow_objects": True})
+    except OmegaConfBaseException as error:
+        raise _reference_error(error) from None
+
+    def resolve(path: str) -> object:
+        try:
+            found = OmegaConf.select(config, path)
+            return _given(OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found)
+        except OmegaConfBaseException as error:
+            raise _reference_error(error) from None
+
+    return resolve
+
+
+def _reference_error(error: Any) -> ConfigError:
+    problem = str(error).partition("\n")[0]
+    advice = "give it a value, hand over a configuration in which it is resolved, or write \\${ for plain text"
+    return ConfigError(f"{error.full_key} has a reference that can't be resolved: {problem}; {advice}")
+
+
+def _given(value: object) -> object:
+    """Return a section without the keys that are still to be given (???)."""
+    if isinstance(value, dict):
+        return {key: _given(entry) for key, entry in value.items() if not is_missing(entry)}
+    return value
+
+
+def _substituted(value: object, path: str) -> object:
+    """Put environment variables into the texts of our own YAML. A value that is one reference is read as YAML."""
+    if isinstance(value, dict):
+        return {key: _substituted(entry, f"{path}.{key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_substituted(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replacement(match: re.Match[str]) -> str:
+        if match[0].startswith("\\"):
+            return "${"
+        if match[1] is None:
+            raise ConfigError(f"{path} is '{value}': allowed is ${{oc.env:NAME}}, or \\${{ for plain text")
+        if match[1] not in os.environ and match[2] is None:
+            raise ConfigError(f"{path} needs the environment variable {match[1]}, which is not set")
+        return os.environ.get(match[1], match[2] or "")
+
+    whole = _REFERENCE.fullmatch(value)
+    text = _REFERENCE.sub(replacement, value)
+    return _scalar(text) if whole and whole[1] else text
+
+
+def _scalar(text: str) -> object:
+    try:
+        return _Loader(text).get_single_data()
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError):
+        return text
+
+
+def _escaped(value: object) -> object:
+    """Return the content of a file with no text in it that would be taken for a reference."""
+    if isinstance(value, dict):
+        return {key: _escaped(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | frozenset):
+        return [_escaped(item) for item in value]
+    return value.replace("${", r"\${") if isinstance(value, str) else value

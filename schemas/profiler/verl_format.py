@@ -1,0 +1,379 @@
+"""Turn verl's profiling configuration into ours. Pure: references are resolved by the caller.
+
+Rule 1  What the user wrote is what is recorded. No window is widened or cut; an impossible one is an error.
+Rule 2  Where the file has no value, verl's own defaults and inheritance apply (`schemas.profiler.verl_keys`).
+Rule 3  A wrong value is an error even in a section that is switched off, because one day it is switched on.
+Rule 4  A key without effect is a warning (`schemas.profiler.verl_warnings`).
+
+Roles: An agent beside a training rank is started with a role: `actor`, `ref`, `critic` or `reward`. verl usually runs
+the reference model inside the actor's worker. That process has one profiler, which verl starts and stops according to
+the actor's section, so its agent is `actor`. The plan of `ref` is for a worker that has only the reference model.
+
+Activities: verl's torch profiler records CPU and CUDA when `contents` is empty. Training ranks always record the CPU
+and, once anything is listed, CUDA only if it is listed too. Engines record both unless one of the two is listed. We do
+the same. On an NPU an empty list records only the CPU, and `contents: null` everything.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from schemas.commands import (
+    Activity,
+    Finish,
+    Npu,
+    PrecisionDebugger,
+    ProfilePlan,
+    Schedule,
+    ToolOptions,
+    TorchMemory,
+    Window,
+)
+from schemas.errors import ConfigError
+from schemas.profiler.conversion import convert, did_you_mean, shown
+from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
+from schemas.profiler.verl_keys import (
+    ACTOR,
+    FINISH_KEYS,
+    FROM_ACTOR,
+    FROM_GLOBAL,
+    GLOBAL_DEFAULTS,
+    PARENTS,
+    REWARD,
+    REWARD_MODEL,
+    ROLES,
+    ROLLOUT,
+    SECTIONS,
+    STAGES,
+    TOOLS_FROM_ACTOR,
+    TOOLS_FROM_GLOBAL,
+    VerlGlobal,
+    VerlNpu,
+    VerlProfiler,
+    VerlTorch,
+    VerlWindow,
+)
+
+
+class VerlSection(NamedTuple):
+    """One profiler section: where it is, its resolved content, the same with types, and the plan made of it."""
+
+    path: str
+    content: Mapping[str, object]
+    profiler: VerlProfiler
+    plan: ProfilePlan
+
+
+class VerlFile(NamedTuple):
+    """A configuration of verl's that was read.
+
+    Attributes:
+        tree: The content of the file, with its references.
+        content: The content of `global_profiler`, with its references resolved.
+        shared: The same, with types.
+        sections: The rollouts' section, and those of the training roles that the file has.
+        settings: What is profiled.
+        ranks: Unit of the rollouts' `ranks`.
+    """
+
+    tree: Mapping[str, object]
+    content: Mapping[str, object]
+    shared: VerlGlobal
+    sections: tuple[VerlSection, ...]
+    settings: ProfilerSettings
+    ranks: RankUnit
+
+    @property
+    def enabled(self) -> tuple[VerlSection, ...]:
+        """The sections that are profiled."""
+        return tuple(section for section in self.sections if section.plan.enabled)
+
+
+def parse(
+    tree: Mapping[str, object], resolve: Callable[[str], object], *, ranks: RankUnit = "global", layout: Layout = "step"
+) -> VerlFile:
+    """Read a trainer's whole configuration, or its profiling sections.
+
+    Args:
+        tree: The content of the file.
+        resolve: Gives the content at a dotted path of `tree`, its references resolved; None if there is none.
+        ranks: Unit of the rollouts' `ranks`: global GPU ranks from verl's pull request 7408 on, replicas before.
+        layout: How trace directories are named.
+
+    Raises:
+        ConfigError: The text names the key, the value and what is allowed.
+    """
+    _check_sections(tree)
+    top = overlaid(GLOBAL_DEFAULTS, _content(resolve, "global_profiler"))
+    shared = convert(top, VerlGlobal, "global_profiler")
+    for_rank = _inherited_by_rank(top)
+    for_engine = _inherited_by_engine(top, overlaid(for_rank, _content(resolve, ACTOR)))
+
+    def section(path: str) -> VerlSection:
+        content = _content(resolve, path)
+        profiler = convert(overlaid(for_engine if path == ROLLOUT else for_rank, content), VerlProfiler, path)
+        plan = _rollout_plan(profiler, ranks) if path == ROLLOUT else _rank_plan(profiler, path)
+        return VerlSection(path, content, profiler, replace(plan, layout=layout))
+
+    roles = tuple(section(path) for path in ROLES if at(tree, path) is not None)
+    rollout = section(ROLLOUT)
+    if any(role.plan.enabled and role.plan.finish.hook for role in roles):
+        # As in verl: training ranks run the hook; with agents of engines on the same nodes it would run twice.
+        rollout = rollout._replace(plan=replace(rollout.plan, finish=Finish(relocate=rollout.plan.finish.relocate)))
+    sections = (rollout, *roles)
+    settings = ProfilerSettings(
+        plan=rollout.plan,
+        roles={ROLES[role.path]: role.plan for role in roles if role.plan.enabled},
+        steps=tuple(sorted(set(shared.steps or ()))),
+        continuous=shared.profile_continuous_steps,
+        save_path=next(iter(values_of("save_path", sections).values()), shared.save_path),
+        finish_hook_cmd=next(iter(values_of("finish_hook_cmd", sections).values()), ""),
+    )
+    return VerlFile(tree, top, shared, sections, settings, ranks)
+
+
+def values_of(key: Literal["save_path", "finish_hook_cmd"], sections: Iterable[VerlSection]) -> dict[str, str]:
+    """Return the values of a key in the sections that are profiled, by path. A run uses the first."""
+    values = {f"{section.path}.{key}": getattr(section.profiler, key) for section in sections if section.plan.enabled}
+    return {path: value for path, value in values.items() if value}
+
+
+def at(tree: Mapping[str, object], path: str) -> object:
+    """Return what is written at a dotted path; None if nothing is."""
+    node: object = tree
+    for part in path.split(".") if path else ():
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return None if is_missing(node) else node
+
+
+def is_missing(value: object) -> bool:
+    """Whether this is OmegaConf's mark for a value that is still to be given."""
+    return isinstance(value, str) and value == "???"  # other objects of a trainer, such as arrays, may not compare
+
+
+def _check_sections(tree: Mapping[str, object]) -> None:
+    """Raise ConfigError for a file of ours, and for anything else in the place of one of verl's sections."""
+    ours = sorted(tree.keys() & {"steps", "rollout", "roles"})
+    if ours and not tree.keys() & set(SECTIONS):
+        raise ConfigError(
+            f"{ours[0]} is a key of our own YAML, and none of verl's sections is there: read the file with "
+            "ProfilerConfig.from_yaml, or without --verl"
+        )
+    for path in filter(None, PARENTS):
+        value = at(tree, path)
+        if not (value is None or isinstance(value, Mapping) or (isinstance(value, str) and "${" in value)):
+            raise ConfigError(f"{path} is {shown(value)}: allowed is a mapping of keys")
+    if at(tree, REWARD) is not None and at(tree, REWARD_MODEL) is not None:
+        raise ConfigError(f"{REWARD} and {REWARD_MODEL} are two names of one section: allowed is one of them")
+
+
+def _content(resolve: Callable[[str], object], path: str) -> Mapping[str, object]:
+    content = resolve(path)
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} is {shown(content)}: allowed is a mapping of keys")
+    if content.get("tool") in ("None", "none"):  # Hydra passes on `tool=None` from a command line as a text
+        return {**content, "tool": None}
+    return content
+
+
+# --- inheritance ------------------------------------------------------------------------------------------------------
+
+
+def overlaid(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+    """Merge two trees; `above` counts. Null or ??? in the place of a section leaves what is below."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            merged[key] = overlaid(under, value)
+        elif not is_missing(value) and not (isinstance(under, Mapping) and value is None):
+            merged[key] = value
+    return merged
+
+
+def _picked(section: object, keys: Iterable[str]) -> dict[str, object]:
+    return {key: section[key] for key in keys if key in section} if isinstance(section, Mapping) else {}
+
+
+def _inherited_by_rank(top: Mapping[str, object]) -> dict[str, object]:
+    tools = _picked(top.get("global_tool_config"), TOOLS_FROM_GLOBAL)
+    return {**_picked(top, (*FROM_GLOBAL, *FINISH_KEYS)), "tool_config": {"npu": {"analysis": True}, **tools}}
+
+
+def _inherited_by_engine(top: Mapping[str, object], actor: Mapping[str, object]) -> dict[str, object]:
+    tools = actor.get("tool_config")
+    of_actor = tools if isinstance(tools, Mapping) else {}
+    inherited = {tool: _picked(of_actor.get(tool), keys) for tool, keys in TOOLS_FROM_ACTOR.items()}
+    return {**_picked(top, FROM_GLOBAL), **_picked(actor, FROM_ACTOR), "tool_config": inherited}
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _rollout_plan(profiler: VerlProfiler, unit: RankUnit) -> ProfilePlan:
+    plan = _plan(profiler, ROLLOUT)
+    tool = windowed(profiler)
+    if not profiler.all_ranks and (unit == "replica" or not profiler.ranks):
+        # Without ranks, replica 0 is profiled, which has rank 0, with the traces of all of its ranks.
+        plan = replace(plan, ranks=None, replicas=plan.ranks)
+    return replace(plan, window=window(tool, tool_path(profiler, ROLLOUT)) if tool is not None else None)
+
+
+def _rank_plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
+    plan = replace(_plan(profiler, path), by_stage=False, merge=False)
+    if profiler.tool == "precision_debugger":
+        return replace(plan, ranks=None)  # msprobe picks the ranks, from its own file
+    if profiler.tool != "torch":
+        return plan
+    torch, keys = profiler.tool_config.torch, profiler.tool_config.torch.schedule
+    cuda = not torch.contents or not {"cuda", "gpu"}.isdisjoint(torch.contents)
+    activities: frozenset[Activity] = frozenset({"cpu", "cuda"} if cuda else {"cpu"})
+    schedule = None
+    if keys.active:
+        repeat = keys.repeat or (0 if torch.discrete else 1)  # as in verl: one window for each session
+        schedule = Schedule(
+            active=keys.active, wait=keys.wait, warmup=keys.warmup, repeat=repeat, skip_first=keys.skip_first
+        )
+    return replace(plan, activities=activities | (plan.activities & {"memory"}), schedule=schedule)
+
+
+def _plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
+    """What rollouts and training ranks have in common."""
+    contents, tool = _contents(profiler), windowed(profiler)
+    return ProfilePlan(
+        enabled=profiler.enable and profiler.tool is not None,
+        tool=profiler.tool or "torch",
+        ranks=None if profiler.all_ranks else frozenset(profiler.ranks or (0,)),
+        activities=_activities(contents, profiler.tool),
+        with_stack="stack" in contents,
+        with_modules="module" in contents,
+        record_shapes="shapes" in contents,
+        by_stage=by_stage(profiler),
+        merge=merge(profiler),
+        discrete=tool.discrete if tool else profiler.tool == "nsys" and profiler.tool_config.nsys.discrete,
+        options=_options(profiler, path),
+        finish=Finish(
+            relocate=profiler.relocate_results,
+            hook=bool(profiler.finish_hook_cmd),
+            hook_all_ranks=profiler.finish_hook_all_ranks,
+            hook_ranks=frozenset(() if profiler.finish_hook_all_ranks else profiler.finish_hook_ranks),
+        ),
+    )
+
+
+def windowed(profiler: VerlProfiler) -> VerlTorch | VerlNpu | None:
+    """Return the keys of the tool in use, if it is one that engines run."""
+    match profiler.tool:
+        case "torch":
+            return profiler.tool_config.torch
+        case "npu":
+            return profiler.tool_config.npu
+        case _:
+            return None
+
+
+def tool_path(profiler: VerlProfiler, path: str) -> str:
+    """Return the path of the keys of the tool in use."""
+    return f"{path}.tool_config.{profiler.tool or 'torch'}"
+
+
+def _contents(profiler: VerlProfiler) -> frozenset[str]:
+    tool = windowed(profiler)
+    if tool is None:
+        return frozenset()
+    everything = ("npu", "cpu", "memory", "shapes", "module", "stack")
+    return frozenset(everything if tool.contents is None else tool.contents)
+
+
+def by_stage(profiler: VerlProfiler) -> bool:
+    """Return whether a trace of each stage is asked for: by a key of the tool, or else by a content."""
+    tool = windowed(profiler)
+    if tool is not None and tool.profile_by_stage is not None:
+        return tool.profile_by_stage
+    return bool(_contents(profiler) & {"profile-by-stage", "profile_by_stage"})
+
+
+def merge(profiler: VerlProfiler) -> bool:
+    """Return whether merged traces are asked for: by a key of the tool, or else by a content."""
+    tool = windowed(profiler)
+    if tool is not None and tool.merge_profiles is not None:
+        return tool.merge_profiles
+    return bool(_contents(profiler) & {"merge-profiles", "merge_profiles"})
+
+
+def _activities(contents: frozenset[str], tool: str | None) -> frozenset[Activity]:
+    """The activities of an engine."""
+    memory: frozenset[Activity] = frozenset({"memory"} if contents & {"memory", "MEM"} else ())
+    if tool == "npu":
+        return memory | ({"cpu", "npu"} if "npu" in contents else {"cpu"})
+    if tool != "torch":
+        return ProfilePlan().activities
+    cpu: frozenset[Activity] = frozenset({"cpu"} if "cpu" in contents else ())
+    cuda: frozenset[Activity] = frozenset({"cuda"} if contents & {"cuda", "gpu"} else ())
+    return memory | (cpu | cuda or frozenset[Activity]({"cpu", "cuda"}))
+
+
+def _options(profiler: VerlProfiler, path: str) -> ToolOptions | None:
+    tools = profiler.tool_config
+    match profiler.tool:
+        case "npu":
+            return Npu(level=tools.npu.level, analysis=tools.npu.analysis)
+        case "torch_memory":
+            memory = tools.torch_memory
+            return TorchMemory(
+                max_entries=memory.trace_alloc_max_entries,
+                context=memory.context,
+                stacks=memory.stacks,
+                snapshot_steps=memory.memory_snapshot_num_steps,
+            )
+        case "precision_debugger":
+            debugger = tools.precision_debugger
+            stages = None if debugger.stages is None else frozenset(debugger.stages)
+            for stage in sorted((stages or frozenset()) - set(STAGES) if debugger.strict else ()):
+                raise ConfigError(
+                    f"{tool_path(profiler, path)}.stages has {shown(stage)}: allowed are {', '.join(STAGES)}"
+                    f"{did_you_mean(stage, STAGES)}"
+                )
+            return PrecisionDebugger(config_path=debugger.config_path, stages=stages, strict=debugger.strict)
+        case _:
+            return None
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def window(keys: VerlWindow, path: str) -> Window | None:
+    """Return the forward steps to record, from whichever generation of keys is set; None for the whole session.
+
+    Raises:
+        ConfigError: Two generations contradict each other, or the window is empty.
+    """
+    starts = _set(keys, "step_start", "profile_token_start")
+    ends = _set(keys, "step_end", "profile_token_end")
+    found = ", ".join(f"{key} is {value}" for key, value in {**starts, **ends}.items())
+    if len(set(starts.values())) > 1 or len(set(ends.values())) > 1:
+        raise ConfigError(f"{path} contradicts itself: {found}; allowed is one of the two, or equal values")
+    start, end = next(iter(starts.values()), 0), next(iter(ends.values()), None)
+    if keys.num_steps is not None:
+        if end is not None and end - start != keys.num_steps:
+            raise ConfigError(
+                f"{path} contradicts itself: {found}, num_steps is {keys.num_steps}; allowed is an end or a number"
+            )
+        end = start + keys.num_steps
+    if end is None:
+        return Window(start) if start else None
+    if end <= start:
+        beside = f"{next(iter(starts))} is {start}" if starts else "the start is not set, which is 0"
+        raise ConfigError(
+            f"{path}.{next(iter(ends))} is {end} and {beside}: allowed is an end larger than the start; the window "
+            "[start, end) would be empty"
+        )
+    return Window(start, end)
+
+
+def _set(keys: VerlWindow, *names: str) -> dict[str, int]:
+    """The keys that are set: null and -1 are not."""
+    return {name: getattr(keys, name) for name in names if getattr(keys, name) not in (None, -1)}

@@ -1,0 +1,184 @@
+"""Warnings about verl's configuration: unknown keys, and settings that record something other than expected. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from schemas.profiler.conversion import did_you_mean, joined, shown, unknown_keys
+from schemas.profiler.verl_format import (
+    VerlFile,
+    VerlSection,
+    at,
+    by_stage,
+    merge,
+    tool_path,
+    values_of,
+    window,
+    windowed,
+)
+from schemas.profiler.verl_keys import (
+    ACTOR,
+    IGNORED,
+    OUTDATED,
+    PARENTS,
+    REF,
+    ROLLOUT,
+    SECTIONS,
+    STAGES,
+    VerlDebugger,
+    VerlGlobal,
+    VerlProfiler,
+)
+from schemas.selection import ENGINE_TOOLS
+
+
+def warnings(file: VerlFile) -> list[str]:
+    """Return a sentence for each thing in a configuration that does not have the expected effect."""
+    found = [*_misplaced(file.tree), *_unknown(file), *_who(file), *_who_differs(file)]
+    for section in file.enabled:
+        found += _of_rollouts(section, file) if section.path == ROLLOUT else _of_rank(section)
+    found += [*_one_for_all(file, "save_path"), *_one_for_all(file, "finish_hook_cmd")]
+    if file.tree and not found and not file.tree.keys() & set(SECTIONS):
+        found.append(
+            f"none of verl's sections, such as global_profiler, is in {shown(file.tree)}: nothing is profiled; hand "
+            "over the trainer's whole configuration"
+        )
+    return list(dict.fromkeys(found))
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def _misplaced(tree: Mapping[str, object]) -> Iterator[str]:
+    if isinstance(tree.get("defaults"), list):
+        yield "defaults lists files for Hydra to compose, which are not read: hand over the composed configuration"
+    for path, advice in OUTDATED.items():
+        if at(tree, path) is not None:
+            yield f"{path} is not read: {advice}"
+    for path, known in PARENTS.items():
+        section = at(tree, path)
+        for key in section if isinstance(section, Mapping) else ():
+            if not path and "." in key and key.lstrip("+~").partition(".")[0] in SECTIONS:
+                yield f"{key} is one key with dots in it, and is not read: write its parts as nested sections"
+            elif key not in (*known, "profiler") and (suggestion := did_you_mean(key, known)):
+                yield f"{joined(path, key)} is unknown and has no effect{suggestion}"
+
+
+def _unknown(file: VerlFile) -> Iterator[str]:
+    keys = unknown_keys(file.content, VerlGlobal, "global_profiler")
+    for section in file.sections:
+        keys += unknown_keys(section.content, VerlProfiler, section.path)
+    for key in keys:
+        if key.path.rpartition(".")[2] not in IGNORED and key.value is not None:
+            yield f"{key.path} is unknown and has no effect{key.suggestion}"
+
+
+# --- who and when -----------------------------------------------------------------------------------------------------
+
+
+def _who(file: VerlFile) -> Iterator[str]:
+    switched_on = [section for section in file.sections if section.profiler.enable]
+    for section in switched_on:
+        if section.profiler.tool is None:
+            yield f"{section.path}.enable is true and {section.path}.tool is null: nothing is profiled there"
+    if file.enabled and not file.settings.steps:
+        yield f"global_profiler.steps is {shown(file.shared.steps)}: no step is profiled"
+    if file.settings.steps and not switched_on:
+        yield "global_profiler.steps lists steps and no section has enable: true: nothing is profiled"
+    for section in file.enabled:
+        profiler, ranks = section.profiler, f"{section.path}.ranks"
+        if profiler.tool == "precision_debugger" and section.path != ROLLOUT and profiler.ranks:
+            yield f"{ranks} has no effect, in verl either: msprobe picks the ranks, from its own file"
+        elif profiler.all_ranks and profiler.ranks:
+            yield f"{ranks} is {shown(profiler.ranks)} and all_ranks is true, which counts, as in verl"
+
+
+def _who_differs(file: VerlFile) -> Iterator[str]:
+    roles, plan = file.settings.roles, file.settings.plan
+    if plan.enabled and roles and not plan.discrete and plan.tool in ENGINE_TOOLS:
+        yield (
+            f"{ROLLOUT} is switched on (itself, or by the actor's section) and not discrete: verl silently skips its "
+            "engines then; here each session is recorded as a whole. To skip them, write enable: false"
+        )
+    if "ref" in roles and roles["ref"] != roles.get("actor"):
+        differs = "differs from the actor's" if "actor" in roles else "is switched on and the actor's is not"
+        yield (
+            f"{REF} {differs}: it applies only to a worker that has the reference model alone; in a worker that has "
+            "both, the actor's section applies"
+        )
+    if plan.enabled and plan.ranks and plan.ranks != {0} and _replica_ranks(file.tree):
+        yield (
+            f"{ROLLOUT}.ranks is {sorted(plan.ranks)}, read as global ranks, and the file is from a verl up to 0.9.0 "
+            "(its sections have no relocate_results), where they were replicas: to read them as replicas, pass "
+            'ranks="replica" (--ranks replica)'
+        )
+
+
+def _replica_ranks(tree: Mapping[str, object]) -> bool:
+    """Whether Hydra composed the file, so that all keys are there, in a verl that had no relocate_results yet."""
+    sections = [at(tree, path) for path in (ROLLOUT, ACTOR, "global_profiler")]
+    keys = [set(section) if isinstance(section, Mapping) else set() for section in sections]
+    return "_target_" in keys[0] and "relocate_results" not in set().union(*keys)
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def _of_rollouts(section: VerlSection, file: VerlFile) -> Iterator[str]:
+    plan, path = section.plan, tool_path(section.profiler, section.path)
+    if plan.tool == "torch" and section.profiler.tool_config.torch.schedule.active:
+        yield (
+            f"{path}.schedule has no effect: it counts mini-batches of a training rank; for forward steps of a rollout "
+            "write step_start and step_end"
+        )
+    if plan.by_stage and plan.window is None:
+        yield (
+            f"{path}.contents asks for a trace of each stage and there is no window: SGLang makes such traces only of "
+            "a given number of forward steps, so its agents answer unsupported; write step_start and step_end"
+        )
+    if "cuda" in plan.activities and "cpu" not in plan.activities:
+        yield (
+            f"{path}.contents lists cuda and not cpu: engines record CUDA alone, where verl 0.9 records the CPU too; "
+            "list both for that"
+        )
+
+
+def _of_rank(section: VerlSection) -> Iterator[str]:
+    profiler, plan, path = section.profiler, section.plan, tool_path(section.profiler, section.path)
+    tool = windowed(profiler)
+    if tool is not None and window(tool, path) is not None:
+        yield (
+            f"{path} has a window, which has no effect: it counts forward steps of an engine; write it in "
+            f"{ROLLOUT}.tool_config.{plan.tool}, and for mini-batches of a training rank write a schedule"
+        )
+    for name, asked in (("profile-by-stage", by_stage(profiler)), ("merge-profiles", merge(profiler))):
+        if asked:
+            yield f"{path} asks for {name}, which has no effect: only engines do that; write it in {ROLLOUT}"
+    schedule = plan.schedule
+    if schedule and not plan.discrete and not (schedule.skip_first or schedule.wait or schedule.warmup):
+        yield (
+            f"{path}.schedule is set and {path}.discrete is not: only mini-batches are recorded, where verl keeps the "
+            "stages before them too; with discrete: true each stage has its trace"
+        )
+    if plan.tool == "torch_memory" and profiler.tool_config.torch_memory.kw_args:
+        yield f"{path}.kw_args has no effect: write context, stacks and trace_alloc_max_entries"
+    if plan.tool == "precision_debugger":
+        yield from _of_debugger(profiler.tool_config.precision_debugger, path)
+
+
+def _of_debugger(debugger: VerlDebugger, path: str) -> Iterator[str]:
+    if debugger.steps is not None:
+        yield f"{path}.steps has no effect, in verl either: write global_profiler.steps"
+    for stage in debugger.stages or ():
+        if stage not in STAGES:
+            yield f"{path}.stages lists {shown(stage)}, which is not a stage of verl{did_you_mean(stage, STAGES)}"
+
+
+def _one_for_all(file: VerlFile, key: Literal["save_path", "finish_hook_cmd"]) -> Iterator[str]:
+    values = values_of(key, file.sections)
+    (first, chosen), *others = values.items() or [("", "")]
+    for path, value in others:
+        if value != chosen:
+            yield (
+                f"{path} is {shown(value)} and {first} is {shown(chosen)}, and a run has only the latter: start the "
+                "agents of the former with their own"
+            )
