@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Final, Literal, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
@@ -52,6 +52,9 @@ MAX_TEXT: Final = 1_200
 MAX_TRACES: Final = 64
 """Traces per command."""
 
+_KINDS: Final = ("acted", "skipped", "failed", "missing")
+_LEFT_OUT: Final = ("commands", "failures", "refused", "violations", "unreadable")
+
 T = TypeVar("T")
 
 
@@ -68,29 +71,29 @@ class RunReport(Struct, kw_only=True):
         calls: Latencies of engine calls.
     """
 
-    run: str
-    start_ns: int
-    end_ns: int
-    records: int
-    epochs: int
-    closed: bool
-    version: int
-    commands: int
-    counts: dict[str, int]
-    failures: list[FailureGroup]
-    refused: list[tuple[int, str]]
-    violations: list[Violation]
-    untraced: int
-    left_out: dict[str, int]
-    damage: str
-    agents: list[AgentSummary]
-    quarantines: list[Quarantine]
-    unconcluded: list[CommandSummary]
-    steps: list[StepSummary]
-    latencies: list[LatencySummary]
-    calls: list[LatencySummary]
-    stragglers: list[Straggler]
-    history: ReplicaHistory
+    run: str = ""
+    start_ns: int = 0
+    end_ns: int = 0
+    records: int = 0
+    epochs: int = 0
+    closed: bool = False
+    version: int = 0
+    commands: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_KINDS, 0))
+    failures: list[FailureGroup] = []
+    refused: list[tuple[int, str]] = []
+    violations: list[Violation] = []
+    untraced: int = 0
+    left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LEFT_OUT, 0))
+    damage: str = ""
+    agents: list[AgentSummary] = []
+    quarantines: list[Quarantine] = []
+    unconcluded: list[CommandSummary] = []
+    steps: list[StepSummary] = []
+    latencies: list[LatencySummary] = []
+    calls: list[LatencySummary] = []
+    stragglers: list[Straggler] = []
+    history: ReplicaHistory = field(default_factory=ReplicaHistory)
 
     @property
     def out_now(self) -> list[Quarantine]:
@@ -144,32 +147,26 @@ def collect(entries: Iterable[LogEntry]) -> RunReport:
     """Return the report of a log, as far as the log can be read."""
     collector = _Collector()
     source = iter(entries)
-    damage = ""
     try:
         for violation in verify(collector.pass_through(source)):
-            collector.keep(collector.violations, violation, "violations")
+            collector.keep(collector.report.violations, violation, "violations")
     except LogCorrupt as error:
-        damage = str(error)
+        collector.report.damage = str(error)
         with suppress(LogCorrupt):  # a log damaged in several places reports the first
             collector.add_readable(source)
-    return collector.report(damage)
+    return collector.finish()
 
 
 class _Collector:
+    """Fills `report`; `finish` adds what is known only at the end."""
+
     def __init__(self) -> None:
-        self.violations: list[Violation] = []
+        self.report = RunReport()
         self._fleet = FleetHistory()
         self._steps = _Steps()
         self._engines = _Engines(self._fleet)
-        self._run, self._records, self._epochs, self._version, self._commands = "", 0, 0, 0, 0
-        self._closed = False
         self._at_us = 0
         self._open: dict[int, tuple[CommandSummary, int]] = {}  # by seq: the command, and when it was published (µs)
-        self._untraced = 0
-        self._counts = dict.fromkeys(("acted", "skipped", "failed", "missing"), 0)
-        self._failures: list[FailureGroup] = []
-        self._refused: list[tuple[int, str]] = []
-        self._left_out = dict.fromkeys(("failures", "refused", "violations", "unreadable"), 0)
         self._latencies: dict[str, LatencyHistogram] = {}
         self._stragglers: dict[str, Straggler] = {}
 
@@ -185,49 +182,32 @@ class _Collector:
             try:
                 self._add(entry)
             except LogCorrupt:
-                self._left_out["unreadable"] += 1
+                self.report.left_out["unreadable"] += 1
 
     def keep(self, kept: list[T], item: T, what: str) -> None:
         """Append an item, or count it as left out."""
         if len(kept) < MAX_FAILURES:
             kept.append(item)
         else:
-            self._left_out[what] += 1
+            self.report.left_out[what] += 1
 
-    def report(self, damage: str) -> RunReport:
-        """The report of everything added so far."""
+    def finish(self) -> RunReport:
+        """Return the report of everything added."""
         self._steps.end(self._unsynced_title())
-        for failure in self._failures:
+        report, fleet = self.report, self._fleet
+        for failure in report.failures:
             failure.engines = self._engines.after_failure(failure)
-        states = self._fleet.states
-        return RunReport(
-            run=self._run,
-            start_ns=states.start_ns,
-            end_ns=states.end_ns,
-            records=self._records,
-            epochs=self._epochs,
-            closed=self._closed,
-            version=self._version,
-            commands=self._commands,
-            counts=self._counts,
-            failures=self._failures,
-            refused=self._refused,
-            violations=self.violations,
-            untraced=self._untraced,
-            left_out={**self._left_out, "commands": self._steps.dropped},
-            damage=damage,
-            agents=self._fleet.agents(),
-            quarantines=self._fleet.quarantines,
-            unconcluded=[summary for summary, _ in self._open.values()],
-            steps=self._steps.kept(),
-            latencies=summarize_latencies(self._latencies),
-            calls=summarize_latencies(self._engines.calls),
-            stragglers=rank_stragglers(self._stragglers.values()),
-            history=self._fleet.replicas(),
-        )
+        report.start_ns, report.end_ns = fleet.states.start_ns, fleet.states.end_ns
+        report.agents, report.quarantines, report.history = fleet.agents(), fleet.quarantines, fleet.replicas()
+        report.steps, report.left_out["commands"] = self._steps.kept(), self._steps.dropped
+        report.unconcluded = [summary for summary, _ in self._open.values()]
+        report.latencies = summarize_latencies(self._latencies)
+        report.calls = summarize_latencies(self._engines.calls)
+        report.stragglers = rank_stragglers(self._stragglers.values())
+        return report
 
     def _add(self, entry: LogEntry) -> None:
-        self._records += 1
+        self.report.records += 1
         if entry.agent:
             self._engines.add(entry)
             return
@@ -242,11 +222,11 @@ class _Collector:
         match event:
             case bus_events.Opened():
                 self._steps.end("the trainer ended or died here")
-                self._run, self._closed = event.run, False
-                self._epochs += 1
+                self.report.run, self.report.closed = event.run, False
+                self.report.epochs += 1
                 self._fleet.opened()
             case bus_events.Closed():
-                self._closed = True
+                self.report.closed = True
             case bus_events.HelloReceived():
                 self._fleet.hello(event, effects)
             case bus_events.JoinReceived():
@@ -267,11 +247,11 @@ class _Collector:
                 self._add_report(report)
             case bus_events.Conclude(report=SyncReport() as sync):
                 if sync.status == "committed":
-                    self._version = max(self._version, sync.version)
+                    self.report.version = max(self.report.version, sync.version)
                     self._fleet.committed(sync.version)
                 self._steps.end(sync.headline, flawed=bool(sync.quarantined) or sync.status == "aborted")
             case bus_events.Refuse():
-                self.keep(self._refused, (self._fleet.states.end_ns, effect.reason), "refused")
+                self.keep(self.report.refused, (self._fleet.states.end_ns, effect.reason), "refused")
 
     def _add_published(self, effect: bus_events.Publish) -> None:
         command, target = decode_command(effect.envelope.body), effect.envelope.target
@@ -281,14 +261,14 @@ class _Collector:
             text=describe(command),
             target=format_target(target),
         )
-        self._commands += 1
+        self.report.commands += 1
         self._steps.add(command, summary, self._unsynced_title())
         self._open[effect.seq] = summary, self._at_us
         if isinstance(command, WeightSync):
             self._fleet.sync_published(command, target)
 
     def _unsynced_title(self) -> str:
-        return f"after weights v{self._version}" if self._version else "before any weight sync"
+        return f"after weights v{self.report.version}" if self.report.version else "before any weight sync"
 
     def _add_report(self, report: Report) -> None:
         summary, since_us = self._open.pop(report.seq, (None, 0))
@@ -297,7 +277,7 @@ class _Collector:
         summary.concluded = True
         summary.outcomes = group_by_reason(report.outcomes)
         for group in summary.outcomes:
-            self._counts[group.kind] += group.count
+            self.report.counts[group.kind] += group.count
         if any(_left_open(outcome) for outcome in report.outcomes):  # its latencies are of a previous trainer's clock
             summary.duration_us = max(0, self._fleet.states.end_ns - summary.at_ns) // 1000
         else:
@@ -314,7 +294,7 @@ class _Collector:
         summary.traces_nbytes = sum(trace.nbytes for trace in traces)
         untraced = {rank for _, conclusion in acted for rank in conclusion.ranks_without_trace}
         summary.untraced = tuple(sorted(untraced))
-        self._untraced += bool(untraced)
+        self.report.untraced += bool(untraced)
         summary.hooks = format_agents(outcome.agent for outcome, conclusion in acted if conclusion.still_running)
         histogram = self._latencies.setdefault(command_kind(report.command), LatencyHistogram())
         for outcome, _ in acted:
@@ -327,10 +307,8 @@ class _Collector:
             if is_trouble(conclusion):
                 message = conclusion.message if isinstance(conclusion, Failed) else ""
                 groups.setdefault((*kind_and_reason(conclusion), message), []).append(outcome.agent)
-                if isinstance(conclusion, Failed):
-                    self._fleet.failed(outcome.agent)
-                else:
-                    self._fleet.missed(outcome.agent)
+                self._fleet.note_failure(outcome.agent, conclusion)
+                if isinstance(conclusion, Missing):
                     self._engines.note_missing(outcome.agent, summary.seq)
         for (kind, reason, message), agents in groups.items():
             failure = FailureGroup(
@@ -344,7 +322,7 @@ class _Collector:
                 names=tuple(sorted(agents, key=agent_order)[:8]),
                 count=len(agents),
             )
-            self.keep(self._failures, failure, "failures")
+            self.keep(self.report.failures, failure, "failures")
 
     def _add_stragglers(self, report: Report) -> None:
         for outcome in report.outcomes:

@@ -6,7 +6,7 @@ So it is on one clock, and known even where the agents' own records are missing 
 
 from collections.abc import Iterable
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorEffect, HelloReceived, PeerAnswer, PeerLost, Send, StatusReceived
@@ -15,7 +15,7 @@ from schemas.commands import Target, WeightSync
 from schemas.events import Observation
 from schemas.formatting import agent_order
 from schemas.identity import ROLLOUT, Identity
-from schemas.outcomes import Acted
+from schemas.outcomes import Acted, Conclusion, Failed, Missing
 from schemas.reports import AgentLine, AgentStatus
 from schemas.wire import Welcome
 
@@ -90,11 +90,11 @@ class ReplicaHistory(Struct, frozen=True, kw_only=True):
         opened: Columns in which a bus began its life.
     """
 
-    quantum_ns: int
-    columns: int
-    replicas: dict[int, ReplicaColumns]
-    committed: ReplicaColumns
-    opened: tuple[int, ...]
+    quantum_ns: int = 1
+    columns: int = 0
+    replicas: dict[int, ReplicaColumns] = {}
+    committed: ReplicaColumns = field(default_factory=ReplicaColumns)
+    opened: tuple[int, ...] = ()
 
 
 class _Tracked(Struct, kw_only=True):
@@ -238,15 +238,11 @@ class FleetHistory:
         if tracked is not None and before is not None and None not in (seen.instance, before.instance):
             tracked.summary.launches += seen.instance != before.instance
 
-    def failed(self, agent: str) -> None:
-        """An agent failed a command."""
+    def note_failure(self, agent: str, conclusion: Conclusion) -> None:
+        """An agent failed a command, or did not answer it."""
         if agent in self._agents:
-            self._agents[agent].summary.failed += 1
-
-    def missed(self, agent: str) -> None:
-        """An agent did not answer a command."""
-        if agent in self._agents:
-            self._agents[agent].summary.missing += 1
+            self._agents[agent].summary.failed += isinstance(conclusion, Failed)
+            self._agents[agent].summary.missing += isinstance(conclusion, Missing)
 
     # --- results ------------------------------------------------------------------------------------------------------
 

@@ -271,10 +271,8 @@ class AgentTracks:
     def _apply_call(self, perform: events.Perform, at_ns: int) -> Events:
         """Draw the condition that a call leads to, for engines that can't be observed."""
         match perform.call:
-            case events.Pause():
-                yield from self._set("generation", "paused", at_ns)
-            case events.Resume():
-                yield from self._set("generation", "", at_ns)
+            case events.Pause() | events.Resume() as call:
+                yield from self._set("generation", "paused" if isinstance(call, events.Pause) else "", at_ns)
             case events.Sleep(tags=tags):
                 yield from self._set("memory", f"asleep: {' '.join(sorted(tags))}", at_ns)
             case events.Wake():

@@ -23,9 +23,10 @@ from schemas.outcomes import Acted, Outcome, Trace
 from schemas.wire import decode_command
 
 REMEMBERED: Final = 1_000
-"""Commands and answers per agent that wait for their other end, at most."""
+"""Commands and answers per agent that are kept until the agent's record of them."""
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 class BusRecord(NamedTuple):
@@ -118,10 +119,8 @@ class LogSurvey:
         self.first_ns = self.last_ns = self.last = 0
         self.unreadable: list[int] = []
         self.damage = ""
-        self._published: OrderedDict[int, int] = OrderedDict()
-        self._answer_arrived: OrderedDict[tuple[str, int], int] = OrderedDict()  # ns of the bus's clock
-        self._answer_sent: OrderedDict[tuple[str, int], int] = OrderedDict()  # ms of the agent's clock
-        self._steps: OrderedDict[int, int] = OrderedDict()
+        self._published: OrderedDict[int, tuple[int, int | None]] = OrderedDict()  # by seq: when, and profiled step
+        self._answered: OrderedDict[tuple[str, int], int] = OrderedDict()  # when each answer arrived
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
         for record in decode_entries(self._until_damage(entries), self.unreadable):
@@ -171,18 +170,15 @@ class LogSurvey:
                 self._joined.setdefault(event.peer, at_ns)
             case AnswersReceived():
                 for answer in event.answers:
-                    key = answer.peer, answer.seq
-                    if (sent_ms := self._answer_sent.pop(key, None)) is not None:
-                        self.clock(answer.peer).happened_before(at_ns, sent_ms)
-                    else:
-                        self._remember(self._answer_arrived, key, at_ns)
+                    self._remember(self._answered, (answer.peer, answer.seq), at_ns)
                     self._note_traces(answer.peer, answer.seq, answer.outcome, at_ns)
         for effect in record.effects:
             if isinstance(effect, Publish):
-                self._remember(self._published, effect.seq, at_ns)
                 command = decode_command(effect.envelope.body)
+                step = None
                 if isinstance(command, ProfileCommand) and command.action != "finish":
-                    self._remember(self._steps, effect.seq, command.step)
+                    step = command.step
+                self._remember(self._published, effect.seq, (at_ns, step))
 
     def _survey_agent(self, record: AgentRecord) -> None:
         event, peer = record.event, record.peer
@@ -193,16 +189,14 @@ class LogSurvey:
                 self.places.setdefault(record.agent, event.identity)
                 self._started[peer] = event.at_ms
             case CommandReceived() if event.seq in self._published:
-                clock.happened_after(self._published[event.seq], event.at_ms)
+                clock.happened_after(self._published[event.seq][0], event.at_ms)
             case SnapshotReceived() if peer in self._joined:
                 clock.happened_after(self._joined[peer], event.at_ms)
         for effect in record.effects:
             if isinstance(effect, Answer):
-                key = peer, effect.seq
-                if (arrived_ns := self._answer_arrived.pop(key, None)) is not None:
+                # An answer that arrives after this record bounds the clock less tightly than the record does.
+                if (arrived_ns := self._answered.pop((peer, effect.seq), None)) is not None:
                     clock.happened_before(arrived_ns, event.at_ms)
-                else:
-                    self._remember(self._answer_sent, key, event.at_ms)
                 self._note_traces(peer, effect.seq, effect.outcome, record.at_ns)
 
     def _note_traces(self, peer: str, seq: int, outcome: Outcome, at_ns: int) -> None:
@@ -210,11 +204,12 @@ class LogSurvey:
             key = peer.partition("/")[0], trace.sha256
             known = self.traces.get(key)
             if known is None:
-                self.traces[key] = ReportedTrace(peer, trace, at_ns, (trace.path,), self._steps.get(seq))
+                _, step = self._published.get(seq, (0, None))
+                self.traces[key] = ReportedTrace(peer, trace, at_ns, (trace.path,), step)
             elif trace.path not in known.paths:
                 self.traces[key] = known._replace(paths=(trace.path, *known.paths))
 
-    def _remember(self, known: OrderedDict[K, int], key: K, value: int) -> None:
+    def _remember(self, known: OrderedDict[K, V], key: K, value: V) -> None:
         known.setdefault(key, value)
         if len(known) > REMEMBERED * max(1, len(self.clocks)):
             known.popitem(last=False)  # a plain dict takes longer to find its first key the more were dropped before it

@@ -105,12 +105,12 @@ class Written:
     def answer(self, peer: str, seq: int, done_ms: float, concluded_ms: float, outcome: Outcome) -> None:
         """End a command: the agent answers, the bus concludes."""
         agent, command = peer.partition("/")[0], self._asked[seq]
-        self.decides(agent, self._received(seq, done_ms), Answer(epoch=1, seq=seq, outcome=outcome, rule=10))
         lines = (AgentOutcome(agent=agent, conclusion=outcome, rule=10),)
         report = Report(seq=seq, origin=1, command=command, outcomes=lines)
         answer = PeerAnswer(peer=peer, origin=1, seq=seq, outcome=outcome, rule=10)
         arrived = AnswersReceived(at_us=0, answers=(answer,))
         self.bus(concluded_ms, arrived, Conclude(ticket=seq, report=report))
+        self.decides(agent, self._received(seq, done_ms), Answer(epoch=1, seq=seq, outcome=outcome, rule=10))
 
     def commands(
         self, peer: str, at_ms: float, took_ms: float, outcome: Outcome, command: EngineCommand | ProfileCommand = FLUSH
