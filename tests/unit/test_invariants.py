@@ -76,7 +76,7 @@ def test_i1_a_replica_out_of_service_that_generates() -> None:
 
     (violation,) = verify(edited(TORN, edit, "1.0"))
     assert violation.invariant == "I1" and violation.agents == ("1.0",)
-    assert "out of service since the sync to v2" in violation.text
+    assert "quarantined since the sync to v2" in violation.text
 
 
 def test_i2_other_weights_under_the_right_number() -> None:
