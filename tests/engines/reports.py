@@ -1,11 +1,9 @@
-"""What agents answered, and what lies in the traces that they name."""
+"""What agents answered."""
 
-import gzip
-import json
-from pathlib import Path
-
+from controlplane import ControlPlane
+from schemas.commands import ProfileCommand, ProfilePlan
 from schemas.config import BusConfig
-from schemas.outcomes import Acted, Conclusion, Failed, Trace
+from schemas.outcomes import Acted, Conclusion, Failed
 from schemas.reports import Report
 
 BUS = BusConfig(head_interval_ms=200, heartbeat_ms=300, agent_timeout_ms=3_000, retransmit_ms=500)
@@ -13,26 +11,27 @@ BUS = BusConfig(head_interval_ms=200, heartbeat_ms=300, agent_timeout_ms=3_000, 
 
 
 def conclusions(report: Report) -> dict[str, Conclusion]:
-    """What each agent came to."""
-    return {one.agent: one.conclusion for one in report.outcomes}
+    """The conclusion of each agent."""
+    return {outcome.agent: outcome.conclusion for outcome in report.outcomes}
 
 
 def acted(report: Report, agent: str = "0.0") -> Acted:
     """The outcome of an agent that acted."""
-    said = conclusions(report)[agent]
-    assert isinstance(said, Acted), report
-    return said
+    conclusion = conclusions(report)[agent]
+    assert isinstance(conclusion, Acted), report
+    return conclusion
 
 
 def failed(report: Report, agent: str = "0.0") -> Failed:
     """The outcome of an agent that failed."""
-    said = conclusions(report)[agent]
-    assert isinstance(said, Failed), report
-    return said
+    conclusion = conclusions(report)[agent]
+    assert isinstance(conclusion, Failed), report
+    return conclusion
 
 
-def events(folder: Path, trace: Trace) -> list[dict[str, object]]:
-    """The events of a compressed trace. folder: in which `traces` lies."""
-    with gzip.open(folder / "traces" / trace.path) as file:
-        found: list[dict[str, object]] = json.load(file)["traceEvents"]
-        return found
+def refusals(plane: ControlPlane, step: int, plan: ProfilePlan, replica: int = 0) -> list[Failed]:
+    """What node rank 0 answers when it is asked to check a plan, and when it is asked to start it."""
+    check = ProfileCommand(action="check", step=step, plan=plan)
+    checked = plane.publish(check, replicas=[replica]).wait()
+    started = plane.start_profile(step, plan, replicas=[replica]).wait()
+    return [failed(report, f"{replica}.0") for report in (checked, started)]

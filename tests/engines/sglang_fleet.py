@@ -11,11 +11,9 @@ from typing import Final
 import httpx
 
 from controlplane import ControlPlane
-from schemas.commands import ProfilePlan
-from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig
 from tests.engines.models import save_model, save_weights, weights
-from tests.engines.reports import BUS, acted
+from tests.engines.reports import BUS
 from tests.engines.servers import AgentProcess, Request, command, complete, environment, free_port
 
 STEPS: Final = ProfilerConfig(steps=(40,), timeout_ms=60_000)
@@ -65,13 +63,6 @@ class SGLangFleet:
     def slow_down(self, seconds: float) -> None:
         """Make each forward last longer."""
         httpx.post(f"{self.urls[0]}/slow_down", json={"forward_sleep_time": seconds or None}).raise_for_status()
-
-    def profiled(self, step: int, plan: ProfilePlan, tokens: int) -> tuple[Acted, Acted]:
-        """A session while one request runs; what node rank 0 says of its end, and node rank 1 of what it left."""
-        acted(self.plane.start_profile(step, plan, replicas=[0]).wait())
-        self.tokens(tokens)
-        stopped = acted(self.plane.stop_profile(step, replicas=[0], timeout=60).wait())
-        return stopped, acted(self.plane.collect_traces(step, plan, replicas=[0]).wait(), "0.1")
 
     def rest(self) -> None:
         """A test that fails half way must not leave the next one an engine that is paused, asleep or slow."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.engines import wheels
 from tests.engines.routes import Reader, Route
-from tests.engines.shapes import Expression, Field, Made, Method, Shape, read_attributes, read_methods, read_shape
+from tests.engines.shapes import Field, Method, Shape, read_attributes, read_methods, read_shape
 from tests.engines.sources import Module, Tree
 
 ENGINE: dict[wheels.Kind, str] = {"sglang": "TokenizerManager", "vllm": "AsyncLLM"}
@@ -115,7 +115,7 @@ def one_holding(tree: Tree, name: str) -> Module | None:
 
 
 def openapi(surface: Surface, launched: frozenset[str] = LAUNCHED) -> dict[str, Any]:
-    """What FastAPI publishes of these routes: paths, parameters, bodies and the classes they are made of."""
+    """What FastAPI publishes of these routes, as far as our client reads it: names of parameters and body fields."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for path, methods in surface.served(launched).items():
@@ -123,92 +123,23 @@ def openapi(surface: Surface, launched: frozenset[str] = LAUNCHED) -> dict[str, 
             if route.listed:
                 plain = re.sub(r"{(\w+):\w+}", r"{\1}", path)
                 paths.setdefault(plain, {})[method.lower()] = operation(surface, route, plain, schemas)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "FastAPI", "version": "0.1.0"},
-        "paths": paths,
-        "components": {"schemas": schemas},
-    }
+    return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
 
 
 def operation(surface: Surface, route: Route, path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """One method of one path. Classes that its body is made of are added to `schemas`."""
-    name = re.sub(r"\W", "_", f"{route.handler}{path}") + f"_{min(route.methods).lower()}"
-    said: dict[str, Any] = {"operationId": name, "responses": {"200": {"description": "Successful Response"}}}
-    in_path = [{"name": one, "in": "path", "required": True, "schema": {}} for one in re.findall(r"{(\w+)}", path)]
-    in_query = [
-        {"name": one.name, "in": "query", "required": one.required, "schema": field_schema(surface, one, schemas)}
-        for one in route.query
-    ]
-    if in_path or in_query:
-        said["parameters"] = in_path + in_query
+    """One method of one path. The class of its body is added to `schemas`."""
+    in_path = [{"name": name, "in": "path", "required": True} for name in re.findall(r"{(\w+)}", path)]
+    in_query = [{"name": field.name, "in": "query", "required": field.required} for field in route.query]
+    found: dict[str, Any] = {"parameters": in_path + in_query} if in_path or in_query else {}
     body = route.body
     if body is not None and body.listed:
-        schema: dict[str, Any] = {}
-        if body.shape is not None:
-            schema = reference(surface, body.shape, schemas)
-        elif not body.open:
-            schemas[f"Body_{name}"] = object_schema(surface, f"Body_{name}", body.fields, schemas)
-            schema = {"$ref": f"#/components/schemas/Body_{name}"}
+        name = re.sub(r"\W", "_", f"{route.handler}{path}") + f"_{min(route.methods).lower()}"
+        kind = body.shape or f"Body_{name}"
+        schema: dict[str, Any] = {} if body.open else {"$ref": f"#/components/schemas/{kind}"}
+        if not body.open:
+            schemas[kind] = {"type": "object", "properties": {field.name: {} for field in surface.body_fields(route)}}
         if body.shape is not None and not body.required:
             schema = {"anyOf": [schema, {"type": "null"}]}
-        said["requestBody"] = {"content": {"application/json": {"schema": schema}}}
-        said["requestBody"] |= {"required": True} if body.required else {}
-    return said
-
-
-def reference(surface: Surface, name: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """A reference to a class, which is added to `schemas` with what it is made of."""
-    if name not in schemas:
-        schemas[name] = {}
-        shape = surface.shapes[name]
-        if shape.form == "enum":
-            schemas[name] = {"title": name, "enum": [field.default for field in shape.fields]}
-        else:
-            schemas[name] = object_schema(surface, name, shape.fields, schemas)
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def object_schema(surface: Surface, name: str, fields: tuple[Field, ...], schemas: dict[str, Any]) -> dict[str, Any]:
-    required = [field.name for field in fields if field.required]
-    return {
-        "title": name,
-        "type": "object",
-        "properties": {field.name: field_schema(surface, field, schemas) for field in fields},
-        **({"required": required} if required else {}),
-    }
-
-
-def field_schema(surface: Surface, field: Field, schemas: dict[str, Any]) -> dict[str, Any]:
-    said = type_schema(surface, ast.parse(field.type, mode="eval").body, schemas) if field.type else {}
-    if not field.required and not isinstance(field.default, Expression | Made):
-        said = {**said, "default": field.default}
-    return said
-
-
-def type_schema(surface: Surface, node: ast.expr, schemas: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a written type; {} for types that are neither plain nor classes of this release."""
-    plain = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
-    match node:
-        case ast.Constant(value=None):
-            return {"type": "null"}
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return {"anyOf": [type_schema(surface, side, schemas) for side in (left, right)]}
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=values):
-            listed = ast.literal_eval(values)
-            return {"enum": list(listed) if isinstance(listed, tuple) else [listed]}
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return {"anyOf": [type_schema(surface, inner, schemas), {"type": "null"}]}
-        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=sides)):
-            return {"anyOf": [type_schema(surface, side, schemas) for side in sides]}
-        case ast.Subscript(value=ast.Name(id="list" | "List"), slice=inner):
-            return {"type": "array", "items": type_schema(surface, inner, schemas)}
-        case ast.Subscript(value=ast.Name(id="dict" | "Dict")) | ast.Name(id="dict" | "Dict"):
-            return {"type": "object"}
-        case ast.Name(id="list" | "List"):
-            return {"type": "array"}
-        case ast.Name(id=name) if name in plain:
-            return {"type": plain[name]}
-        case ast.Name(id=name) if name in surface.shapes:
-            return reference(surface, name, schemas)
-    return {}
+        found["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+        found["requestBody"] |= {"required": True} if body.required else {}
+    return found

@@ -22,7 +22,7 @@ from tests.engines.profiles import (
     torch_plan,
     work,
 )
-from tests.engines.reports import acted, conclusions, failed
+from tests.engines.reports import acted, conclusions, failed, refusals
 from tests.engines.servers import generate
 from tests.engines.sglang_fleet import SGLangFleet
 
@@ -62,11 +62,8 @@ class Bench:
         return self.stop(plan)
 
     def refusals(self, plan: ProfilePlan) -> list[Failed]:
-        """What is said when it is asked whether the plan can be honoured, and when it is to be."""
         Bench.step += 1
-        check = ProfileCommand(action="check", step=self.step, plan=plan)
-        asked = self.plane.publish(check, replicas=[0]).wait()
-        return [failed(asked), failed(self.plane.start_profile(self.step, plan, replicas=[0]).wait())]
+        return refusals(self.plane, self.step, plan)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.engines.profiles import (
     within,
     work,
 )
-from tests.engines.reports import acted, conclusions, failed
+from tests.engines.reports import acted, conclusions, failed, refusals
 from tests.engines.servers import generate, wait_for
 from tests.engines.vllm_fleet import VLLMFleet
 
@@ -65,12 +65,8 @@ class Bench:
         return acted(self.plane.stop_profile(self.step, replicas=[replica], timeout=120).wait(), f"{replica}.0")
 
     def refusals(self, plan: ProfilePlan, replica: int = 0) -> list[Failed]:
-        """What is said when it is asked whether the plan can be honoured, and when it is to be."""
         Bench.step += 1
-        check = ProfileCommand(action="check", step=self.step, plan=plan)
-        asked = self.plane.publish(check, replicas=[replica]).wait()
-        started = self.plane.start_profile(self.step, plan, replicas=[replica]).wait()
-        return [failed(one, f"{replica}.0") for one in (asked, started)]
+        return refusals(self.plane, self.step, plan, replica)
 
 
 @pytest.fixture

@@ -1,23 +1,22 @@
 """A real SGLang on the CPU under real agents: one replica over two nodes, each operation by its effect."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from controlplane.cli.reducers import replay_log
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
-from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Window
+from schemas.commands import Broadcast, Checkpoint, ProfilePlan
 from schemas.errors import CommandError
 from schemas.identity import InFlight, Operation
-from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped, Trace
+from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped
 from schemas.safetensors.manifest import build_manifest
 from tests.engines.groups import sender
 from tests.engines.models import save_weights, weights
-from tests.engines.reports import acted, conclusions, events, failed
+from tests.engines.profiles import look
+from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import (
     answers,
     free_port,
@@ -40,13 +39,6 @@ def fleet(sglang_fleet: SGLangFleet, request: pytest.FixtureRequest) -> Iterator
 @pytest.fixture
 def blocks_it() -> None:
     """Marks the test after which the scheduler is busy for a minute."""
-
-
-def steps(folder: Path, trace: Trace) -> Counter[str]:
-    """Forward passes that a trace holds: prompts that were read, and tokens that were made."""
-    names = (str(one["name"]) for one in events(folder, trace) if one.get("ph") == "X")
-    found = (re.match(r"step\[(EXTEND|DECODE) ", name) for name in names)
-    return Counter(one[1] for one in found if one)
 
 
 # --- who acts ---------------------------------------------------------------------------------------------------------
@@ -84,7 +76,7 @@ def test_profile_broadcast_to_both_nodes_is_one_call_and_two_traces(fleet: SGLan
     assert first.path == "global_step_1/replica_0/global_step_1.replica_0-TP-0.trace.json.gz"
     assert second.path == "global_step_1/replica_0/global_step_1.replica_0-TP-1.trace.json.gz"
     for trace in (first, second):
-        assert steps(fleet.folder, trace) == Counter(EXTEND=1, DECODE=5)
+        assert Counter(name[0] for name in look(fleet.folder / "traces", trace).passes) == Counter(P=1, D=5)
     stopped_twice = fleet.plane.stop_profile(1, replicas=[0]).wait()
     assert conclusions(stopped_twice)["0.0"] == Skipped(Reason.NOT_PROFILING)
 
@@ -95,59 +87,6 @@ def test_step_of_a_trainer_collects_by_itself(fleet: SGLangFleet) -> None:
     *_, collected = fleet.plane.profile_reports
     (trace,) = acted(collected, "0.1").traces
     assert trace.path.startswith("global_step_40/replica_0/") and trace.path.endswith("-TP-1.trace.json.gz")
-
-
-# --- profiles ---------------------------------------------------------------------------------------------------------
-
-
-def test_window_holds_the_forward_passes_that_were_asked_for_and_its_end_is_no_failure(fleet: SGLangFleet) -> None:
-    stopped, collected = fleet.profiled(2, ProfilePlan(window=Window(0, 3)), tokens=10)
-    assert stopped.auto_stopped  # SGLang answers such a stop with a bare 500
-    for trace in (*stopped.traces, *collected.traces):
-        assert steps(fleet.folder, trace) == Counter(EXTEND=1, DECODE=2)
-
-
-def test_window_that_was_not_filled_leaves_no_session_open(fleet: SGLangFleet) -> None:
-    stopped, _ = fleet.profiled(3, ProfilePlan(window=Window(0, 50)), tokens=4)
-    assert not stopped.auto_stopped
-    stopped, _ = fleet.profiled(4, ProfilePlan(), tokens=4)
-    assert steps(fleet.folder, stopped.traces[0]) == Counter(EXTEND=1, DECODE=3)
-
-
-def test_stages_are_recorded_apart(fleet: SGLangFleet) -> None:
-    stopped, collected = fleet.profiled(5, ProfilePlan(by_stage=True, window=Window(0, 2)), tokens=8)
-    names = {trace.path.rpartition("-TP-")[2] for trace in (*stopped.traces, *collected.traces)}
-    assert names == {f"{rank}-{stage}.trace.json.gz" for rank in (0, 1) for stage in ("EXTEND", "DECODE")}
-
-
-def test_traces_of_both_ranks_are_merged_when_that_is_asked_for(fleet: SGLangFleet) -> None:
-    stopped, _ = fleet.profiled(6, ProfilePlan(merge=True), tokens=4)
-    assert any(Path(trace.path).name.startswith("merged-") for trace in stopped.traces)
-
-
-def test_shapes_and_stacks_are_recorded_when_asked_for_and_only_then(fleet: SGLangFleet) -> None:
-    plain, _ = fleet.profiled(7, ProfilePlan(), tokens=2)
-    rich, _ = fleet.profiled(8, ProfilePlan(record_shapes=True, with_stack=True, window=Window(0, 2)), tokens=4)
-    found = {}
-    for name, outcome in (("plain", plain), ("rich", rich)):
-        seen = events(fleet.folder, outcome.traces[0])
-        arguments = [one["args"] for one in seen if isinstance(one.get("args"), dict)]
-        shapes = any("Input Dims" in str(one) for one in arguments)
-        found[name] = (shapes, any(one.get("cat") == "python_function" for one in seen))
-    assert found == {"plain": (False, False), "rich": (True, True)}
-
-
-@pytest.mark.parametrize(
-    ("plan", "why"),
-    [
-        (ProfilePlan(window=Window(2, 4)), "Begin the window at 0"),
-        (ProfilePlan(by_stage=True), "by stage without a window"),
-        (ProfilePlan(activities=frozenset({"cpu", "cuda"})), "it runs on a CPU"),
-    ],
-)
-def test_what_it_can_not_record_is_refused_before_it_is_asked(fleet: SGLangFleet, plan: ProfilePlan, why: str) -> None:
-    refused = failed(fleet.plane.start_profile(9, plan, replicas=[0]).wait())
-    assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
 
 
 def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: SGLangFleet) -> None:

@@ -1,6 +1,5 @@
 """A real vLLM on the CPU under real agents: each operation by its effect, and what becomes of a server that dies."""
 
-import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -14,13 +13,14 @@ import torch
 from controlplane.cli.reducers import replay_log
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
-from schemas.commands import Checkpoint, ProfilePlan, Window
+from schemas.commands import Checkpoint
 from schemas.errors import CheckpointError
 from schemas.identity import Operation
-from schemas.outcomes import Acted, ErrorKind, Reason, Skipped, Trace
+from schemas.outcomes import Acted, ErrorKind, Reason, Skipped
 from schemas.safetensors.manifest import build_manifest
 from tests.engines.models import save_weights, weights
-from tests.engines.reports import acted, conclusions, events, failed
+from tests.engines.profiles import look, of_rank
+from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import (
     probed,
     wait_for,
@@ -43,14 +43,6 @@ def fleet(vllm_fleet: VLLMFleet) -> Iterator[VLLMFleet]:
     """At rest before and after."""
     yield vllm_fleet
     vllm_fleet.rest()
-
-
-def passes(folder: Path, traces: tuple[Trace, ...]) -> Counter[str]:
-    """Forward passes in the worker's trace: prompts that were read, and tokens that were made."""
-    (worker,) = (one for one in traces if "rank0" in one.path and one.path.endswith(".json.gz"))
-    names = [str(one["name"]) for one in events(folder, worker)]
-    found = [re.fullmatch(r"execute_context_(\d+)\(\d+\)_generation_(\d+)\(\d+\)", name) for name in names]
-    return Counter("prompt" if one[1] != "0" else "token" for one in found if one)
 
 
 def test_probe_tells_what_the_server_is(fleet: VLLMFleet) -> None:
@@ -209,37 +201,11 @@ def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VL
     fleet.first.complete(tokens=6)
     stopped = acted(fleet.plane.stop_profile(1, replicas=[0], timeout=120).wait())
     assert all(one.path.startswith("global_step_1/replica_0/") for one in stopped.traces)
-    assert passes(fleet.folder, stopped.traces) >= Counter(prompt=1, token=5)
+    (worker,) = of_rank(stopped, 0)
+    passes = look(fleet.folder / "traces", worker).passes
+    assert Counter(name[0] for name in passes) >= Counter(P=1, D=5)
     assert list((fleet.folder / "raw-0").iterdir()) == []  # nothing is left where the engine writes
     assert conclusions(fleet.plane.stop_profile(1, replicas=[0]).wait())["0.0"] == Skipped(Reason.NOT_PROFILING)
-
-
-@pytest.mark.parametrize(
-    ("step", "window", "found"),
-    [(2, Window(0, 3), Counter(prompt=1, token=2)), (3, Window(2, 5), Counter(token=3))],
-)
-def test_window_holds_the_forward_passes_that_were_asked_for(
-    fleet: VLLMFleet, step: int, window: Window, found: Counter[str]
-) -> None:
-    acted(fleet.plane.start_profile(step, ProfilePlan(window=window), replicas=[0]).wait())
-    fleet.first.complete(tokens=10)
-    stopped = acted(fleet.plane.stop_profile(step, replicas=[0], timeout=120).wait())
-    assert passes(fleet.folder, stopped.traces) == found
-    assert stopped.auto_stopped
-
-
-def test_session_of_somebody_else_is_reported_and_left_alone(fleet: VLLMFleet) -> None:
-    assert httpx.post(f"{fleet.first.url}/start_profile").status_code == 200
-    refused = failed(fleet.plane.start_profile(4, replicas=[0]).wait())
-    assert refused.error is ErrorKind.ENGINE_ERROR and "409" in refused.message
-    assert httpx.post(f"{fleet.first.url}/stop_profile", timeout=120).status_code == 200
-
-
-def test_what_it_was_not_launched_for_is_refused_with_what_to_do(fleet: VLLMFleet) -> None:
-    shapes = failed(fleet.plane.start_profile(5, ProfilePlan(record_shapes=True), replicas=[0]).wait())
-    assert "torch_profiler_record_shapes" in shapes.message
-    stages = failed(fleet.plane.start_profile(6, ProfilePlan(by_stage=True), replicas=[0]).wait())
-    assert "by stage" in stages.message
 
 
 # --- servers that hang and die ----------------------------------------------------------------------------------------
