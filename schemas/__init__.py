@@ -1,4 +1,4 @@
-"""The contract between trainer and agents: what is said, what is answered, and how it is written down."""
+"""The contract between trainer and agents: commands, outcomes, messages, and the files that record them."""
 
 from schemas.commands import Broadcast, Checkpoint, EngineCommand, Manifest, ProfileCommand, ProfilePlan, Window
 from schemas.config import AgentConfig, BusConfig

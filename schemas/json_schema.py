@@ -1,7 +1,8 @@
 """JSON Schema of every message, for readers in other languages: `python -m schemas.json_schema > docs/schema.json`.
 
-MessagePack and JSON have the same shape here. A `Raw` field holds another encoded message and is described as anything:
-an envelope's `body` is a `Command`, a decision's `event` and `effects` are an `Event` and a list of `Effect`.
+A message has the same structure in MessagePack and in JSON. The schema of a `Raw` field, which holds another encoded
+message, allows anything: the `body` of an envelope is a `Command`, and the `event` and `effects` of a decision are an
+`Event` and a list of `Effect`.
 """
 
 import sys
@@ -22,11 +23,11 @@ UNIONS: dict[str, Any] = {
     "Event": Event,
     "Effect": Effect,
 }
-"""The tagged unions of the protocol and of the log, by the name that they have in the code."""
+"""The tagged unions of the protocol and the log, by their name in the code."""
 
 
 def schema() -> dict[str, Any]:
-    """The document: a definition for each message, and one for each union."""
+    """Return the schema document, with a definition for each message and each union."""
     kinds = [Header, Envelope, *(kind for union in UNIONS.values() for kind in get_args(union))]
     _, definitions = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
     unions = {
@@ -41,7 +42,7 @@ def schema() -> dict[str, Any]:
 
 
 def document() -> str:
-    """The same as text, the same in every process."""
+    """Return the schema as text, which is the same in every process."""
     return msgspec.json.format(msgspec.json.encode(schema(), order="sorted"), indent=2).decode() + "\n"
 
 

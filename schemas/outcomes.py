@@ -45,7 +45,6 @@ class ErrorKind(StrEnum):
     SYNC_IN_PROGRESS = "sync_in_progress"
     NO_SUCH_SYNC = "no_such_sync"
     QUARANTINED = "quarantined"
-    OVERLOADED = "overloaded"
     UNKNOWN = "unknown"  # the call was interrupted, and the engine can't tell whether it took effect
 
 

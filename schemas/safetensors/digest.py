@@ -27,10 +27,10 @@ Bytes = bytes | bytearray | memoryview
 
 def layout_digest(layout: Mapping[str, TensorSpec]) -> str:
     """Return the layout digest in hex. The order of `layout` does not matter."""
-    digest = _Digest(b"rolloutctl layout 1\n")
+    digest = hashlib.sha256(b"rolloutctl layout 1\n")
     for name in sorted(layout):
-        digest.add_spec(name, layout[name].dtype, layout[name].shape)
-    return digest.hex()
+        digest.update(_encode(name, layout[name].dtype, layout[name].shape))
+    return digest.hexdigest()
 
 
 def tensor_digest(items: Iterable[tuple[str, str, Sequence[int], Bytes]]) -> str:
@@ -43,55 +43,39 @@ def tensor_digest(items: Iterable[tuple[str, str, Sequence[int], Bytes]]) -> str
     Raises:
         ValueError: The items are not sorted, or a name occurs twice.
     """
-    digest = _Digest(_CONTENT)
+    digest = hashlib.sha256(_CONTENT)
+    last: str | None = None
     for name, dtype, shape, raw in items:
+        if last is not None and name <= last:
+            raise ValueError(f"tensors are digested in the order of their names: {name!r} came after {last!r}")
+        last = name
         data = memoryview(raw).cast("B")
-        digest.add_spec(name, dtype, shape)
-        digest.add_size(data.nbytes)
-        digest.add(data)
-    return digest.hex()
+        digest.update(_encode(name, dtype, shape, data.nbytes))
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def content_digest(places: Mapping[str, TensorPlace]) -> str:
     """Return the content digest, in hex, of tensors in files. Reads every byte. Raises CheckpointError."""
-    digest = _Digest(_CONTENT)
+    digest = hashlib.sha256(_CONTENT)
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for name in sorted(places):
         place = places[name]
-        digest.add_spec(name, place.spec.dtype, place.spec.shape)
-        digest.add_size(place.spec.nbytes)
+        left = place.spec.nbytes
+        digest.update(_encode(name, place.spec.dtype, place.spec.shape, left))
         with open_file(place.path) as file:
             file.seek(place.start)
-            left = place.spec.nbytes
             while left:
                 size = file.readinto(buffer[: min(left, _CHUNK_BYTES)])
                 if not size:
                     raise checkpoint_refused(place.path, "became shorter while it was read", CUT_OFF)
-                digest.add(buffer[:size])
+                digest.update(buffer[:size])
                 left -= size
-    return digest.hex()
+    return digest.hexdigest()
 
 
-class _Digest:
-    """The encoding that both digests share."""
-
-    def __init__(self, domain: bytes) -> None:
-        self._sha256 = hashlib.sha256(domain)
-        self._last: str | None = None
-
-    def add_spec(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        if self._last is not None and name <= self._last:
-            raise ValueError(f"tensors are digested in the order of their names: {name!r} came after {self._last!r}")
-        self._last = name
-        for text in (name.encode(), dtype.encode()):
-            self._sha256.update(struct.pack("<I", len(text)) + text)
-        self._sha256.update(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-
-    def add_size(self, nbytes: int) -> None:
-        self._sha256.update(struct.pack("<Q", nbytes))
-
-    def add(self, data: Bytes) -> None:
-        self._sha256.update(data)
-
-    def hex(self) -> str:
-        return self._sha256.hexdigest()
+def _encode(name: str, dtype: str, shape: Sequence[int], nbytes: int | None = None) -> bytes:
+    """The table above for one tensor, up to its data."""
+    texts = b"".join(struct.pack("<I", len(text)) + text for text in (name.encode(), dtype.encode()))
+    size = b"" if nbytes is None else struct.pack("<Q", nbytes)
+    return texts + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + size

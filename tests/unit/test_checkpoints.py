@@ -39,6 +39,12 @@ def test_a_directory_holds_what_its_manifest_says(directory: Path) -> None:
     assert build_manifest(directory, content=False) == replace(manifest, content=None)
 
 
+def test_the_digests_are_the_same_in_every_version(directory: Path) -> None:
+    manifest = build_manifest(directory, content=True)
+    assert manifest.layout == "bf353ab91256241eb4d7902d4b677f398a894ca1b3374c9d6d09a8c0ff5bee28"
+    assert manifest.content == "5d419c17f95ab6212da4aa3e8f98a5d2c834a2700004e2688b397edb4bee21aa"
+
+
 def test_the_digests_do_not_depend_on_how_tensors_are_spread_over_files(directory: Path, tmp_path: Path) -> None:
     spread = tmp_path / "spread"
     spread.mkdir()
