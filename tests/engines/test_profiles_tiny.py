@@ -1,4 +1,4 @@
-"""Profiles of the tiny engine through a trainer's bus and agents: each plan by what its traces hold."""
+"""Profiles of the tiny engine through a trainer's bus and agents: each plan is checked by what its traces hold."""
 
 import resource
 import shutil
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.xdist_group("tiny fleet")
 
 
 class Fleet:
-    """Two replicas of one rank each, every one in a process of its own, and the trainer's end."""
+    """Two replicas of one rank, each in a process of its own, and the trainer's control plane."""
 
     def __init__(self, folder: Path, open_: ExitStack) -> None:
         self.root, self.step = folder / "traces", 100
@@ -60,14 +60,14 @@ class Fleet:
         self.plane.wait_for_agents(2, timeout=60).wait()
 
     def work(self) -> None:
-        """`WORK` on both replicas, with no prefix kept of what they did before."""
+        """Do `WORK` on both replicas, without prefixes kept from before."""
         self.plane.flush().wait()
         for client in self._clients:
             work(partial(_generate, client))
 
 
 def _generate(client: TinyClient, prompt: list[int], tokens: int) -> None:
-    client.generate([[one % 32 for one in prompt]], tokens)
+    client.generate([[token % 32 for token in prompt]], tokens)
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +77,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def session(fleet: Fleet, plan: ProfilePlan, replica: int = 0) -> tuple[Acted, list[Found]]:
-    """One session on one replica, and what is in the traces of its rank."""
+    """Run one session on one replica; return its outcome and what is in the traces of its rank."""
     fleet.step += 1
     acted(fleet.plane.start_profile(fleet.step, plan, replicas=[replica]).wait(), f"{replica}.0")
     fleet.work()
     stopped = acted(fleet.plane.stop_profile(fleet.step, replicas=[replica]).wait(), f"{replica}.0")
-    return stopped, [look(fleet.root, one) for one in of_rank(stopped, replica)]
+    return stopped, [look(fleet.root, trace) for trace in of_rank(stopped, replica)]
 
 
 def refusals(fleet: Fleet, plan: ProfilePlan) -> list[Failed]:
-    """What is said when it is asked whether the plan can be honoured, and when it is to be."""
+    """Return the answers to a check of the plan, and to a start with it."""
     fleet.step += 1
     checked = fleet.plane.publish(ProfileCommand(action="check", step=fleet.step, plan=plan), replicas=[0]).wait()
     return [failed(checked), failed(fleet.plane.start_profile(fleet.step, plan, replicas=[0]).wait())]
@@ -119,19 +119,19 @@ def test_step_2_of_the_ranks_asked_for(fleet: Fleet, discrete: bool, contents: s
             assert started["0.0"] == Skipped(Reason.RANK_NOT_SELECTED)
             assert conclusions(stopped)["0.0"] == Skipped(Reason.NOT_PROFILING)
             continue
-        said = acted(stopped, f"{replica}.0")
-        (found,) = (look(fleet.root, one) for one in of_rank(said, replica))
+        outcome = acted(stopped, f"{replica}.0")
+        (found,) = (look(fleet.root, trace) for trace in of_rank(outcome, replica))
         assert len(found.passes) == len(PASSES) and found.contents == frozenset(CONTENTS[contents]) - {"cpu"}
     shutil.rmtree(fleet.root / "global_step_2")
 
 
 @pytest.mark.parametrize("tool", ["torch", "npu"])
-def test_what_an_npu_does_is_refused(fleet: Fleet, tool: str) -> None:
+def test_an_npu_plan_is_refused(fleet: Fleet, tool: str) -> None:
     for refused in refusals(fleet, ProfilePlan(tool=tool, activities=frozenset({"cpu", "npu"}))):
         assert refused.error is ErrorKind.UNSUPPORTED and "NPU" in refused.message
 
 
-def test_modules_are_named_by_stacks(fleet: Fleet) -> None:
+def test_modules_are_in_the_trace(fleet: Fleet) -> None:
     _, (found,) = session(fleet, ProfilePlan(with_modules=True))
     assert found.modules
 
@@ -150,7 +150,7 @@ def test_window_that_is_not_filled_leaves_no_session(
     fleet: Fleet, window: tuple[int, int], passes: list[str] | None
 ) -> None:
     stopped, found = session(fleet, torch_plan("cpu", "shapes", window=window))
-    assert [one.passes for one in found] == ([passes] if passes else [])
+    assert [trace.passes for trace in found] == ([passes] if passes else [])
     assert not stopped.auto_stopped and stopped.ranks_without_trace == (() if passes else (0,))
     _, (after,) = session(fleet, torch_plan("cpu", "shapes"))
     assert after.passes == PASSES
@@ -161,7 +161,7 @@ def test_window_with_an_open_end_lasts_until_the_stop(fleet: Fleet) -> None:
     assert found.passes == PASSES[3:] and not stopped.auto_stopped
 
 
-# --- where traces lie, and end up -------------------------------------------------------------------------------------
+# --- where traces are written and relocated to ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["verl", "verl_step"])
@@ -173,16 +173,16 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(fleet: 
         acted(fleet.plane.start_profile(step, plan, replicas=[0]).wait())
         fleet.work()
         left += of_rank(acted(fleet.plane.stop_profile(step, replicas=[0]).wait()), 0)
-    places = ["agent_loop_rollout_replica_0"] * 2
+    folders = ["agent_loop_rollout_replica_0"] * 2
     if layout == "verl_step":
-        places = [f"rollout_step_{step}/agent_loop_replica_0" for step in steps]
-    assert [one.path.rpartition("/")[0] for one in left] == places
-    bytes_of = [(fleet.root / one.path).read_bytes() for one in left]
+        folders = [f"rollout_step_{step}/agent_loop_replica_0" for step in steps]
+    assert [trace.path.rpartition("/")[0] for trace in left] == folders
+    contents = [(fleet.root / trace.path).read_bytes() for trace in left]
     finish = ProfileCommand(action="finish", step=fleet.step, plan=plan, profiled_steps=steps)
     ended = acted(fleet.plane.publish(finish, replicas=[0]).wait()).traces
-    assert [one.path for one in ended] == [f"rollout-replica0_{one.path.rpartition('/')[2]}" for one in left]
-    assert [(fleet.root / one.path).read_bytes() for one in ended] == bytes_of
-    assert not any((fleet.root / place).exists() for place in places)
+    assert [trace.path for trace in ended] == [f"rollout-replica0_{trace.path.rpartition('/')[2]}" for trace in left]
+    assert [(fleet.root / trace.path).read_bytes() for trace in ended] == contents
+    assert not any((fleet.root / folder).exists() for folder in folders)
 
 
 # --- when something goes wrong ---------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(fleet: 
 @pytest.mark.anyio
 @pytest.mark.one_loop
 @pytest.mark.parametrize("window", [None, Window(0, 1)])
-async def test_profiler_of_somebody_else_in_the_process_is_told_and_loses_nothing(
+async def test_another_profiler_in_the_process_is_reported_and_loses_nothing(
     tmp_path: Path, window: Window | None
 ) -> None:
-    front, place = f"ipc://{tmp_path}/front", Identity(replica=0, node_rank=0)
-    engine = TinyEngine(place, checkpoints=tmp_path, traces=tmp_path, serve=front)
+    front, identity = f"ipc://{tmp_path}/front", Identity(replica=0, node_rank=0)
+    engine = TinyEngine(identity, checkpoints=tmp_path, traces=tmp_path, serve=front)
     await engine.open()
     opened = ProfileSession(1, ProfilePlan(window=window))
     client = TinyClient(front)
@@ -203,13 +203,13 @@ async def test_profiler_of_somebody_else_in_the_process_is_told_and_loses_nothin
         await engine.perform(Resume(), 10)
         with pytest.raises(EngineError, match="another one records here"):
             await engine.perform(StartProfile(opened, "1"), 10)
-        with record_function("theirs"):
+        with record_function("other"):
             await to_thread.run_sync(client.generate, [[1, 2]], 2)
-    assert "theirs" in {event.name for event in other.events()}
+    assert "other" in {event.name for event in other.events()}
     await engine.perform(StartProfile(opened, "1"), 10)
     await to_thread.run_sync(client.generate, [[1, 2]], 2)
     ended = await engine.perform(StopProfile(opened, "1"), 10)
-    assert [len(look(tmp_path, one).passes) for one in ended.traces] == [2 if window is None else 1]
+    assert [len(look(tmp_path, trace).passes) for trace in ended.traces] == [2 if window is None else 1]
     await engine.close()
 
 
@@ -219,7 +219,7 @@ def test_disk_that_is_full_fails_the_stop_and_nothing_else(fleet: Fleet) -> None
     fleet.work()
     engine = psutil.Process(fleet.agents[0].process.pid)
     no_limit = engine.rlimit(resource.RLIMIT_FSIZE)
-    largest = max(one.stat().st_size for one in (fleet.root.parent / "state").iterdir())
+    largest = max(file.stat().st_size for file in (fleet.root.parent / "state").iterdir())
     engine.rlimit(resource.RLIMIT_FSIZE, (largest + 50_000, no_limit[1]))
     try:
         full = failed(fleet.plane.stop_profile(fleet.step, replicas=[0]).wait())
@@ -233,14 +233,14 @@ def test_disk_that_is_full_fails_the_stop_and_nothing_else(fleet: Fleet) -> None
     assert len(found.passes) == len(PASSES)
 
 
-def test_root_that_can_not_be_written_is_told_before_the_first_step(fleet: Fleet) -> None:
-    apart = fleet.root.with_name("apart")
+def test_root_that_cannot_be_written_is_reported_before_the_first_step(fleet: Fleet) -> None:
+    aside = fleet.root.with_name("aside")
     fleet.root.mkdir(exist_ok=True)
-    fleet.root.rename(apart)
+    fleet.root.rename(aside)
     fleet.root.write_text("a file")
     try:
         for refused in refusals(fleet, ProfilePlan()):
             assert refused.error is ErrorKind.ENGINE_ERROR and str(fleet.root) in refused.message
     finally:
         fleet.root.unlink()
-        apart.rename(fleet.root)
+        aside.rename(fleet.root)

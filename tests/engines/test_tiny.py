@@ -1,6 +1,7 @@
 """The tiny engine, each operation checked by its effect on what it really generates, holds and records."""
 
 import json
+import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -41,11 +42,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
 LONG = 60
-"""Tokens of a completion that takes some hundred forwards' time."""
+"""Tokens of a completion that is still running when the next command arrives."""
 
 
 class Bench:
-    """An engine, a client of it, and what goes on beside the test."""
+    """An engine, a client of it, and threads for requests that run beside the test."""
 
     def __init__(self, engine: TinyEngine, folder: Path, pool: ThreadPoolExecutor) -> None:
         self.engine, self.folder, self._pool = engine, folder, pool
@@ -59,11 +60,10 @@ class Bench:
 
     def begin(self, prompt: list[int], tokens: int, temperature: float = 0.0) -> Future[Completion]:
         """Generate in another thread."""
-
         return self._pool.submit(lambda: self.client.generate([prompt], tokens, temperature)[0])
 
-    async def under_way(self, prompt: list[int]) -> Future[Completion]:
-        """A long request, of which some tokens are there."""
+    async def begin_long(self, prompt: list[int]) -> Future[Completion]:
+        """Begin a long request, and wait for its first tokens."""
         scheduler = self.engine._scheduler
         assert scheduler is not None
         before = scheduler.forwards
@@ -73,7 +73,7 @@ class Bench:
         return begun
 
     def generate(self, prompt: list[int], tokens: int = 8, temperature: float = 0.0) -> Completion:
-        return self.begin(prompt, tokens, temperature).result(20)
+        return self.client.generate([prompt], tokens, temperature)[0]
 
     def save(self, version: int, model: TinyModel | None = None) -> Load:
         save(model or TinyModel(TinyConfig(), seed=version), self.folder / f"v{version}")
@@ -91,8 +91,15 @@ async def tiny(folder: Path, identity: Identity = PRIMARY) -> AsyncIterator[Benc
             await engine.close()
 
 
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    """The engine of node rank 0, still paused."""
+    async with tiny(tmp_path) as bench:
+        yield bench
+
+
 def running(begun: Future[Completion]) -> bool:
-    """Whether there is no answer yet, after time enough for one."""
+    """Return whether there is no answer yet, after time enough for one."""
     try:
         begun.result(0.3)
     except NotYet:
@@ -100,26 +107,25 @@ def running(begun: Future[Completion]) -> bool:
     return False
 
 
-# --- what it is -------------------------------------------------------------------------------------------------------
+# --- launch -----------------------------------------------------------------------------------------------------------
 
 
-async def test_it_starts_paused_and_says_what_it_is(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        seen = await bench.engine.observe()
-        assert (seen.tokenizer, seen.generating, seen.version) == ("present", False, 0)
-        assert seen.operations == frozenset(Operation)
-        assert seen.digest == digest(weights(TinyModel(TinyConfig(), seed=7)))
-        waiting = bench.begin([1], 4)
-        assert running(waiting)
-        await bench.do(Resume())
-        assert len(waiting.result(20).tokens) == 4
+async def test_it_starts_paused_and_describes_itself(bench: Bench) -> None:
+    seen = await bench.engine.observe()
+    assert (seen.tokenizer, seen.generating, seen.version) == ("present", False, 0)
+    assert seen.operations == frozenset(Operation)
+    assert seen.digest == digest(weights(TinyModel(TinyConfig(), seed=7)))
+    waiting = bench.begin([1], 4)
+    assert running(waiting)
+    await bench.do(Resume())
+    assert len(waiting.result(20).tokens) == 4
 
 
 async def test_each_launch_is_another_instance(tmp_path: Path) -> None:
     async with tiny(tmp_path) as first:
-        one = (await first.engine.observe()).instance
+        instance = (await first.engine.observe()).instance
     async with tiny(tmp_path) as second:
-        assert (await second.engine.observe()).instance != one
+        assert (await second.engine.observe()).instance != instance
 
 
 async def test_a_higher_node_rank_has_no_tokenizer_and_nothing_to_call(tmp_path: Path) -> None:
@@ -138,37 +144,35 @@ def test_importing_the_adapter_and_the_client_loads_no_torch() -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-async def test_tokens_change_exactly_with_the_weights_and_come_back_with_them(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        first, second = bench.save(1), bench.save(2)
-        said: list[list[int]] = []
-        for load in (first, second, first):
-            returned = await bench.do(Pause("abort"), load, Flush(), Resume())
-            assert returned.digest is None
-            seen = await bench.engine.observe()
-            assert load.manifest is not None and seen.digest == load.manifest.content
-            assert seen.version == load.version
-            said.append(bench.generate([3, 4]).tokens)
-            assert bench.generate([3, 4]).tokens == said[-1]
-        assert said[0] == said[2] != said[1]
+async def test_tokens_depend_on_the_weights_alone(bench: Bench) -> None:
+    first, second = bench.save(1), bench.save(2)
+    completions: list[list[int]] = []
+    for load in (first, second, first):
+        returned = await bench.do(Pause("abort"), load, Flush(), Resume())
+        assert returned.digest is None
+        seen = await bench.engine.observe()
+        assert load.manifest is not None and seen.digest == load.manifest.content
+        assert seen.version == load.version
+        completions.append(bench.generate([3, 4]).tokens)
+        assert bench.generate([3, 4]).tokens == completions[-1]
+    assert completions[0] == completions[2] != completions[1]
 
 
-async def test_it_samples_what_the_trainer_would(tmp_path: Path) -> None:
+async def test_it_samples_what_the_trainer_would(bench: Bench) -> None:
     import torch
 
     from workers.engines.tiny.model import log_probs
 
-    async with tiny(tmp_path) as bench:
-        await bench.do(Resume())
-        drawn = bench.generate([5], 12, temperature=1.0)
-        tokens = torch.tensor([[5, *drawn.tokens]])
-        expected = log_probs(TinyModel(TinyConfig(), seed=7), tokens)[0].tolist()
-        assert drawn.logprobs == pytest.approx(expected, abs=1e-4)
-        assert drawn.versions == [0] * 12
+    await bench.do(Resume())
+    drawn = bench.generate([5], 12, temperature=1.0)
+    tokens = torch.tensor([[5, *drawn.tokens]])
+    expected = log_probs(TinyModel(TinyConfig(), seed=7), tokens)[0].tolist()
+    assert drawn.logprobs == pytest.approx(expected, abs=1e-4)
+    assert drawn.versions == [0] * 12
 
 
 def spoil(folder: Path, how: str) -> None:
-    """Version 2's checkpoint, made bad."""
+    """Damage the checkpoint of version 2."""
     file = folder / "v2" / "model.safetensors"
     if how == "missing":
         file.unlink()
@@ -183,7 +187,7 @@ def spoil(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "reason"),
     [
         ("missing", "no .*safetensors"),
         ("cut off", "cut off|not fully covered"),
@@ -192,140 +196,137 @@ def spoil(folder: Path, how: str) -> None:
         ("fewer tensors", "lacks blocks.1"),
     ],
 )
-async def test_a_bad_checkpoint_never_touches_the_engine(tmp_path: Path, how: str, says: str) -> None:
-    async with tiny(tmp_path) as bench:
-        await bench.do(bench.save(1), Resume())
-        before, said = await bench.engine.observe(), bench.generate([1]).tokens
-        load = bench.save(2)
-        spoil(tmp_path, how)
-        for call in (CheckSource(load.source, load.manifest, 2), load):
-            await bench.do(Pause("abort"))
-            with pytest.raises(CheckpointError, match=says):
-                await bench.do(call)
-            await bench.do(Resume())
-            assert await bench.engine.observe() == before
-            assert bench.generate([1]).tokens == said
+async def test_a_bad_checkpoint_never_touches_the_engine(bench: Bench, tmp_path: Path, how: str, reason: str) -> None:
+    await bench.do(bench.save(1), Resume())
+    before, tokens = await bench.engine.observe(), bench.generate([1]).tokens
+    load = bench.save(2)
+    spoil(tmp_path, how)
+    for call in (CheckSource(load.source, load.manifest, 2), load):
+        await bench.do(Pause("abort"))
+        with pytest.raises(CheckpointError, match=reason):
+            await bench.do(call)
+        await bench.do(Resume())
+        assert await bench.engine.observe() == before
+        assert bench.generate([1]).tokens == tokens
 
 
-async def test_files_that_changed_after_they_were_announced_are_not_loaded(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        load = bench.save(1)
-        (tmp_path / "v1" / "model.safetensors").unlink()
-        save(TinyModel(TinyConfig(), seed=9), tmp_path / "v1")
-        with pytest.raises(CheckpointError, match="content|digest|bytes"):
-            await bench.do(load)
-        assert (await bench.engine.observe()).version == 0
+async def test_files_that_changed_after_the_manifest_are_not_loaded(bench: Bench, tmp_path: Path) -> None:
+    load = bench.save(1)
+    (tmp_path / "v1" / "model.safetensors").unlink()
+    save(TinyModel(TinyConfig(), seed=9), tmp_path / "v1")
+    with pytest.raises(CheckpointError, match="content|digest|bytes"):
+        await bench.do(load)
+    assert (await bench.engine.observe()).version == 0
 
 
 @pytest.mark.parametrize("path", ["/etc", "../outside", "a/../../b", "~root", ""])
-async def test_paths_stay_below_the_root(tmp_path: Path, path: str) -> None:
-    async with tiny(tmp_path) as bench:
-        with pytest.raises(CheckpointError, match="path refused"):
-            await bench.do(CheckSource(Checkpoint(path), None, 1))
+async def test_paths_stay_below_the_root(bench: Bench, path: str) -> None:
+    with pytest.raises(CheckpointError, match="path refused"):
+        await bench.do(CheckSource(Checkpoint(path), None, 1))
 
 
-async def test_weights_are_not_loaded_under_requests_that_run(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        load = bench.save(1)
-        await bench.do(Resume())
-        with pytest.raises(EngineError, match="load was refused: requests may run"):
-            await bench.do(load)
+async def test_weights_are_not_loaded_under_running_requests(bench: Bench) -> None:
+    load = bench.save(1)
+    await bench.do(Resume())
+    with pytest.raises(EngineError, match="load was refused: requests may run"):
+        await bench.do(load)
 
 
 # --- pausing ----------------------------------------------------------------------------------------------------------
 
 
-async def test_abort_ends_what_runs_with_what_it_has(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        await bench.do(Resume())
-        begun = await bench.under_way([1])
-        await bench.do(Pause("abort"))
-        assert not (await bench.engine.observe()).generating
-        late = bench.begin([1], 4)
-        assert running(late)
-        await bench.do(Resume())
-        assert len(late.result(20).tokens) == 4
-        done = begun.result(20)
-        assert done.finish_reason == "abort" and 0 < len(done.tokens) < LONG
+async def test_pause_abort_answers_running_requests_with_the_tokens_they_have(bench: Bench) -> None:
+    await bench.do(Resume())
+    begun = await bench.begin_long([1])
+    await bench.do(Pause("abort"))
+    assert not (await bench.engine.observe()).generating
+    late = bench.begin([1], 4)
+    assert running(late)
+    await bench.do(Resume())
+    assert len(late.result(20).tokens) == 4
+    done = begun.result(20)
+    assert done.finish_reason == "abort" and 0 < len(done.tokens) < LONG
 
 
-async def test_wait_lets_them_finish(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        await bench.do(Resume())
-        begun = await bench.under_way([1])
-        await bench.do(Pause("wait"))
-        assert not (await bench.engine.observe()).generating
-        assert len(begun.result(20).tokens) == LONG
+async def test_pause_wait_lets_running_requests_finish(bench: Bench) -> None:
+    await bench.do(Resume())
+    begun = await bench.begin_long([1])
+    await bench.do(Pause("wait"))
+    assert not (await bench.engine.observe()).generating
+    assert len(begun.result(20).tokens) == LONG
 
 
-async def test_keep_freezes_them_through_a_load_and_goes_on(tmp_path: Path) -> None:
-    """What the partial rollouts of an async trainer need: tokens of two versions in one completion, and said so."""
-    async with tiny(tmp_path) as bench:
-        load = bench.save(1)
-        await bench.do(Resume())
-        begun = await bench.under_way([1])
-        await bench.do(Pause("keep"))
-        with pytest.raises(EngineError, match="flush was refused: 1 requests are frozen"):
-            await bench.do(Flush())
-        await bench.do(load, Resume())
-        done = begun.result(20)
-        assert len(done.tokens) == LONG and done.finish_reason == "length"
-        assert set(done.versions) == {0, 1} and sorted(done.versions) == done.versions
+async def test_pause_keep_freezes_requests_through_a_load(bench: Bench) -> None:
+    """Partial rollouts of an async trainer need this: a completion with tokens of two versions, which it names."""
+    load = bench.save(1)
+    await bench.do(Resume())
+    begun = await bench.begin_long([1])
+    await bench.do(Pause("keep"))
+    with pytest.raises(EngineError, match="flush was refused: 1 requests are frozen"):
+        await bench.do(Flush())
+    await bench.do(load, Resume())
+    done = begun.result(20)
+    assert len(done.tokens) == LONG and done.finish_reason == "length"
+    assert set(done.versions) == {0, 1} and sorted(done.versions) == done.versions
 
 
-async def test_abort_requests_leaves_it_running(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        await bench.do(Resume(), Abort())
-        assert (await bench.engine.observe()).generating
-        assert len(bench.generate([1], 4).tokens) == 4
+async def test_a_frozen_request_outlives_the_release_of_its_cache(bench: Bench) -> None:
+    await bench.do(Resume())
+    tokens, cache = bench.generate([1], LONG).tokens, frozenset[Tag]({"kv_cache"})
+    begun = await bench.begin_long([1])
+    await bench.do(Pause("keep"), Sleep(cache), Wake(cache), Resume())
+    assert begun.result(20).tokens == tokens
+
+
+async def test_abort_leaves_the_engine_running(bench: Bench) -> None:
+    await bench.do(Resume(), Abort())
+    assert (await bench.engine.observe()).generating
+    assert len(bench.generate([1], 4).tokens) == 4
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tags", [{"weights"}, {"kv_cache"}, {"weights", "kv_cache"}], ids=lambda tags: "+".join(tags))
-async def test_sleep_frees_and_wake_restores(tmp_path: Path, tags: set[Tag]) -> None:
-    async with tiny(tmp_path) as bench:
+async def test_sleep_frees_and_wake_restores(bench: Bench, tags: set[Tag]) -> None:
+    await bench.do(Resume())
+    before, tokens = await bench.engine.observe(), bench.generate([2]).tokens
+    scheduler = bench.engine._scheduler
+    assert scheduler is not None
+    size = sum(parameter.numel() for parameter in scheduler.model.parameters())
+    await bench.do(Pause("abort"), Sleep(frozenset(tags)))
+    asleep = await bench.engine.observe()
+    assert asleep.asleep == frozenset(tags) and not asleep.generating
+    if "weights" in tags:
+        assert sum(parameter.numel() for parameter in scheduler.model.parameters()) == 0 < size
+    with pytest.raises(EngineError, match="Wake it first"):
         await bench.do(Resume())
-        before, said = await bench.engine.observe(), bench.generate([2]).tokens
-        scheduler = bench.engine._scheduler
-        assert scheduler is not None
-        size = sum(one.numel() for one in scheduler.model.parameters())
-        await bench.do(Pause("abort"), Sleep(frozenset(tags)))
-        asleep = await bench.engine.observe()
-        assert asleep.asleep == frozenset(tags) and not asleep.generating
-        if "weights" in tags:
-            assert sum(one.numel() for one in scheduler.model.parameters()) == 0 < size
-        with pytest.raises(EngineError, match="Wake it first"):
-            await bench.do(Resume())
-        await bench.do(Wake(frozenset(tags)), Resume())
-        assert await bench.engine.observe() == before
-        assert bench.generate([2]).tokens == said
+    await bench.do(Wake(frozenset(tags)), Resume())
+    assert await bench.engine.observe() == before
+    assert bench.generate([2]).tokens == tokens
 
 
-async def test_memory_is_not_freed_under_requests_or_twice(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        await bench.do(Resume())
-        with pytest.raises(EngineError, match="sleep was refused: requests may run"):
-            await bench.do(Sleep(frozenset({"weights"})))
-        await bench.do(Pause("abort"), Sleep(frozenset({"weights"})))
-        with pytest.raises(EngineError, match="asleep already"):
-            await bench.do(Sleep(frozenset({"weights"})))
-        with pytest.raises(EngineError, match="is awake"):
-            await bench.do(Wake(frozenset({"kv_cache"})))
+async def test_memory_is_not_released_under_requests_or_twice(bench: Bench) -> None:
+    await bench.do(Resume())
+    with pytest.raises(EngineError, match="sleep was refused: requests may run"):
+        await bench.do(Sleep(frozenset({"weights"})))
+    await bench.do(Pause("abort"), Sleep(frozenset({"weights"})))
+    with pytest.raises(EngineError, match="asleep already"):
+        await bench.do(Sleep(frozenset({"weights"})))
+    with pytest.raises(EngineError, match="is awake"):
+        await bench.do(Wake(frozenset({"kv_cache"})))
 
 
-async def test_prefixes_computed_by_old_weights_are_reused_until_they_are_flushed(tmp_path: Path) -> None:
+async def test_prefixes_computed_by_old_weights_are_reused_until_they_are_flushed(bench: Bench) -> None:
     prompt = [1, 2, 3, 4, 5, 6]
-    async with tiny(tmp_path) as bench:
-        load = bench.save(1)
-        await bench.do(Resume())
-        old = bench.generate(prompt)
-        await bench.do(Pause("abort"), load, Resume())
-        stale = bench.generate(prompt)
-        await bench.do(Flush())
-        fresh = bench.generate(prompt)
-        again = bench.generate(prompt)
+    load = bench.save(1)
+    await bench.do(Resume())
+    old = bench.generate(prompt)
+    await bench.do(Pause("abort"), load, Resume())
+    stale = bench.generate(prompt)
+    await bench.do(Flush())
+    fresh = bench.generate(prompt)
+    again = bench.generate(prompt)
     assert old.versions == [0] * 8 and stale.versions == fresh.versions == [1] * 8
     assert again.tokens == fresh.tokens and again.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
     for other in (old, fresh):
@@ -342,24 +343,23 @@ def session(step: int, **plan: object) -> tuple[StartProfile, StopProfile]:
 
 
 def forwards(trace: Path) -> int:
-    """How many forward passes a trace holds."""
-    return sum(one.get("name") == FORWARD for one in json.loads(trace.read_text())["traceEvents"])
+    """Count the forwards in a trace."""
+    return sum(event.get("name") == FORWARD for event in json.loads(trace.read_text())["traceEvents"])
 
 
-async def test_a_trace_holds_what_was_generated_in_its_session(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        start, stop = session(3)
-        await bench.do(Resume())
-        bench.generate([1], 5)
-        await bench.do(start)
-        assert (await bench.engine.observe()).profiling
-        bench.generate([1], 7)
-        returned = await bench.do(stop)
-        bench.generate([1], 5)
-        (trace,) = returned.traces
-        assert trace.path.startswith("global_step_3/replica_0/") and not returned.auto_stopped
-        file = tmp_path / "traces" / trace.path
-        assert file.stat().st_size == trace.nbytes and forwards(file) == 7
+async def test_a_trace_holds_the_forwards_of_its_session(bench: Bench, tmp_path: Path) -> None:
+    start, stop = session(3)
+    await bench.do(Resume())
+    bench.generate([1], 5)
+    await bench.do(start)
+    assert (await bench.engine.observe()).profiling
+    bench.generate([1], 7)
+    returned = await bench.do(stop)
+    bench.generate([1], 5)
+    (trace,) = returned.traces
+    assert trace.path.startswith("global_step_3/replica_0/") and not returned.auto_stopped
+    file = tmp_path / "traces" / trace.path
+    assert file.stat().st_size == trace.nbytes and forwards(file) == 7
 
 
 @pytest.mark.parametrize(
@@ -370,70 +370,81 @@ async def test_a_trace_holds_what_was_generated_in_its_session(tmp_path: Path) -
         (Window(2, 50), 9, 7, False),
     ],
 )
-async def test_a_window_is_what_the_trace_holds(
-    tmp_path: Path, window: Window, tokens: int, recorded: int, auto_stopped: bool
+async def test_a_trace_holds_the_forwards_of_its_window(
+    bench: Bench, tmp_path: Path, window: Window, tokens: int, recorded: int, auto_stopped: bool
 ) -> None:
-    async with tiny(tmp_path) as bench:
-        start, stop = session(1, window=window)
-        await bench.do(Resume(), start)
-        bench.generate([1], tokens)
-        returned = await bench.do(stop)
-        assert returned.auto_stopped is auto_stopped
-        assert [forwards(tmp_path / "traces" / trace.path) for trace in returned.traces] == [recorded]
+    start, stop = session(1, window=window)
+    await bench.do(Resume(), start)
+    bench.generate([1], tokens)
+    returned = await bench.do(stop)
+    assert returned.auto_stopped is auto_stopped
+    assert [forwards(tmp_path / "traces" / trace.path) for trace in returned.traces] == [recorded]
 
 
-async def test_a_window_that_was_never_reached_leaves_no_session_and_no_trace(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        start, stop = session(1, window=Window(50, 60))
-        await bench.do(Resume(), start)
-        bench.generate([1], 3)
-        assert (await bench.do(stop)).traces == ()
-        again, end = session(2)
-        await bench.do(again)
-        bench.generate([1], 3)
-        assert len((await bench.do(end)).traces) == 1
+async def test_a_window_that_was_never_reached_leaves_no_session_and_no_trace(bench: Bench) -> None:
+    start, stop = session(1, window=Window(50, 60))
+    await bench.do(Resume(), start)
+    bench.generate([1], 3)
+    assert (await bench.do(stop)).traces == ()
+    again, end = session(2)
+    await bench.do(again)
+    bench.generate([1], 3)
+    assert len((await bench.do(end)).traces) == 1
 
 
-async def test_what_can_not_be_profiled_is_said(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        start, stop = session(1)
-        with pytest.raises(EngineError, match="no profile to stop"):
-            await bench.do(stop)
-        await bench.do(start)
-        with pytest.raises(EngineError, match="a second profile was refused"):
-            await bench.do(session(2)[0])
+async def test_profiles_that_cannot_be_recorded_are_refused_with_a_reason(bench: Bench, tmp_path: Path) -> None:
+    start, stop = session(1)
+    with pytest.raises(EngineError, match="no profile to stop"):
         await bench.do(stop)
-        taken = tmp_path / "traces" / "global_step_4" / "replica_0"
-        taken.mkdir(parents=True)
-        (taken / "somebody's.json").write_text("{}")
-        with pytest.raises(EngineError, match="nothing is ever overwritten"):
-            await bench.do(session(4)[0])
-        with pytest.raises(EngineError, match="by stage"):
-            await bench.do(session(5, by_stage=True)[0])
-        assert not (await bench.engine.observe()).profiling
+    await bench.do(start)
+    with pytest.raises(EngineError, match="a second profile was refused"):
+        await bench.do(session(2)[0])
+    await bench.do(stop)
+    taken = tmp_path / "traces" / "global_step_4" / "replica_0"
+    taken.mkdir(parents=True)
+    (taken / "somebody's.json").write_text("{}")
+    with pytest.raises(EngineError, match="nothing is ever overwritten"):
+        await bench.do(session(4)[0])
+    with pytest.raises(EngineError, match="by stage"):
+        await bench.do(session(5, by_stage=True)[0])
+    assert not (await bench.engine.observe()).profiling
 
 
 # --- its front end ----------------------------------------------------------------------------------------------------
 
 
-async def test_requests_that_can_not_be_served_are_refused_with_a_reason(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        await bench.do(Resume())
-        for prompts, tokens, reason in (
-            ([], 4, "at least one prompt"),
-            ([[]], 4, "needs at least one"),
-            ([[1]], 64, "have room for 64"),
-            ([[99]], 4, r"must be 0\.\.31"),
-        ):
-            with pytest.raises(EngineError, match=reason):
-                bench.client.generate(prompts, tokens)
-        assert len(bench.client.generate([[1], [2]], 4)) == 2
+async def test_requests_that_cannot_be_served_are_refused_with_a_reason(bench: Bench) -> None:
+    await bench.do(Resume())
+    for prompts, tokens, reason in (
+        ([], 4, "at least one prompt"),
+        ([[]], 4, "needs at least one"),
+        ([[1]], 64, "have room for 64"),
+        ([[99]], 4, r"must be 0\.\.31"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            bench.client.generate(prompts, tokens)
+    assert len(bench.client.generate([[1], [2]], 4)) == 2
 
 
-async def test_many_prompts_at_once_are_each_as_if_alone(tmp_path: Path) -> None:
-    async with tiny(tmp_path) as bench:
-        await bench.do(Resume())
-        prompts = [[number % 32] for number in range(100)]
-        together = [completion.tokens for completion in bench.client.generate(prompts, 6, temperature=0)]
-        alone = [bench.generate(prompt, 6).tokens for prompt in prompts[:5]]
-        assert together[:5] == alone
+async def test_prompts_in_one_request_do_not_affect_each_other(bench: Bench) -> None:
+    await bench.do(Resume())
+    prompts = [[number % 32] for number in range(100)]
+    together = [completion.tokens for completion in bench.client.generate(prompts, 6, temperature=0)]
+    alone = [bench.generate(prompt, 6).tokens for prompt in prompts[:5]]
+    assert together[:5] == alone
+
+
+async def test_a_line_that_is_no_request_is_refused_and_the_next_client_is_served(bench: Bench, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(tmp_path / "front"))
+        connection.sendall(b'{"type": "generate", "prompts": [[-1]]}\n')
+        assert json.loads(connection.recv(4096))["type"] == "refused"
+    await bench.do(Resume())
+    assert len(bench.generate([1], 4).tokens) == 4
+
+
+def test_an_engine_that_is_gone_is_named_with_its_address(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"ipc://{tmp_path}/nobody did not answer"):
+        TinyClient(f"ipc://{tmp_path}/nobody").weights()
+    with pytest.raises(EngineError, match="is reached at ipc://PATH"):
+        TinyClient("tcp://127.0.0.1:1").weights()

@@ -1,7 +1,7 @@
 """The fleet that today's trainers leave behind, on real engines: one replica loads the new weights, the other can't.
 
-The one that can't is quarantined: paused, on the version that it had, in the report; it answers nobody until a sync
-heals it. The other serves the new version. A bus, two agents, two engines, and clients that really generate.
+The other one is quarantined: paused, on its old version, named in the report, and answering nobody until a sync heals
+it. The first one serves the new version. A bus, two agents, two engines, and clients that really generate.
 """
 
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ def model(version: int, config: TinyConfig | None = None) -> TinyModel:
 
 
 class Fleet:
-    """Two replicas of one node, each with a checkpoint root of its own, so that they can be given different files."""
+    """Two replicas of one node, each with its own checkpoint root, so that they can get different files."""
 
     def __init__(self, folder: Path, bus: Bus) -> None:
         self.folder, self.bus = folder, bus
@@ -48,9 +48,9 @@ class Fleet:
 
     @asynccontextmanager
     async def replica(self, replica: int) -> AsyncIterator[Agent]:
-        place = Identity(replica=replica, node_rank=0)
+        identity = Identity(replica=replica, node_rank=0)
         engine = TinyEngine(
-            place,
+            identity,
             checkpoints=self.root(replica),
             traces=self.folder / "traces",
             serve=self.front(replica),
@@ -59,7 +59,7 @@ class Fleet:
         config = AgentConfig(hello_retry_ms=20, observe_ms=20)
         state = self.folder / "state"
         async with (
-            Agent(bus=self.bus.address, identity=place, engine=engine, state_dir=state, config=config) as agent,
+            Agent(bus=self.bus.address, identity=identity, engine=engine, state_dir=state, config=config) as agent,
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(agent.run)
@@ -91,7 +91,7 @@ class Fleet:
         return held.version, held.digest
 
     async def generates_on(self, replica: int, timeout_s: float) -> int | None:
-        """The version that the replica generates on; None if it gives no answer."""
+        """Return the version that the replica generates on; None if it does not answer."""
 
         def ask() -> int | None:
             try:
@@ -113,15 +113,15 @@ async def fleet(folder: Path) -> AsyncIterator[Fleet]:
         for replica in (0, 1):
             await stack.enter_async_context(made.replica(replica))
         with anyio.fail_after(20):
-            await bus.wait_until(lambda state: [one.state for one in state.members.values()] == ["live", "live"])
+            await bus.wait_until(lambda state: [member.state for member in state.members.values()] == ["live", "live"])
         assert (await made.sync(1)).status == "committed"
         yield made
 
 
 def spoil(fleet: Fleet, how: str) -> None:
-    """Version 2, good for replica 0 and not for replica 1."""
+    """Write version 2, good for replica 0 and damaged for replica 1."""
     fleet.write(2, 0)
-    if how == "other weights":  # of the same names and shapes: nothing but their bytes tells
+    if how == "other weights":  # same names and shapes: only the bytes differ
         save(model(7), fleet.root(1) / "v2")
     elif how == "another shape":
         fleet.write(2, 1, config=TinyConfig(hidden=32))
@@ -132,7 +132,7 @@ def spoil(fleet: Fleet, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "cut off", "another shape", "other weights"])
-async def test_a_torn_fleet_is_one_that_nobody_is_served_from(tmp_path: Path, how: str) -> None:
+async def test_a_replica_that_cannot_load_is_quarantined_until_the_next_sync(tmp_path: Path, how: str) -> None:
     async with fleet(tmp_path) as torn:
         spoil(torn, how)
         report = await torn.sync(2, quorum=1)
@@ -154,7 +154,7 @@ async def test_a_torn_fleet_is_one_that_nobody_is_served_from(tmp_path: Path, ho
             assert await torn.generates_on(replica, 10) == 3
 
 
-async def test_without_a_quorum_the_whole_fleet_stays_where_it_is(tmp_path: Path) -> None:
+async def test_without_a_quorum_the_whole_fleet_keeps_its_version(tmp_path: Path) -> None:
     async with fleet(tmp_path) as torn:
         spoil(torn, "another shape")
         report = await torn.sync(2)

@@ -1,4 +1,4 @@
-"""The demo, as a newcomer runs it: short, with and without a fault. `make demo` is the same with more steps."""
+"""The demo as a newcomer runs it, but shorter, with and without a fault. `make demo` is the same with more steps."""
 
 import json
 import re
@@ -15,21 +15,21 @@ def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("fault", [(), ("--fault", "kill-agent")], ids=["plain", "killed"])
-def test_it_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple[str, ...]) -> None:
+def test_the_demo_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple[str, ...]) -> None:
     out = tmp_path / "out"
     done = demo("--out", out, "--steps", "6", *fault)
     assert done.returncode == 0, done.stderr + done.stdout
-    said = " ".join(done.stdout.split())
-    assert "after each of 7 syncs, both engines held the trainer's weights, byte for byte" in said
-    assert "all are the same" in said
-    assert ("agent 1.0 was killed" in said) is bool(fault)
-    assert ("agent 1.0 is back" in said) is bool(fault)
-    assert re.search(r"profile stop step \d 0\.0 1\.0 actor\.0 0\.1 1\.1 not_primary", said)
+    output = " ".join(done.stdout.split())
+    assert "after each of 7 syncs, both engines held the trainer's weights, byte for byte" in output
+    assert "all are the same" in output
+    assert ("agent 1.0 was killed" in output) is bool(fault)
+    assert ("agent 1.0 is back" in output) is bool(fault)
+    assert re.search(r"profile stop step \d 0\.0 1\.0 actor\.0 0\.1 1\.1 not_primary", output)
     places = sorted(path.relative_to(out / "traces").as_posix() for path in (out / "traces").glob("*/*"))
-    who = ("actor_rank_0", "replica_0", "replica_1")
-    assert places == [f"global_step_{step}/{one}" for step in (1, 4) for one in who]
+    folders = ("actor_rank_0", "replica_0", "replica_1")
+    assert places == [f"global_step_{step}/{folder}" for step in (1, 4) for folder in folders]
     for trace in (out / "traces").glob("*/*/*.json"):
-        assert any(one.get("name") == "tiny.forward" for one in json.loads(trace.read_text())["traceEvents"])
+        assert any(event.get("name") == "tiny.forward" for event in json.loads(trace.read_text())["traceEvents"])
     verified = rolloutctl("log", "verify", out / "run.db")
     assert verified.returncode == 0
 
@@ -50,7 +50,7 @@ def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Pat
     config.write_text(VERL)
     done = demo("--out", out, "--steps", "6", "--profiler", config)
     assert done.returncode == 0, done.stderr + done.stdout
-    names = sorted(re.sub(r"-[0-9a-f]{16}", "", one.name) for one in (out / "traces").iterdir() if one.is_file())
+    names = sorted(re.sub(r"-[0-9a-f]{16}", "", file.name) for file in (out / "traces").iterdir() if file.is_file())
     assert names == [
         "actor-rank0_step_2_e2e.rank0.pt.trace.json.gz",
         "rollout-replica0-globalrank0_tiny-step2.pt.trace.json",
@@ -58,16 +58,16 @@ def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Pat
     ]
     for trace in (out / "traces").glob("rollout-*"):
         events = json.loads(trace.read_text())["traceEvents"]
-        assert sum(one.get("name") == "tiny.forward" for one in events) == 3
+        assert sum(event.get("name") == "tiny.forward" for event in events) == 3
     drawn = rolloutctl("timeline", out / "run.db", "--traces", out / "traces", "-o", tmp_path / "run.json", "--json")
     assert drawn.returncode == 0, drawn.stderr
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    assert {"tiny.forward", "learn", "rollouts"} <= {one["name"] for one in events}
+    assert {"tiny.forward", "learn", "rollouts"} <= {event["name"] for event in events}
     page = rolloutctl("report", out / "run.db", "-o", tmp_path / "run.html")
     assert page.returncode == 0 and "profile stop step 2" in (tmp_path / "run.html").read_text()
 
 
-def test_it_writes_over_nothing(tmp_path: Path) -> None:
+def test_the_demo_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     done = demo("--out", tmp_path)
     assert done.returncode == 2

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Rank:
-    """One rank as a process, told step by step."""
+    """One rank as a process, driven step by step."""
 
     def __init__(self, bus: str, folder: Path, number: int, world: int = 2) -> None:
         words = [sys.executable, str(PROGRAM), bus, str(number), str(world), str(folder)]
@@ -98,9 +98,9 @@ class Fleet:
 
     def traces(self, report: Report) -> dict[str, dict[str, Any]]:
         """By path below the root."""
-        told = [one.conclusion.traces for one in report.outcomes if isinstance(one.conclusion, Acted)]
-        paths = [trace.path for traces in told for trace in traces]
-        return {one: load(self.folder / "traces" / one) for one in paths}
+        acted = [outcome.conclusion for outcome in report.outcomes if isinstance(outcome.conclusion, Acted)]
+        paths = [trace.path for conclusion in acted for trace in conclusion.traces]
+        return {path: load(self.folder / "traces" / path) for path in paths}
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def profile(action: Literal["start", "stop"], actor: ProfilePlan) -> ProfileComm
 
 
 def by_agent(report: Report) -> dict[str, object]:
-    return {one.agent: one.conclusion for one in report.outcomes}
+    return {outcome.agent: outcome.conclusion for outcome in report.outcomes}
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +142,15 @@ def test_one_command_profiles_engines_and_the_ranks_it_names(fleet: Fleet) -> No
     fleet.step(4)
     assert (sorted(stopped.acted), stopped.skipped) == (["0.0", "actor.1"], ("actor.0",))
     outcome = by_agent(stopped)["actor.1"]
-    assert isinstance(outcome, Acted) and [one.rank for one in outcome.traces] == [1, 1]
+    assert isinstance(outcome, Acted) and [trace.rank for trace in outcome.traces] == [1, 1]
     traces = fleet.traces(stopped)
     folder = "global_step_3/actor_rank_1"
     names = [f"{folder}/{stage}.rank1.pt.trace.json.gz" for stage in ("compute_log_prob", "update_actor")]
-    assert [one for one in traces if "actor" in one] == names
-    assert [one.split("/")[1] for one in traces if one not in names] == ["replica_0"]
+    assert [path for path in traces if "actor" in path] == names
+    assert [path.split("/")[1] for path in traces if path not in names] == ["replica_0"]
     batches = [f"step 3 mini-batch {index}" for index in range(3)]
     # torch's optimizers mark themselves too
-    seen = [[one for one in stages(traces[name]) if "#" not in one] for name in names]
+    seen = [[stage for stage in stages(traces[name]) if "#" not in stage] for name in names]
     assert seen == [["compute_log_prob"], ["update_actor", *batches]]
     assert all(operators(traces[name]) for name in names)
     assert {name: traces[name]["distributedInfo"]["rank"] for name in names} == dict.fromkeys(names, 1)
@@ -166,21 +166,21 @@ def test_a_step_of_the_plane_profiles_ranks_by_configuration(fleet: Fleet) -> No
         f"global_step_5/actor_rank_{number}/e2e.rank{number}.mb1-1.pt.trace.json.gz" for number in range(2)
     ]
     for trace in traces.values():
-        assert [one for one in stages(trace) if "#" not in one] == ["step 5 mini-batch 1"]
+        assert [stage for stage in stages(trace) if "#" not in stage] == ["step 5 mini-batch 1"]
 
 
-def test_what_is_for_engines_is_skipped_by_ranks(fleet: Fleet) -> None:
+def test_training_ranks_skip_commands_for_engines(fleet: Fleet) -> None:
     save(TinyModel(TinyConfig(), seed=1), fleet.folder / "v1")
-    apart = {"actor.0": Skipped(Reason.NOT_AN_ENGINE), "actor.1": Skipped(Reason.NOT_AN_ENGINE)}
+    skips = {"actor.0": Skipped(Reason.NOT_AN_ENGINE), "actor.1": Skipped(Reason.NOT_AN_ENGINE)}
     for report in (fleet.plane.pause().wait(), fleet.plane.resume().wait()):
-        assert report.acted == ("0.0",) and by_agent(report).items() >= apart.items()
+        assert report.acted == ("0.0",) and by_agent(report).items() >= skips.items()
     synced = fleet.plane.sync_weights(1, Checkpoint("v1")).wait()
     assert synced.status == "committed" and synced.loaded == (0,)
     for phase in synced.phases:
-        assert by_agent(phase).items() >= apart.items()
+        assert by_agent(phase).items() >= skips.items()
 
 
-def test_a_plan_that_cant_be_honoured_is_told_before_the_first_step(fleet: Fleet) -> None:
+def test_a_plan_that_cannot_be_honoured_is_reported_before_the_first_step(fleet: Fleet) -> None:
     check = ProfileCommand(action="check", step=0, roles={"actor": ProfilePlan(tool="npu")})
     outcome = by_agent(fleet.plane.publish(check).wait())["actor.1"]
     assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNSUPPORTED
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
         fleet.step(8)
 
 
-def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_and_relocated_all_the_same(fleet: Fleet) -> None:
+def test_a_stop_that_times_out_in_a_long_stage_still_leads_to_a_relocated_trace(fleet: Fleet) -> None:
     actor = ProfilePlan(ranks=frozenset({0}), finish=Finish(relocate=True))
     fleet.plane.publish(profile("start", actor)).wait()
     rank = fleet.ranks[0]
@@ -216,15 +216,15 @@ def test_a_stop_that_a_stage_outlasts_is_told_and_the_trace_is_written_and_reloc
     moved = fleet.folder / "traces" / "actor-rank0_step_3_e2e.rank0.pt.trace.json.gz"
     wait_until(moved.exists)
     seen = stages(load(moved))
-    assert [one for one in seen if "actor" in one or "log" in one] == ["compute_log_prob", "update_actor"]
+    assert [stage for stage in seen if "actor" in stage or "log" in stage] == ["compute_log_prob", "update_actor"]
 
 
-def test_a_rank_leaves_in_good_order_and_trains_on_without_a_bus(tmp_path: Path) -> None:
+def test_a_rank_says_goodbye_and_trains_on_without_a_bus(tmp_path: Path) -> None:
     with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as plane:
         address = plane.address
         with here(address, tmp_path):
             plane.wait_for_agents(1, timeout=60).wait()
-        wait_until(lambda: [one.state for one in plane.status().agents] == ["left"])
+        wait_until(lambda: [agent.state for agent in plane.status().agents] == ["left"])
         assert plane.flush().wait().outcomes == ()
     with here(address, tmp_path) as rank, rank.annotate("update_actor"):  # nobody listens there any more
         rank.mini_batch()
@@ -239,7 +239,7 @@ def test_a_rank_leaves_in_good_order_and_trains_on_without_a_bus(tmp_path: Path)
         "rank._portal.call(anyio.to_thread.run_sync, int)",  # as when traces were relocated: its worker lives on
     ],
 )
-def test_a_trainer_that_forgets_to_close_ends_all_the_same(tmp_path: Path, ending: str) -> None:
+def test_a_trainer_that_forgets_to_close_the_rank_still_ends(tmp_path: Path, ending: str) -> None:
     code = (
         "import sys, anyio; from workers.profilers import TrainingRank\n"
         "rank = TrainingRank(bus=sys.argv[1], role='actor', rank=0, world_size=1, traces=sys.argv[2],"
@@ -250,8 +250,8 @@ def test_a_trainer_that_forgets_to_close_ends_all_the_same(tmp_path: Path, endin
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_stage_that_outlives_a_window_does_not_kill_the_process_that_trains(tmp_path: Path) -> None:
-    """torch ends a span in memory that it has freed, when the next window is recorded by then."""
+def test_a_stage_that_outlives_a_window_does_not_crash_the_process(tmp_path: Path) -> None:
+    """torch would write the end of a span into freed memory if the next window is recorded by then."""
     code = """
 import sys, pathlib
 from schemas.commands import ProfilePlan, Schedule
@@ -273,7 +273,7 @@ print("trained")
     assert (done.returncode, done.stdout) == (0, "trained\n")
 
 
-def test_a_place_that_is_taken_ends_the_agent_and_not_the_training(tmp_path: Path) -> None:
+def test_a_second_agent_of_the_same_rank_ends_and_the_training_goes_on(tmp_path: Path) -> None:
     with ExitStack() as stack:
         plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK))
         stack.enter_context(here(plane.address, tmp_path))

@@ -1,7 +1,7 @@
-"""What tools `npu` and `precision_debugger` call, with the signatures of the packages themselves, which need Ascend.
+"""Stand-ins for what tools `npu` and `precision_debugger` call, since the packages themselves need Ascend.
 
 `test_profiler_wheels.py` compares these signatures with the source of torch_npu 2.14.0 and mindstudio-probe 26.2.0.
-Each stand-in notes its calls, and writes a file where the package would.
+Each stand-in has the signature of the original, notes its calls, and writes a file where the package would.
 """
 
 import sys
@@ -92,7 +92,7 @@ def range_end(range_id: int, domain: str = "default") -> None:
 
 
 class Debugger:
-    """As msprobe's: one per process, and the first directory is kept."""
+    """Like msprobe's: there is one per process, and it keeps the first directory."""
 
     calls: Calls = []
     instance: "Debugger | None" = None
@@ -137,7 +137,7 @@ class Debugger:
 
 
 def npu(patch: pytest.MonkeyPatch) -> Calls:
-    """Put a stand-in of torch_npu where it would be imported from; return what is called of it."""
+    """Install a stand-in for torch_npu; return the list of its calls."""
     top, api, core, mstx = (ModuleType(name) for name in ("torch_npu", "profiler", "npu", "mstx"))
     api.__dict__.update(
         profile=NpuProfile,
@@ -156,7 +156,7 @@ def npu(patch: pytest.MonkeyPatch) -> Calls:
 
 
 def msprobe(patch: pytest.MonkeyPatch) -> Calls:
-    """The same for msprobe."""
+    """Install a stand-in for msprobe; return the list of its calls."""
     top, api = ModuleType("msprobe"), ModuleType("msprobe.pytorch")
     api.__dict__.update(PrecisionDebugger=Debugger)
     patch.setitem(sys.modules, "msprobe", top)

@@ -1,4 +1,4 @@
-"""A training rank's profiler as the agent commands it, without a bus: from a thread of its own, beside the test's."""
+"""A training rank's profiler as an agent commands it, without a bus: from a thread of its own beside the test's."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ class Commanded:
         self._open: StopProfile | None = None
 
     def ask(self, call: EngineCall) -> "Future[Returned]":
-        """Have it performed as an agent does it: on another thread, with a loop of its own."""
+        """Perform a call as an agent does: on another thread, with a loop of its own."""
         done: Future[Returned] = Future()
 
         def run() -> None:
@@ -55,7 +55,7 @@ class Commanded:
         self.ask(StartProfile(session, directory)).result(60)
 
     def stopping(self) -> "Future[Returned]":
-        """A stop that is under way, and has been seen by the profiler."""
+        """Begin a stop, and wait until the profiler has seen it."""
         assert self._open is not None
         session = self.profiler._session
         done = self.ask(self._open)
@@ -66,24 +66,24 @@ class Commanded:
         return self.stopping().result(60)
 
     def traces(self, returned: Returned) -> dict[str, dict[str, Any]]:
-        """What the traces of an outcome hold, by file name. All of them are JSON and of this rank."""
-        assert {one.rank for one in returned.traces} <= {self.identity.replica}
-        return {Path(one.path).name: read(self.root / one.path) for one in returned.traces}
+        """Read the traces of an outcome, by file name. All of them are JSON and of this rank."""
+        assert {trace.rank for trace in returned.traces} <= {self.identity.replica}
+        return {Path(trace.path).name: read(self.root / trace.path) for trace in returned.traces}
 
     def close(self) -> None:
         anyio.run(self.profiler.close)
 
 
 def read(file: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
-    return told
+    trace: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    return trace
 
 
 def stages(trace: dict[str, Any]) -> list[str]:
-    """The spans in a trace, in order of their beginning."""
-    spans = [one for one in trace["traceEvents"] if one.get("cat") == "user_annotation"]
-    return [one["name"] for one in sorted(spans, key=lambda one: float(one["ts"]))]
+    """Return the names of the spans in a trace, in the order in which they begin."""
+    spans = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    return [span["name"] for span in sorted(spans, key=lambda span: float(span["ts"]))]
 
 
 def operators(trace: dict[str, Any]) -> int:
-    return sum(one.get("cat") == "cpu_op" for one in trace["traceEvents"])
+    return sum(event.get("cat") == "cpu_op" for event in trace["traceEvents"])

@@ -1,6 +1,6 @@
-"""The tools of a training rank: which plan can't be honoured here, and what each tool calls.
+"""The tools of a training rank: which plans can't be honoured here, and what each tool calls.
 
-No Ascend machine and no Nsight Systems are needed: what is called is held against the signature of the real function.
+No Ascend machine and no Nsight Systems are needed: calls are checked against the signatures of the real functions.
 """
 
 import inspect
@@ -66,7 +66,7 @@ if not CUDA:
 
 
 @pytest.mark.parametrize(("asked", "why"), REFUSED)
-def test_what_cant_be_done_here_is_said_when_it_is_asked_for(
+def test_a_plan_that_cannot_be_honoured_here_is_refused_with_a_reason(
     rank: Commanded, tmp_path: Path, asked: ProfilePlan, why: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=why):
@@ -80,7 +80,7 @@ def test_what_cant_be_done_here_is_said_when_it_is_asked_for(
         )
 
 
-def test_what_is_asked_of_other_ranks_and_roles_concerns_nobody_here(tmp_path: Path) -> None:
+def test_plans_of_other_ranks_and_roles_are_not_checked(tmp_path: Path) -> None:
     others = {"critic": plan("perf"), "actor": plan("perf", ranks=frozenset({1}))}
     config = ProfilerConfig(roles=others, steps=(500,), save_path=str(tmp_path))
     TrainingRank(bus="tcp://127.0.0.1:5555", role="actor", rank=3, world_size=8, state_dir=tmp_path, profiler=config)
@@ -92,7 +92,7 @@ def test_a_torch_that_is_too_old_is_named(rank: Commanded, monkeypatch: pytest.M
         rank.ask(CheckProfile(plan("torch"))).result(60)
 
 
-def test_what_can_be_done_is_answered_with_yes(rank: Commanded) -> None:
+def test_a_plan_that_can_be_honoured_passes_the_check(rank: Commanded) -> None:
     assert rank.ask(CheckProfile(plan("torch", discrete=True))).result(60) == Returned()
 
 
@@ -106,7 +106,7 @@ def test_what_can_be_done_is_answered_with_yes(rank: Commanded) -> None:
         ({"profiler": ProfilerConfig(roles=["actor"])}, "not a configuration of profiling: Expected `object`"),  # type: ignore[arg-type]
     ],
 )
-def test_a_rank_that_cant_be_is_an_error_at_once(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+def test_wrong_arguments_of_a_rank_are_an_error_at_once(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     right: dict[str, Any] = {
         "bus": "tcp://127.0.0.1:5555",
         "role": "actor",
@@ -121,33 +121,35 @@ def test_a_rank_that_cant_be_is_an_error_at_once(tmp_path: Path, settings: dict[
 # --- CUDA -------------------------------------------------------------------------------------------------------------
 
 
-def as_if(patch: pytest.MonkeyPatch, calls: list[str], owner: Any, name: str, act: Callable[..., Any]) -> None:
-    """In the place of one of torch's functions: takes just what that takes, and notes it."""
+def stand_in(patch: pytest.MonkeyPatch, calls: list[str], owner: Any, name: str, act: Callable[..., Any]) -> None:
+    """Replace a function of torch by one with the same signature that notes its calls."""
     signature = inspect.signature(getattr(owner, name))
 
-    def stands_in(*args: Any, **kwargs: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        said = ", ".join(f"{key}={value}" for key, value in given.items() if not str(value).startswith("/"))
-        calls.append(f"{name}({said})")
+        arguments = ", ".join(f"{key}={value}" for key, value in given.items() if not str(value).startswith("/"))
+        calls.append(f"{name}({arguments})")
         return act(*args)
 
-    patch.setattr(owner, name, stands_in)
+    patch.setattr(owner, name, noting)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A CUDA device that notes what is called; the functions are the installed torch's."""
+    """The calls to CUDA functions of the installed torch, on a machine without a GPU."""
     calls: list[str] = []
     nothing = lambda *_: None  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    as_if(monkeypatch, calls, torch.cuda, "device", lambda *_: nullcontext())
-    as_if(monkeypatch, calls, torch.cuda.memory, "_record_memory_history", nothing)
-    as_if(monkeypatch, calls, torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"a snapshot"))
-    as_if(monkeypatch, calls, torch.cuda.profiler, "start", nothing)
-    as_if(monkeypatch, calls, torch.cuda.profiler, "stop", nothing)
-    as_if(monkeypatch, calls, torch.cuda.nvtx, "range_start", lambda _: 1)
-    as_if(monkeypatch, calls, torch.cuda.nvtx, "range_end", nothing)
+    stand_in(monkeypatch, calls, torch.cuda, "device", lambda *_: nullcontext())
+    stand_in(monkeypatch, calls, torch.cuda.memory, "_record_memory_history", nothing)
+    stand_in(
+        monkeypatch, calls, torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"a snapshot")
+    )
+    stand_in(monkeypatch, calls, torch.cuda.profiler, "start", nothing)
+    stand_in(monkeypatch, calls, torch.cuda.profiler, "stop", nothing)
+    stand_in(monkeypatch, calls, torch.cuda.nvtx, "range_start", lambda _: 1)
+    stand_in(monkeypatch, calls, torch.cuda.nvtx, "range_end", nothing)
     return calls
 
 
@@ -162,28 +164,28 @@ def test_the_history_of_the_allocator_is_dumped_at_the_stop(rank: Commanded, cud
         "_record_memory_history(enabled=None)",
     ]
     assert trace.path.startswith("global_step_3/actor_rank_3/memory.rank3.step3.pid") and trace.rank == 3
-    assert [one.suffix for one in (rank.root / trace.path).parent.iterdir()] == [".pickle"]
+    assert [file.suffix for file in (rank.root / trace.path).parent.iterdir()] == [".pickle"]
 
 
-def test_one_snapshot_covers_as_many_steps_as_asked_for(rank: Commanded, cuda: list[str]) -> None:
-    told = []
+def test_one_snapshot_covers_several_steps(rank: Commanded, cuda: list[str]) -> None:
+    outcomes = []
     for step in (3, 4):
         rank.start(plan("torch_memory", TorchMemory(snapshot_steps=2)), step=step)
-        told.append(rank.stop())
-    assert told[0] == Returned(ranks_without_trace=(3,))
-    assert [".step3-4." in one.path for one in told[1].traces] == [True]
-    assert [one.partition("(")[0] for one in cuda] == [
+        outcomes.append(rank.stop())
+    assert outcomes[0] == Returned(ranks_without_trace=(3,))
+    assert [".step3-4." in trace.path for trace in outcomes[1].traces] == [True]
+    assert [call.partition("(")[0] for call in cuda] == [
         *("_record_memory_history", "_dump_snapshot", "_record_memory_history")
     ]
 
 
-def test_a_snapshot_that_cant_be_written_is_told_and_the_history_ends(
+def test_a_snapshot_that_cannot_be_written_is_reported_and_the_history_ends(
     rank: Commanded, cuda: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: str) -> None:
         raise OSError(28, "No space left on device")
 
-    as_if(monkeypatch, cuda, torch.cuda.memory, "_dump_snapshot", full)
+    stand_in(monkeypatch, cuda, torch.cuda.memory, "_dump_snapshot", full)
     rank.start(plan("torch_memory"))
     with pytest.raises(EngineError, match="memory snapshot .* was not written: .*No space left"):
         rank.stop()
@@ -200,9 +202,9 @@ def test_nsys_records_in_ranges_and_stages_are_marked(rank: Commanded, cuda: lis
     assert rank.stop() == Returned()
     marks = "range_start(msg={0}) range_end(range_id=1)"
     ranges = ("start()", "device(device=5) stop()")
-    first, second = (marks.format(one) for one in ("first", "second"))
-    apart = [ranges[0], first, ranges[1], ranges[0], second, ranges[1]]
-    assert " ".join(cuda) == " ".join(apart if discrete else [ranges[0], first, second, ranges[1]])
+    first, second = (marks.format(stage) for stage in ("first", "second"))
+    separate = [ranges[0], first, ranges[1], ranges[0], second, ranges[1]]
+    assert " ".join(cuda) == " ".join(separate if discrete else [ranges[0], first, second, ranges[1]])
 
 
 if CUDA:
@@ -218,7 +220,7 @@ if CUDA:
         with annotate("update"):
             (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
         (trace,) = rank.traces(rank.stop()).values()
-        assert any(one.get("cat") == "kernel" for one in trace["traceEvents"])
+        assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
 
 
 # --- Ascend, by stand-ins ---------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ def test_an_npu_stage_is_a_profile_of_its_own(rank: Commanded, monkeypatch: pyte
         raise ZeroDivisionError
     with annotate("log_prob"):
         pass
-    paths = [one.path for one in rank.stop().traces]
+    paths = [trace.path for trace in rank.stop().traces]
     profiled = ("profile", ("cpu", "npu"), True, "1")
     assert calls == [
         *(profiled, ("start",), ("range", "update"), ("end",), ("step",), ("stop",)),
@@ -244,25 +246,25 @@ def test_an_npu_stage_is_a_profile_of_its_own(rank: Commanded, monkeypatch: pyte
 
 @pytest.mark.parametrize("layout", ["step", "verl_step", "verl"])
 @pytest.mark.parametrize("tool", ["npu", "precision_debugger"])
-def test_what_a_tool_names_itself_is_told_by_its_own_rank_and_session_alone(
+def test_files_that_a_tool_names_itself_belong_to_one_rank_and_session(
     rank: Commanded, monkeypatch: pytest.MonkeyPatch, tool: str, layout: str
 ) -> None:
     ascend_stand_ins.npu(monkeypatch)
     ascend_stand_ins.msprobe(monkeypatch)
     options = PrecisionDebugger(config_path=__file__) if tool == "precision_debugger" else None
-    told: list[str] = []
-    for one in (rank, Commanded(rank.root, "critic")):
+    paths: set[str] = set()
+    for commanded in (rank, Commanded(rank.root, "critic")):
         for step in (3, 4):
-            one.start(plan(tool, options, layout=layout), step=step)
-            with annotate("update", role=one.identity.role):
+            commanded.start(plan(tool, options, layout=layout), step=step)
+            with annotate("update", role=commanded.identity.role):
                 pass
-            traces = one.stop().traces
-            assert len(traces) == 1 and one.identity.role in traces[0].path
-            told += [trace.path for trace in traces]
-    assert len(set(told)) == 4
+            (trace,) = commanded.stop().traces
+            assert commanded.identity.role in trace.path
+            paths.add(trace.path)
+    assert len(paths) == 4
 
 
-def test_a_tool_that_left_nothing_is_told(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_wrote_nothing_is_reported(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
     ascend_stand_ins.npu(monkeypatch)
     monkeypatch.setattr(ascend_stand_ins.NpuProfile, "stop", lambda self: None)  # it swallows its own errors
     rank.start(plan("npu"))
@@ -287,7 +289,7 @@ def test_precision_is_watched_in_the_stages_that_the_plan_names(
             raise ZeroDivisionError
         with annotate("ref", model="another"):
             pass
-        assert [one.path for one in rank.stop().traces] == [
+        assert [trace.path for trace in rank.stop().traces] == [
             f"global_step_{step}/actor_rank_3/{stage}/step0/rank0/dump.json" for stage in ("actor_update", "ref")
         ]
     once = [("start", "actor_update", "the model"), ("stop",), ("step",), ("start", "ref", "another"), ("stop",)]

@@ -1,4 +1,4 @@
-"""A training rank is profiled: which stages are recorded, by which thread, and what can never stop a training step."""
+"""Profiling a training rank: which stages are recorded, by which thread, and that nothing stops a training step."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ def update_actor() -> None:
 
 
 def named(returned: Returned) -> list[str]:
-    return [Path(one.path).name for one in returned.traces]
+    return [Path(trace.path).name for trace in returned.traces]
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
@@ -61,17 +61,17 @@ def test_a_session_is_one_trace_of_all_that_its_stages_did(rank: Commanded) -> N
         update_actor()
     returned = rank.stop()
     update_actor()
-    (path,) = [one.path for one in returned.traces]
+    (path,) = [trace.path for trace in returned.traces]
     assert path == f"global_step_3/actor_rank_3/{WHOLE}"
     trace = rank.traces(returned)[WHOLE]
     assert stages(trace) == ["update_actor", "log_prob", "update_actor"]
     assert trace["distributedInfo"] == {"backend": "none", "rank": 3, "world_size": 8}
     assert trace["rolloutctl"] == {"role": "actor", "rank": 3, "step": 3, "scope": "e2e"}
-    links = [one["id"] for one in trace["traceEvents"] if one.get("cat") == "fwdbwd" and one["ph"] == "s"]
+    links = [event["id"] for event in trace["traceEvents"] if event.get("cat") == "fwdbwd" and event["ph"] == "s"]
     assert len(links) == len(set(links)) == 9  # three forwards, each of which has three links to its backward
 
 
-def test_in_a_torch_distributed_group_the_trace_says_what_torch_knows_of_it(rank: Commanded) -> None:
+def test_in_a_torch_distributed_group_the_trace_has_what_torch_knows_of_it(rank: Commanded) -> None:
     group = torch.distributed
     group.init_process_group("gloo", init_method=f"file://{rank.root}/store", rank=0, world_size=1)
     try:
@@ -106,7 +106,7 @@ def test_only_stages_of_the_role_are_recorded(rank: Commanded) -> None:
     assert stages(rank.traces(rank.stop())[WHOLE]) == ["update_actor"]
 
 
-def test_a_session_without_a_stage_left_no_trace_and_says_so(rank: Commanded) -> None:
+def test_a_session_without_a_stage_is_a_rank_without_a_trace(rank: Commanded) -> None:
     rank.start()
     work()
     assert rank.stop() == Returned(ranks_without_trace=(3,))
@@ -116,13 +116,13 @@ def test_stacks_shapes_and_memory_are_recorded_when_asked_for(rank: Commanded) -
     rank.start(ProfilePlan(with_stack=True, record_shapes=True, activities=frozenset({"cpu", "memory"})))
     update_actor()
     events = rank.traces(rank.stop())[WHOLE]["traceEvents"]
-    kinds = {one.get("cat") for one in events}
+    kinds = {event.get("cat") for event in events}
     assert "python_function" in kinds
-    assert any("Input Dims" in one.get("args", {}) for one in events)
-    assert any(one.get("name") == "[memory]" for one in events)
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    assert any(event.get("name") == "[memory]" for event in events)
 
 
-def test_the_files_of_verls_layout_lie_in_the_root_under_verls_names(rank: Commanded) -> None:
+def test_the_files_of_verls_layout_are_in_the_root_under_verls_names(rank: Commanded) -> None:
     plan = ProfilePlan(discrete=True, layout="verl", schedule=Schedule(active=1, skip_first=1, repeat=1))
     rank.start(plan, step=7)
     with annotate("update_actor", scheduled=True):
@@ -130,13 +130,13 @@ def test_the_files_of_verls_layout_lie_in_the_root_under_verls_names(rank: Comma
             work()
             mini_batch()
     update_actor()
-    first, second = sorted(one.path for one in rank.stop().traces)
+    first, second = sorted(trace.path for trace in rank.stop().traces)
     pid = os.getpid()
     assert first.startswith(f"actor_update_actor_step7_rank3-of-8_pid{pid}_20") and first.endswith(".json.gz")
-    assert [one.endswith("_mb1.json.gz") for one in (first, second)].count(True) == 1
+    assert [path.endswith("_mb1.json.gz") for path in (first, second)].count(True) == 1
 
 
-def test_coroutines_that_interleave_are_recorded_by_the_stage_that_came_first(rank: Commanded) -> None:
+def test_interleaved_coroutines_are_recorded_in_the_trace_of_the_first_stage(rank: Commanded) -> None:
     order: list[str] = []
 
     async def run() -> None:
@@ -160,13 +160,13 @@ def test_coroutines_that_interleave_are_recorded_by_the_stage_that_came_first(ra
 
     rank.start(DISCRETE)
     asyncio.run(run())
-    assert order == ["first", "second"]  # the one that was recorded ended inside of the other
+    assert order == ["first", "second"]  # the recorded stage ended inside of the other
     traces = rank.traces(rank.stop())
     assert list(traces) == ["first.rank3.pt.trace.json.gz"]
     assert operators(traces["first.rank3.pt.trace.json.gz"]) > 20
 
 
-def test_the_thread_that_enters_a_stage_is_the_one_that_is_recorded(rank: Commanded) -> None:
+def test_only_the_thread_that_entered_the_stage_is_recorded(rank: Commanded) -> None:
     rank.start(DISCRETE)
     inside, leave = threading.Event(), threading.Event()
 
@@ -217,7 +217,7 @@ def test_a_stage_that_another_thread_leaves_is_ended_by_the_thread_that_entered_
 
 
 @pytest.mark.parametrize("discrete", [False, True])
-def test_a_schedule_records_the_mini_batches_it_names(rank: Commanded, discrete: bool) -> None:
+def test_a_schedule_records_the_mini_batches_it_selects(rank: Commanded, discrete: bool) -> None:
     rank.start(ProfilePlan(discrete=discrete, schedule=Schedule(active=2, wait=1, warmup=1, skip_first=1)))
     with annotate("update", scheduled=True):
         for index in range(11):
@@ -232,7 +232,7 @@ def test_a_schedule_records_the_mini_batches_it_names(rank: Commanded, discrete:
     }
 
 
-def test_a_window_that_the_stage_cuts_short_holds_what_there_was_of_it(rank: Commanded) -> None:
+def test_a_window_that_the_stage_cuts_short_is_saved(rank: Commanded) -> None:
     rank.start(ProfilePlan(discrete=True, schedule=Schedule(active=5, skip_first=1)))
     with annotate("update", scheduled=True):
         for index in range(3):
@@ -254,7 +254,7 @@ def test_a_stage_that_is_not_scheduled_is_recorded_in_full(rank: Commanded) -> N
     assert named(rank.stop()) == ["update_actor.rank3.pt.trace.json.gz"]
 
 
-def test_a_stage_of_any_name_has_its_trace(rank: Commanded) -> None:
+def test_a_stage_of_any_name_has_a_trace(rank: Commanded) -> None:
     rank.start(DISCRETE)
     for name in ("../" * 3, "更新", "a/b" * 100, "a/b" * 100):
         with annotate(name):
@@ -286,7 +286,7 @@ def test_a_schedule_counts_as_torch_does(repeat: int, wait: int, warmup: int, ac
 # --- stops ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_in_the_middle_of_a_stage_takes_effect_where_the_thread_passes_next(rank: Commanded) -> None:
+def test_a_stop_in_the_middle_of_a_stage_takes_effect_at_the_next_stage(rank: Commanded) -> None:
     rank.start()
     with annotate("update"):
         with record_function("before"):
@@ -309,7 +309,7 @@ def test_a_stop_takes_effect_between_mini_batches(rank: Commanded) -> None:
         assert named(stopping.result(60)) == [WHOLE]
 
 
-def test_a_stop_after_a_mini_batch_has_that_mini_batch(rank: Commanded) -> None:
+def test_a_stop_at_a_mini_batch_includes_that_mini_batch(rank: Commanded) -> None:
     rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=1)))
     with annotate("update", scheduled=True):
         for index in range(2):
@@ -325,10 +325,10 @@ def test_a_session_can_be_opened_again_after_it_was_closed(rank: Commanded) -> N
     for step in range(3, 6):
         rank.start(step=step)
         update_actor()
-        assert [one.path for one in rank.stop().traces] == [f"global_step_{step}/actor_rank_3/{WHOLE}"]
+        assert [trace.path for trace in rank.stop().traces] == [f"global_step_{step}/actor_rank_3/{WHOLE}"]
 
 
-def test_the_end_of_the_rank_writes_what_was_recorded_and_waits_for_no_stage(rank: Commanded) -> None:
+def test_closing_the_rank_writes_what_was_recorded_and_waits_for_no_stage(rank: Commanded) -> None:
     rank.start()
     update_actor()
     entered, leave = threading.Event(), threading.Event()
@@ -350,7 +350,7 @@ def test_the_end_of_the_rank_writes_what_was_recorded_and_waits_for_no_stage(ran
 # --- a training step is never hurt ------------------------------------------------------------------------------------
 
 
-def test_a_stage_that_raises_is_recorded_and_its_error_is_its_own(rank: Commanded) -> None:
+def test_a_stage_that_raises_is_recorded_and_its_error_is_passed_on(rank: Commanded) -> None:
     rank.start(DISCRETE)
     with pytest.raises(ZeroDivisionError), annotate("bad"):
         work()
@@ -371,23 +371,23 @@ def test_two_ranks_of_one_process_are_not_recorded_at_once(rank: Commanded, tmp_
         rank.stop()
 
 
-def test_ranks_of_one_process_that_are_commanded_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+def test_ranks_of_one_process_can_be_commanded_at_the_same_time(tmp_path: Path) -> None:
     ranks = [Commanded(tmp_path, role).profiler for role in ("actor", "critic", "ref", "reward")]
     lost: list[object] = []
 
-    def commanded(one: RankProfiler) -> None:
+    def command(profiler: RankProfiler) -> None:
         for _ in range(15_000):
-            add_listener(one)
-            told = [other for other in stages_of._Listeners.current if other is one]
-            remove_listener(one)
-            told += [other for other in stages_of._Listeners.current if other is one]
-            if len(told) != 1:
-                lost.append(one)
+            add_listener(profiler)
+            times = sum(listener is profiler for listener in stages_of._Listeners.current)
+            remove_listener(profiler)
+            times += sum(listener is profiler for listener in stages_of._Listeners.current)
+            if times != 1:
+                lost.append(profiler)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=commanded, args=(one,)) for one in ranks]
+        threads = [threading.Thread(target=command, args=(profiler,)) for profiler in ranks]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -399,7 +399,7 @@ def test_ranks_of_one_process_that_are_commanded_at_once_lose_nothing_of_each_ot
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """A disk that is full: what is written past the limit fails, for real."""
+    """Make every write past the limit fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -432,11 +432,11 @@ class Recorded:
 
 
 def test_a_full_disk_of_the_traces_leaves_nothing_half_written(tmp_path: Path) -> None:
-    file = tmp_path / "one.json.gz"
+    file = tmp_path / "trace.json.gz"
     file.touch()
     with files_of_at_most(resource.RLIM_INFINITY):
         trace = CompressedTrace(file)
-        with pytest.raises(EngineError, match="one.json.gz was not written: .*File too large"):
+        with pytest.raises(EngineError, match="trace.json.gz was not written: .*File too large"):
             trace.add(Recorded())
             trace.close()
     assert list(tmp_path.iterdir()) == []
@@ -451,12 +451,12 @@ def test_without_a_temporary_directory_a_trace_is_lost_and_leaves_nothing(
     update_actor()
     with pytest.raises(EngineError, match="was not written: no temporary directory can be made: .*nowhere"):
         rank.stop()
-    empty = [one for one in (rank.root / "global_step_3" / "actor_rank_3").iterdir() if not one.stat().st_size]
-    assert empty == []
+    files = (rank.root / "global_step_3" / "actor_rank_3").iterdir()
+    assert all(file.stat().st_size for file in files)
 
 
-def test_a_trace_that_takes_long_to_write_holds_up_no_step(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is not written before all other stages have come and gone."""
+def test_a_trace_that_takes_long_to_write_delays_no_step(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first trace is written only after all other stages have ended."""
     gate, export = threading.Event(), _KinetoProfile.export_chrome_trace
 
     def slow(self: _KinetoProfile, path: str) -> None:
@@ -473,7 +473,7 @@ def test_a_trace_that_takes_long_to_write_holds_up_no_step(rank: Commanded, monk
     assert len(stopping.result(60).traces) == 4
 
 
-def test_recordings_that_are_not_written_in_time_are_bounded_and_told(
+def test_recordings_that_wait_to_be_written_are_bounded_and_reported(
     rank: Commanded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, begun, export = threading.Event(), threading.Event(), _KinetoProfile.export_chrome_trace
@@ -494,7 +494,7 @@ def test_recordings_that_are_not_written_in_time_are_bounded_and_told(
         rank.stop()
 
 
-def test_nothing_is_ever_written_over(rank: Commanded) -> None:
+def test_nothing_is_ever_overwritten(rank: Commanded) -> None:
     folder = rank.root / "global_step_3" / "actor_rank_3"
     folder.mkdir(parents=True)
     (folder / WHOLE).write_text("of an earlier run")
@@ -507,7 +507,7 @@ def test_a_child_of_the_process_has_no_part_in_the_session(rank: Commanded) -> N
     rank.start(DISCRETE)
     with annotate("parent"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer Pythons warn of threads, which is what this is about
+            warnings.simplefilter("ignore")  # newer Pythons warn about forking with threads, which is the subject here
             child = os.fork()
         if child == 0:
             with annotate("child"):
@@ -519,12 +519,12 @@ def test_a_child_of_the_process_has_no_part_in_the_session(rank: Commanded) -> N
 
 
 def test_a_child_that_is_forked_inside_of_a_stage_records_nothing(rank: Commanded) -> None:
-    """A data loader's worker may live as long as the run; torch would keep something of each operator that it runs."""
+    """A data loader's worker may live as long as the run; torch would record each operator that it runs."""
 
     def allocated() -> int:  # what is resident grows by pages of libraries, too
         return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
-    one = torch.ones(3)
+    tensor = torch.ones(3)
     rank.start(ProfilePlan(with_stack=True))
     with annotate("parent"):
         with warnings.catch_warnings():
@@ -533,7 +533,7 @@ def test_a_child_that_is_forked_inside_of_a_stage_records_nothing(rank: Commande
         if child == 0:
             before = allocated()
             for _ in range(150_000):
-                one + one
+                tensor + tensor
             os._exit(allocated() - before > 15_000_000)
         assert os.waitpid(child, 0)[1] == 0
         work()
@@ -545,9 +545,9 @@ def test_a_child_that_is_forked_inside_of_a_stage_records_nothing(rank: Commande
 
 def test_an_annotated_function_is_the_same_function(rank: Commanded) -> None:
     @annotate("sum")
-    def add(one: int, *more: int, key: int = 0) -> int:
+    def add(first: int, *more: int, key: int = 0) -> int:
         """Adds."""
-        return sum(more, one) + key
+        return sum(more, first) + key
 
     assert add(1, 2, key=3) == 6 and add.__name__ == "add" and add.__doc__ == "Adds."
     rank.start()
@@ -569,7 +569,7 @@ def test_a_stage_that_is_entered_again_ends_when_the_outer_one_does(rank: Comman
         rank.start(DISCRETE)
         with stage, stage:
             work()
-    assert [stages(one) for one in rank.traces(rank.stop()).values()] == [["again", "again"]]
+    assert [stages(trace) for trace in rank.traces(rank.stop()).values()] == [["again", "again"]]
 
 
 def test_a_generator_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Somebody else profiles with torch in the process that trains: both share one profiler, and theirs goes on."""
+"""Another profiler of torch's runs in the process that trains: there is one per process, and the other goes on."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,49 +24,49 @@ def rank(tmp_path: Path) -> Iterator[Commanded]:
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-def test_somebody_elses_profiler_is_left_alone(rank: Commanded) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as theirs:
+def test_another_profiler_is_left_alone(rank: Commanded) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as other:
         with pytest.raises(EngineError, match="another profiler of torch's records in this process"):
             rank.start()
         work()
-    assert any(one.name == "aten::linear" for one in theirs.events())
+    assert any(event.name == "aten::linear" for event in other.events())
 
 
-def test_somebody_elses_profiler_that_came_later_is_left_alone_and_told(rank: Commanded) -> None:
+def test_another_profiler_that_started_later_is_left_alone_and_reported(rank: Commanded) -> None:
     rank.start(DISCRETE)
-    with profile(activities=[ProfilerActivity.CPU]) as theirs, annotate("twice"):
+    with profile(activities=[ProfilerActivity.CPU]) as other, annotate("twice"):
         work()
     with annotate("once"):
         work()
-    assert any(one.name == "aten::linear" for one in theirs.events())
+    assert any(event.name == "aten::linear" for event in other.events())
     with pytest.raises(EngineError, match=r"stage twice is not recorded: another profiler.* 1 traces were written"):
         rank.stop()
 
 
-def theirs_inside(theirs: profile) -> None:
+def runs_inside(other: profile) -> None:
     with annotate("a"):
         work()
-        theirs.start()
+        other.start()
         work()
-        theirs.stop()
+        other.stop()
         work()
 
 
-def theirs_ends_later(theirs: profile) -> None:
+def ends_later(other: profile) -> None:
     with annotate("a"):
         work()
-        theirs.start()
+        other.start()
         with annotate("b"):
             work()
     work()
-    theirs.stop()
+    other.stop()
 
 
-def theirs_on_another_thread(theirs: profile) -> None:
+def runs_on_another_thread(other: profile) -> None:
     def run() -> None:
-        theirs.start()
+        other.start()
         work()
-        theirs.stop()
+        other.stop()
 
     with annotate("a"):
         work()
@@ -76,30 +76,28 @@ def theirs_on_another_thread(theirs: profile) -> None:
         work()
 
 
-def theirs_warms_up_inside(theirs: profile) -> None:
+def warms_up_inside(other: profile) -> None:
     with annotate("a"):
         work()
-        theirs.prepare_trace()
-    theirs.start_trace()
+        other.prepare_trace()
+    other.start_trace()
     with annotate("a"):
         work()
-    theirs.stop_trace()
+    other.stop_trace()
 
 
-@pytest.mark.parametrize(
-    "crossed", [theirs_inside, theirs_ends_later, theirs_on_another_thread, theirs_warms_up_inside]
-)
-def test_somebody_elses_profiler_that_starts_inside_of_a_stage_takes_its_place_and_the_process_lives(
+@pytest.mark.parametrize("crossed", [runs_inside, ends_later, runs_on_another_thread, warms_up_inside])
+def test_another_profiler_that_starts_inside_of_a_stage_replaces_ours_and_the_process_survives(
     rank: Commanded, crossed: Callable[[profile], None]
 ) -> None:
-    """torch gives what one of the two recorded to the other, and both die when it is written."""
-    theirs = profile(activities=[ProfilerActivity.CPU])
+    """torch gives the recording of one to the other, and writing either would crash the process."""
+    other = profile(activities=[ProfilerActivity.CPU])
     rank.start()
-    crossed(theirs)
+    crossed(other)
     with pytest.raises(EngineError, match="another profiler of torch's was started while this stage was recorded"):
         rank.stop()
-    theirs.export_chrome_trace(str(rank.root / "theirs.json"))
-    assert "aten::linear" in (rank.root / "theirs.json").read_text()
+    other.export_chrome_trace(str(rank.root / "other.json"))
+    assert "aten::linear" in (rank.root / "other.json").read_text()
     rank.start(step=4)
     with annotate("alone"):
         work()
@@ -107,25 +105,25 @@ def test_somebody_elses_profiler_that_starts_inside_of_a_stage_takes_its_place_a
     assert stages(trace) == ["alone"] and 30 < operators(trace) < 80  # of one `work`
 
 
-def test_somebody_elses_schedule_that_warms_up_is_left_alone_and_told(rank: Commanded) -> None:
-    written = rank.root / "theirs.json"
+def test_another_schedule_that_warms_up_is_left_alone_and_reported(rank: Commanded) -> None:
+    written = rank.root / "other.json"
     once = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
     rank.start(DISCRETE)
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=once,
-        on_trace_ready=lambda one: one.export_chrome_trace(str(written)),
-    ) as theirs:
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(written)),
+    ) as other:
         for step in range(5):
             with annotate(f"step-{step}"):
                 work()
-            theirs.step()
+            other.step()
     with pytest.raises(EngineError, match=r"step-1 is not .*warms up.*step-2 is not .*records in .* 3 traces were"):
         rank.stop()
     assert "step-2" not in written.read_text() and "aten::linear" in written.read_text()
 
 
-def test_somebody_elses_profiler_takes_the_place_of_a_window_that_warms_up(rank: Commanded) -> None:
+def test_another_profiler_replaces_a_window_that_warms_up(rank: Commanded) -> None:
     rank.start(ProfilePlan(schedule=Schedule(active=1, warmup=1)))
     with annotate("update", scheduled=True):
         with profile(activities=[ProfilerActivity.CPU]):
@@ -138,16 +136,16 @@ def test_somebody_elses_profiler_takes_the_place_of_a_window_that_warms_up(rank:
     assert stages(trace) == ["mini-batch 1"] and operators(trace) > 10
 
 
-def test_a_step_of_somebody_elses_profiler_that_is_left_open_by_a_stage_keeps_the_next_from_being_recorded(
+def test_a_step_of_another_profiler_that_is_left_open_keeps_the_next_stage_from_being_recorded(
     rank: Commanded,
 ) -> None:
-    """Its end would be written into what torch has freed."""
+    """The end of its span would be written into memory that torch has freed."""
     never = torch.profiler.schedule(wait=9, warmup=1, active=1, repeat=1)
     rank.start(DISCRETE)
-    with profile(activities=[ProfilerActivity.CPU], schedule=never) as theirs:
+    with profile(activities=[ProfilerActivity.CPU], schedule=never) as other:
         for step in range(3):
             with annotate(f"step-{step}"):
                 work()
-                theirs.step()
+                other.step()
     with pytest.raises(EngineError, match=r"step-1 is not recorded: a `step\(\)` of another profiler.* 2 traces were"):
         rank.stop()

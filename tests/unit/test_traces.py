@@ -1,4 +1,4 @@
-"""What a session left on a node's disk: whose traces are told, where they lie, what becomes of them at the end."""
+"""The traces that a session left on a node's disk: which are listed, where they are, and how the profiling ends."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ SECOND = Identity(replica=4, node_rank=1, nnodes=2, gpus_per_node=2)
 
 
 def written(root: Path, plan: ProfilePlan, step: int = 1, ranks: range = range(4)) -> str:
-    """What SGLang leaves on a disk that its nodes share: one trace for each rank of the tensor-parallel group."""
+    """Write what SGLang writes to a disk that its nodes share: one trace for each rank of the tensor-parallel group."""
     directory = trace_directory(step, plan, FIRST)
     (root / directory).mkdir(parents=True, exist_ok=True)
     for rank in ranks:
@@ -40,11 +40,11 @@ def written(root: Path, plan: ProfilePlan, step: int = 1, ranks: range = range(4
 
 
 def names(root: Path, pattern: str) -> list[str]:
-    return [one.name for one in root.glob(pattern)]
+    return [file.name for file in root.glob(pattern)]
 
 
 def ranks_of(found: Returned) -> list[int | None]:
-    return [one.rank for one in found.traces]
+    return [trace.rank for trace in found.traces]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def ranks_of(found: Returned) -> list[int | None]:
         ({3}, {5}, [], []),
     ],
 )
-def test_only_the_ranks_asked_for_are_told_each_by_its_node(
+def test_only_selected_ranks_are_listed_each_by_its_own_node(
     tmp_path: Path, ranks: set[int] | None, replicas: set[int] | None, first: list[int], second: list[int]
 ) -> None:
     plan = ProfilePlan(
@@ -66,13 +66,13 @@ def test_only_the_ranks_asked_for_are_told_each_by_its_node(
         replicas=frozenset(replicas) if replicas is not None else None,
     )
     directory = written(tmp_path, plan)
-    told = [collect_traces(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
-    assert [ranks_of(one) for one in told] == [first, second]
-    assert [one.ranks_without_trace for one in told] == [(), ()]
+    collected = [collect_traces(tmp_path, directory, plan, node) for node in (FIRST, SECOND)]
+    assert [ranks_of(found) for found in collected] == [first, second]
+    assert [found.ranks_without_trace for found in collected] == [(), ()]
     assert len(list((tmp_path / directory).iterdir())) == 4, "the rest stays where it is"
 
 
-def test_ranks_asked_for_that_left_nothing_are_named(tmp_path: Path) -> None:
+def test_selected_ranks_without_a_trace_are_named(tmp_path: Path) -> None:
     plan = ProfilePlan(ranks=frozenset({16, 17, 18}))
     directory = written(tmp_path, plan, ranks=range(1))
     found = collect_traces(tmp_path, directory, plan, FIRST)
@@ -80,7 +80,7 @@ def test_ranks_asked_for_that_left_nothing_are_named(tmp_path: Path) -> None:
     assert collect_traces(tmp_path, "global_step_9/replica_4", plan, SECOND) == Returned(ranks_without_trace=(18,))
 
 
-def test_a_trace_that_is_cut_off_is_told_unless_nobody_asked_for_it(tmp_path: Path) -> None:
+def test_a_trace_that_is_cut_off_is_an_error_if_its_rank_is_selected(tmp_path: Path) -> None:
     plan = ProfilePlan(ranks=frozenset({16}))
     directory = written(tmp_path, plan)
     cut = tmp_path / directory / "1-TP-1.trace.json.gz"
@@ -90,8 +90,8 @@ def test_a_trace_that_is_cut_off_is_told_unless_nobody_asked_for_it(tmp_path: Pa
         collect_traces(tmp_path, directory, ProfilePlan(), FIRST)
 
 
-def test_a_trace_with_nothing_in_it_is_cut_off_though_its_archive_is_whole(tmp_path: Path) -> None:
-    """What torch leaves on a disk that is full."""
+def test_an_empty_trace_is_cut_off_though_its_archive_is_complete(tmp_path: Path) -> None:
+    """torch leaves such a file on a full disk."""
     plan = ProfilePlan()
     directory = written(tmp_path, plan, ranks=range(1))
     (tmp_path / directory / "2-TP-0.trace.json.gz").write_bytes(gzip.compress(b""))
@@ -99,15 +99,15 @@ def test_a_trace_with_nothing_in_it_is_cut_off_though_its_archive_is_whole(tmp_p
         collect_traces(tmp_path, directory, plan, FIRST)
 
 
-def test_files_without_a_rank_in_them_are_of_the_rank_in_their_name_and_a_front_ends_of_none(tmp_path: Path) -> None:
+def test_files_without_a_rank_inside_have_the_rank_of_their_name_and_a_front_end_has_none(tmp_path: Path) -> None:
     directory = written(tmp_path, ProfilePlan(), ranks=range(1))
     for name in (
         *("p-17.5-TP-1-memory.pickle", "p_dp0_pp0_tp1_dcp0_ep1_rank1.profiler_out.txt"),
         "p_host_17.async_llm.18.pt.trace.json",
     ):
         (tmp_path / directory / name).write_text("{}")
-    one = collect_traces(tmp_path, directory, ProfilePlan(ranks=frozenset({17, 18})), FIRST)
-    assert {trace.path.rpartition("/")[2]: trace.rank for trace in one.traces} == {
+    found = collect_traces(tmp_path, directory, ProfilePlan(ranks=frozenset({17, 18})), FIRST)
+    assert {trace.path.rpartition("/")[2]: trace.rank for trace in found.traces} == {
         "p-17.5-TP-1-memory.pickle": 17,
         "p_dp0_pp0_tp1_dcp0_ep1_rank1.profiler_out.txt": 17,
         "p_host_17.async_llm.18.pt.trace.json": None,
@@ -115,22 +115,22 @@ def test_files_without_a_rank_in_them_are_of_the_rank_in_their_name_and_a_front_
     other = collect_traces(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), SECOND)
     assert (other.traces, other.ranks_without_trace) == ((), (18,)), "a front end runs beside the first rank alone"
     assert collect_traces(tmp_path, directory, ProfilePlan(ranks=frozenset({18})), FIRST).traces == ()
-    relocated = [relocate_traces(tmp_path, (directory,), ProfilePlan(), place) for place in (SECOND, FIRST)]
-    assert [len(one) for one in relocated] == [0, 4]
+    relocated = [relocate_traces(tmp_path, (directory,), ProfilePlan(), node) for node in (SECOND, FIRST)]
+    assert [len(traces) for traces in relocated] == [0, 4]
 
 
 def test_verls_layout_has_the_traces_of_all_steps_in_one_directory(tmp_path: Path) -> None:
     plan = ProfilePlan(layout="verl")
     for step in (1, 2):
         directory = written(tmp_path, plan, step)
-        found = [collect_traces(tmp_path, directory, plan, place) for place in (FIRST, SECOND)]
-        assert [one.path for told in found for one in told.traces] == [
+        collected = [collect_traces(tmp_path, directory, plan, node) for node in (FIRST, SECOND)]
+        assert [trace.path for found in collected for trace in found.traces] == [
             f"agent_loop_rollout_replica_4/{step}-TP-{rank}.trace.json.gz" for rank in range(4)
         ]
     assert len(list((tmp_path / "agent_loop_rollout_replica_4").iterdir())) == 8
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
     plan = ProfilePlan(layout="verl")
     collect_traces(tmp_path, written(tmp_path, plan), plan, FIRST)
     again = written(tmp_path, plan)
@@ -143,16 +143,16 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def finish(plan: ProfilePlan, *steps: int, place: Identity = FIRST) -> FinishProfile:
-    return FinishProfile(plan, tuple(trace_directory(one, plan, place) for one in steps), steps)
+    return FinishProfile(plan, tuple(trace_directory(step, plan, place) for step in steps), steps)
 
 
 @pytest.mark.anyio
-async def test_traces_are_relocated_as_verl_names_them_and_only_those_asked_for(tmp_path: Path) -> None:
+async def test_traces_of_selected_ranks_are_relocated_under_verls_names(tmp_path: Path) -> None:
     plan = ProfilePlan(ranks=frozenset({16, 18}), finish=Finish(relocate=True))
     for step in (1, 2):
         written(tmp_path, plan, step)
     found = await NodeTraces(tmp_path, FIRST).perform(finish(plan, 1, 2, 3))
-    assert [(one.path, one.rank) for one in found.traces] == [
+    assert [(trace.path, trace.rank) for trace in found.traces] == [
         ("rollout-replica4-globalrank16_1-TP-0.trace.json.gz", 16),
         ("rollout-replica4-globalrank16_2-TP-0.trace.json.gz", 16),
     ]
@@ -162,7 +162,7 @@ async def test_traces_are_relocated_as_verl_names_them_and_only_those_asked_for(
 
 
 @pytest.mark.anyio
-async def test_a_replica_of_one_rank_and_a_training_rank_are_named_without_more(tmp_path: Path) -> None:
+async def test_a_relocated_trace_of_a_single_rank_has_no_global_rank_in_its_name(tmp_path: Path) -> None:
     plan = ProfilePlan(finish=Finish(relocate=True))
     for place, name in (
         (Identity(replica=2, node_rank=0), "rollout-replica2_x.trace.json"),
@@ -170,17 +170,17 @@ async def test_a_replica_of_one_rank_and_a_training_rank_are_named_without_more(
     ):
         directory = tmp_path / trace_directory(1, plan, place)
         directory.mkdir(parents=True)
-        rank = 3 if place.role == "actor" else 0  # a training rank writes its global one
+        rank = 3 if place.role == "actor" else 0  # a training rank writes its global rank
         (directory / "x.trace.json").write_text(json.dumps({"distributedInfo": {"rank": rank}}))
         found = await NodeTraces(tmp_path, place).perform(finish(plan, 1, place=place))
-        assert [one.path for one in found.traces] == [name]
+        assert [trace.path for trace in found.traces] == [name]
         assert not directory.exists()
 
 
 @pytest.mark.parametrize(
     ("layout", "moves"), [("step", ["actor-rank3_step_1_x.trace.json"]), ("verl_step", []), ("verl", [])]
 )
-def test_a_training_rank_relocates_what_is_in_its_directory_and_nothing_of_anybody_else(
+def test_a_training_rank_relocates_only_what_is_in_its_own_directory(
     tmp_path: Path, layout: Literal["step", "verl_step", "verl"], moves: list[str]
 ) -> None:
     root, plan = tmp_path / "traces", ProfilePlan(layout=layout, finish=Finish(relocate=True))
@@ -191,25 +191,25 @@ def test_a_training_rank_relocates_what_is_in_its_directory_and_nothing_of_anybo
         place.mkdir(parents=True, exist_ok=True)
         (place / "x.trace.json").write_text("{}")
     before = set(tmp_path.rglob("*.trace.*"))
-    told = relocate_traces(root, (directory,), plan, actor)
-    assert [one.path for one in told] == moves
+    relocated = relocate_traces(root, (directory,), plan, actor)
+    assert [trace.path for trace in relocated] == moves
     assert len(set(tmp_path.rglob("*.trace.*")) - before) == len(moves)
 
 
-def test_a_training_rank_relocates_each_of_its_sessions_though_their_traces_have_one_name(tmp_path: Path) -> None:
+def test_a_training_rank_relocates_traces_of_the_same_name_from_several_sessions(tmp_path: Path) -> None:
     plan, actor = ProfilePlan(finish=Finish(relocate=True)), Identity(replica=3, node_rank=0, role="actor")
     directories = tuple(trace_directory(step, plan, actor) for step in (2, 10))
     for directory in directories:
         (tmp_path / directory).mkdir(parents=True)
         (tmp_path / directory / "e2e.rank3.pt.trace.json.gz").write_bytes(directory.encode())
-    told = relocate_traces(tmp_path, directories, plan, actor)
-    there = [f"actor-rank3_step_{step}_e2e.rank3.pt.trace.json.gz" for step in (2, 10)]
-    assert [one.path for one in told] == there
-    assert [(tmp_path / one).read_text() for one in there] == list(directories)
+    relocated = relocate_traces(tmp_path, directories, plan, actor)
+    paths = [f"actor-rank3_step_{step}_e2e.rank3.pt.trace.json.gz" for step in (2, 10)]
+    assert [trace.path for trace in relocated] == paths
+    assert [(tmp_path / path).read_text() for path in paths] == list(directories)
 
 
 @pytest.mark.anyio
-async def test_what_is_told_of_many_relocated_traces_fits_into_a_message(tmp_path: Path) -> None:
+async def test_an_outcome_with_many_relocated_traces_fits_into_a_message(tmp_path: Path) -> None:
     plan, steps = ProfilePlan(finish=Finish(relocate=True)), range(MAX_LISTED + 1)
     for step in steps:
         written(tmp_path, plan, step, ranks=range(1))
@@ -218,7 +218,7 @@ async def test_what_is_told_of_many_relocated_traces_fits_into_a_message(tmp_pat
     assert len(found.traces) == MAX_LISTED and recordable(found) is found
 
 
-def test_a_disk_that_fills_while_a_trace_is_brought_to_it_has_no_part_of_it(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_move_keeps_no_part_of_the_trace(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with TemporaryDirectory(dir="/dev/shm") as another:  # a disk of its own, as that of an engine may be
         file = Path(another, "1-TP-0.trace.json")
@@ -233,7 +233,7 @@ def test_a_disk_that_fills_while_a_trace_is_brought_to_it_has_no_part_of_it(tmp_
         assert move_trace(file, tmp_path).stat().st_size == 10_002 and not file.exists()
 
 
-def test_another_node_relocates_its_own_from_the_disk_that_they_share_meanwhile(
+def test_two_nodes_relocate_from_a_shared_disk_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, look, others = ProfilePlan(finish=Finish(relocate=True)), traces._head, list[Trace]()
@@ -245,8 +245,8 @@ def test_another_node_relocates_its_own_from_the_disk_that_they_share_meanwhile(
         return look(file)
 
     monkeypatch.setattr(traces, "_head", looked_too_late)
-    mine = relocate_traces(tmp_path, directories, plan, FIRST)
-    assert ([one.rank for one in mine], [one.rank for one in others]) == ([16, 17, 16, 17], [18, 19, 18, 19])
+    own = relocate_traces(tmp_path, directories, plan, FIRST)
+    assert ([trace.rank for trace in own], [trace.rank for trace in others]) == ([16, 17, 16, 17], [18, 19, 18, 19])
     assert len(names(tmp_path, "*")) == 8, "and the directories that are empty now are gone"
 
 
@@ -254,12 +254,12 @@ def test_another_node_relocates_its_own_from_the_disk_that_they_share_meanwhile(
 async def test_the_hook_runs_once_with_verls_variables_and_ours(tmp_path: Path) -> None:
     root = tmp_path / "traces"
     plan = ProfilePlan(tool="nsys", finish=Finish(hook=True))
-    hook = "env | grep -E '^(VERL|ROLLOUTCTL)_PROFILE' | sort >> ../told"
+    hook = "env | grep -E '^(VERL|ROLLOUTCTL)_PROFILE' | sort >> ../variables"
     found = await NodeTraces(root, SECOND, f"cd {root}; {hook}").perform(finish(plan, 1, 2))
     assert found == Returned()
-    told = dict(line.split("=", 1) for line in (tmp_path / "told").read_text().splitlines())
-    assert told.pop("VERL_PROFILE_PID").isdecimal()
-    assert told == {
+    variables = dict(line.split("=", 1) for line in (tmp_path / "variables").read_text().splitlines())
+    assert variables.pop("VERL_PROFILE_PID").isdecimal()
+    assert variables == {
         "VERL_PROFILE_SAVE_PATH": str(root),
         "VERL_PROFILE_TOOL": "nsys",
         "VERL_PROFILE_RANK": "18",
@@ -275,7 +275,7 @@ async def test_the_hook_runs_once_with_verls_variables_and_ours(tmp_path: Path) 
 
 
 @pytest.mark.anyio
-async def test_a_hook_that_fails_says_why_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_failing_hook_is_reported_with_its_output_and_loses_nothing(tmp_path: Path) -> None:
     plan = ProfilePlan(finish=Finish(relocate=True, hook=True))
     written(tmp_path, plan)
     with pytest.raises(EngineError, match=r"exit code 3: no such bucket.*still in"):
@@ -284,7 +284,7 @@ async def test_a_hook_that_fails_says_why_and_loses_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.anyio
-async def test_a_hook_that_fails_is_told_though_it_took_the_traces_and_its_log_away(tmp_path: Path) -> None:
+async def test_a_failing_hook_is_reported_though_it_removed_its_log(tmp_path: Path) -> None:
     root, plan = tmp_path / "traces", ProfilePlan(finish=Finish(hook=True))
     with pytest.raises(EngineError, match="exit code 3: it printed nothing"):
         await NodeTraces(root, FIRST, f"rm -r {root}; exit 3").perform(finish(plan, 1))
@@ -292,10 +292,10 @@ async def test_a_hook_that_fails_is_told_though_it_took_the_traces_and_its_log_a
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_relocation_that_takes_long_goes_on_without_us_and_the_hook_after_it(
+async def test_a_long_relocation_continues_in_the_background_and_the_hook_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
-    """The agent would do nothing else until then, and the next step wants its engine paused."""
+    """Waiting for it would keep the agent from the next command."""
     root, gate, describe = tmp_path / "traces", threading.Event(), traces.describe_trace
 
     def slow(file: Path, root: Path, rank: int | None = None) -> Trace:
