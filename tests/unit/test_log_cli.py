@@ -18,8 +18,8 @@ from tests.running import python, rolloutctl
 REPLAYS = Path(__file__).parents[1] / "replays"
 
 
-def log(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return rolloutctl("log", *words)
+def log(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return rolloutctl("log", *args)
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def good(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def altered(good: Path) -> Path:
-    """A log in which one agent is done to have skipped what it did: whole as a file, and not what was decided."""
+    """An undamaged file in which one recorded decision of an agent was changed."""
     with RecordFile.open(good.with_name("altered.db"), _header(good)) as file, RecordFile.open(good) as source:
         for record in source.records():
-            done = record.body.replace(b"\xa5calls\x92\xaccheck_source", b"\xa5calls\x92\xaccheck_sauces")
-            file.append(record.kind, record.agent, record.at_ns, done if record.agent == "0.0" else record.body)
+            changed = record.body.replace(b"\xa5calls\x92\xaccheck_source", b"\xa5calls\x92\xaccheck_sauces")
+            file.append(record.kind, record.agent, record.at_ns, changed if record.agent == "0.0" else record.body)
     return good.with_name("altered.db")
 
 
@@ -64,8 +64,8 @@ def test_show_prints_every_decision(good: Path) -> None:
 
 
 def test_show_can_be_filtered(good: Path) -> None:
-    mine = log("show", good, "--agent", "1.0", "--kind", "command", "--from", "5").stdout.splitlines()
-    assert mine and all(" 1.0 " in line and "seq" in line for line in mine)
+    shown = log("show", good, "--agent", "1.0", "--kind", "command", "--from", "5").stdout.splitlines()
+    assert shown and all(" 1.0 " in line and "seq" in line for line in shown)
     assert all("bus " in line for line in log("show", good, "--agent", "bus").stdout.splitlines())
 
 
@@ -103,8 +103,8 @@ def test_a_damaged_log_is_read_up_to_the_damage(cut: Path) -> None:
     verified = log("verify", cut)
     assert verified.returncode in (1, 3)
     assert "Traceback" not in verified.stderr
-    done = verified.stdout + verified.stderr
-    assert str(cut) in done and "damage" in done
+    output = verified.stdout + verified.stderr
+    assert str(cut) in output and "damage" in output
     shown = log("show", cut)
     assert shown.returncode == 3 and shown.stderr.startswith("rolloutctl: ")
 
@@ -124,28 +124,28 @@ def test_a_log_of_another_logic_names_the_version_that_replays_it(good: Path, ke
     assert "can't be replayed" in done.stdout and "1 failed, 1 passed" in done.stdout
 
 
-@pytest.mark.parametrize("words", [("show",), ("show", "--json"), ("verify",), ("replay",), ("replay", "--json")])
+@pytest.mark.parametrize("args", [("show",), ("show", "--json"), ("verify",), ("replay",), ("replay", "--json")])
 @pytest.mark.parametrize(
     "effects", [b"\x91\xa2\xff\xfe", b"\xd4\x05\x01", b"\x81\x91\x01\x01"], ids=["text", "ext", "key"]
 )
-def test_unreadable_effects_are_one_clear_line(good: Path, words: tuple[str, ...], effects: bytes) -> None:
+def test_unreadable_effects_are_one_clear_line(good: Path, args: tuple[str, ...], effects: bytes) -> None:
     with RunLog.open(good) as file:
         decision = Decision(Raw(encode(Tick(at_ms=1))), Raw(effects))
         file.append_batch("7.0", DecisionBatch(journal="j", first=1, decisions=(decision,)), 1)
-    done = log(*words, good)
+    done = log(*args, good)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert "the effects of agent 7.0 can't be read" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("show",), ("verify",), ("replay",)])
+@pytest.mark.parametrize("args", [("show",), ("verify",), ("replay",)])
 @pytest.mark.parametrize("what", ["text", "missing", "journal"])
-def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, words: tuple[str], what: str) -> None:
+def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, args: tuple[str], what: str) -> None:
     file = tmp_path / "file.db"
     if what == "text":
         file.write_text("this is no log\n" * 1000)
     elif what == "journal":
         RecordFile.open(file, {"agent": "0.0"}).close()
-    done = log(*words, file)
+    done = log(*args, file)
     assert done.returncode == (2 if what == "missing" else 3)
     assert str(file) in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
@@ -153,8 +153,8 @@ def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, words: tuple[s
 # --- pytest -----------------------------------------------------------------------------------------------------------
 
 
-def pytest_in(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *words, cwd=folder)
+def pytest_in(folder: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *args, cwd=folder)
 
 
 def test_each_log_becomes_two_tests(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_status_as_json(plane: ControlPlane) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "calls"),
+    ("args", "calls"),
     [
         (("pause", "--in-flight", "keep"), ["pause"]),
         (("resume",), ["resume"]),
@@ -58,10 +58,8 @@ def test_status_as_json(plane: ControlPlane) -> None:
     ],
     ids=lambda value: str(value[0]),
 )
-def test_an_operation_is_reported_for_every_agent(
-    plane: ControlPlane, words: tuple[str, ...], calls: list[str]
-) -> None:
-    done = rolloutctl(*words, "--json", env={"ROLLOUTCTL_BUS": plane.address})
+def test_an_operation_is_reported_for_every_agent(plane: ControlPlane, args: tuple[str, ...], calls: list[str]) -> None:
+    done = rolloutctl(*args, "--json", env={"ROLLOUTCTL_BUS": plane.address})
     assert done.returncode == 0, done.stderr
     outcomes = {outcome["agent"]: outcome["conclusion"] for outcome in json.loads(done.stdout)["outcomes"]}
     assert outcomes["0.0"]["type"] == "acted"
@@ -83,7 +81,7 @@ def test_a_failure_is_printed_and_exits_with_1(plane: ControlPlane, engine: Engi
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("args", "says"),
     [
         (("pause",), "--bus"),
         (("pause", "--bus", "tcp://127.0.0.1:1", "--replicas", "one"), "is not a list of numbers"),
@@ -94,8 +92,8 @@ def test_a_failure_is_printed_and_exits_with_1(plane: ControlPlane, engine: Engi
         (("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", "--engine", "abacus"), "abacus"),
     ],
 )
-def test_bad_usage_is_one_clear_line_and_exits_with_2(words: tuple[str, ...], says: str) -> None:
-    done = rolloutctl(*words)
+def test_bad_usage_is_one_clear_line_and_exits_with_2(args: tuple[str, ...], says: str) -> None:
+    done = rolloutctl(*args)
     assert done.returncode == 2, done
     assert says in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
@@ -140,7 +138,7 @@ def test_a_configuration_can_be_checked_by_hand(plane: ControlPlane, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("args", "says"),
     [
         (("--engine", "vllm"), "needs --url"),
         (("--engine", "vllm", "--url", "ftp://h:1"), "give http://HOST:PORT"),
@@ -153,7 +151,7 @@ def test_a_configuration_can_be_checked_by_hand(plane: ControlPlane, tmp_path: P
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_an_agent_rejects_wrong_engine_options_before_it_starts(words: tuple[str, ...], says: str) -> None:
-    done = rolloutctl("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", *words)
+def test_an_agent_rejects_wrong_engine_options_before_it_starts(args: tuple[str, ...], says: str) -> None:
+    done = rolloutctl("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", *args)
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

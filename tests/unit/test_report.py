@@ -70,8 +70,8 @@ def recorded(name: str) -> RunReport:
     return collect(RunLog.read(REPLAYS / f"{name}.db"))
 
 
-def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return rolloutctl("report", *words)
+def command(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return rolloutctl("report", *args)
 
 
 # --- recorded runs ----------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
     bus.open()
     report = bus.report()
     (left,) = [command for command in report.steps[0].commands if command.text == "pause"]
-    assert (left.concluded, left.duration_us) == (True, 2_000_000)  # and not the ten minutes that it had
+    assert (left.concluded, left.duration_us) == (True, 2_000_000)  # not its timeout of ten minutes
     assert [(failure.kind, failure.reason) for failure in report.failures] == [("missing", "bus_restarted")]
     assert report.stragglers == []
 
@@ -204,7 +204,7 @@ def test_truncated_lists_say_so() -> None:
     for _ in range(60):
         bus.issue(PAUSE)
     for _ in range(500):
-        bus.sync()  # while one is under way there is no other
+        bus.sync()  # all but the first are refused: only one sync runs at a time
     report = bus.report()
     refused = len(report.refused) + report.left_out["refused"]
     assert (len(report.unconcluded), refused) == (61, 499)

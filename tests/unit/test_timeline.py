@@ -125,7 +125,7 @@ def test_contradicting_estimates_are_interpolated(written: Written) -> None:
 
 
 def test_an_estimate_from_before_a_clock_was_set_is_not_used_after(written: Written) -> None:
-    """Clocks may drift by more in ten minutes than this one was set by."""
+    """In ten minutes, clocks may drift by more than the step of this one."""
     was_set = structs.replace(written.clock(60_000), offset_ns=6 * MS)
     peer = written.joins(PRIMARY, clocks=(written.clock(59_000), was_set))
     clock = LogSurvey(RunLog.read(written.close())).clock(peer)
@@ -225,7 +225,7 @@ def test_replicas_that_are_profiled_separately_have_separate_sessions(written: W
     command("stop", 2, 30)
     command("stop", 3, 40)
     command("start", 4, 50)
-    command("start", 6, 60)  # which has the replica stop the one before
+    command("start", 6, 60)  # the replica stops the previous session
     _, events = timeline(written.close())
     lanes = [event for lane in ("profiling", "profiling (2)") for event in slices(events, "bus", lane)]
     assert [(event["name"][-1], event["ts"], event["dur"], "args" in event) for event in lanes] == [

@@ -12,6 +12,7 @@ from msgspec import structs
 from controlplane.timeline.perfetto import Timeline, write_timeline
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Trace
+from schemas.reports import Clock
 from tests.running import python
 from tests.timeline.trace_events import Event, problems, read
 from tests.timeline.written import MS, Op, Written, placed, torch_trace
@@ -36,6 +37,16 @@ def merged(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
     return timeline, [event for event in events if event["pid"] > 100_000]
 
 
+def drawn(
+    written: Written, content: bytes, *clocks: Clock, name: str = "a.trace.json.gz", at_ms: int = 80
+) -> tuple[Timeline, list[Event]]:
+    """As `merged`, for one trace of one agent, which reports it at `at_ms`. Its clock is exact by default."""
+    root = written.path.with_name("traces")
+    peer = written.joins(PRIMARY, clocks=clocks or (written.clock(0), written.clock(100)))
+    written.profiles(peer, at_ms, 20, placed(root, name, content))
+    return merged(written.close(), root)
+
+
 def ops(events: list[Event]) -> dict[str, tuple[Decimal, Decimal]]:
     return {op["name"]: (Decimal(str(op["ts"])), Decimal(str(op["dur"]))) for op in events if op["ph"] == "X"}
 
@@ -48,14 +59,13 @@ def processes(events: list[Event]) -> list[str]:
 @pytest.mark.parametrize("base_last", [False, True])
 @pytest.mark.parametrize("offset_ns", [0, -37_000_000_000, 250_000])
 def test_a_trace_is_placed_on_the_clock_of_the_bus(
-    written: Written, tmp_path: Path, packed: str, base_last: bool, offset_ns: int
+    written: Written, packed: str, base_last: bool, offset_ns: int
 ) -> None:
     """The node's wall clock, and so its trace, is ahead of the bus's by -offset_ns."""
-    peer = written.joins(PRIMARY, clocks=(written.clock(0, offset_ns), written.clock(100, offset_ns)))
+    clocks = written.clock(0, offset_ns), written.clock(100, offset_ns)
     shifted = [Op(op.name, op.at_ms - offset_ns / MS, op.for_ms, op.pid, op.tid) for op in OPS]
-    trace = placed(tmp_path / "traces", f"step/a.pt.trace.json{packed}", torch_trace(shifted, base_last=base_last))
-    written.profiles(peer, 80, 20, trace)
-    timeline, events = merged(written.close(), tmp_path / "traces")
+    content = torch_trace(shifted, base_last=base_last)
+    timeline, events = drawn(written, content, *clocks, name=f"step/a.pt.trace.json{packed}")
     assert timeline.warnings == ()
     # The timeline begins with the start of the agent, at 1 ms. Torch's times end on a quarter of a microsecond.
     assert ops(events) == {
@@ -66,7 +76,7 @@ def test_a_trace_is_placed_on_the_clock_of_the_bus(
     assert timeline.traced_events == len(OPS)
 
 
-def test_annotations_and_calls_that_overlap_are_all_drawn(written: Written, tmp_path: Path) -> None:
+def test_annotations_and_calls_that_overlap_are_all_drawn(written: Written) -> None:
     """With stacks, an annotation begins inside the call that made it and outlasts it; a call can outlast its caller."""
     stacked = [
         Op("learn", 61, 8, cat="user_annotation"),
@@ -75,10 +85,7 @@ def test_annotations_and_calls_that_overlap_are_all_drawn(written: Written, tmp_
         Op("enter", 60.5, 1, cat="python_function"),
         Op("callee", 68, 1.75, cat="python_function"),
     ]
-    peer = written.joins(PRIMARY, clocks=(written.clock(0), written.clock(100)))
-    trace = placed(tmp_path / "traces", "step/a.pt.trace.json.gz", torch_trace(stacked))
-    written.profiles(peer, 80, 20, trace)
-    _, events = merged(written.close(), tmp_path / "traces")
+    _, events = drawn(written, torch_trace(stacked))
     lasts = {name: dur for name, (_, dur) in ops(events).items()}
     assert lasts == {"learn": 8000, "aten::mm": 1000, "caller": 9500, "enter": 1000, "callee": 1500}
     threads = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
@@ -87,29 +94,25 @@ def test_annotations_and_calls_that_overlap_are_all_drawn(written: Written, tmp_
     assert named[threads["learn"]] == "annotations (thread 78)"
 
 
-def test_kernels_that_overlap_on_a_stream_are_not_cut(written: Written, tmp_path: Path) -> None:
+def test_kernels_that_overlap_on_a_stream_are_not_cut(written: Written) -> None:
     """Each is launched before the previous one has ended. An arrow leads to the beginning of each."""
     kernels = [Op(f"k{i}", 60 + i, 1.25, pid=0, tid=7, cat="kernel") for i in range(5)]
     whole = torch_trace([op for kernel in kernels for op in (Op("launch", kernel.at_ms - 5, 0.5), kernel)], arrows=True)
     metadata = [("thread_name", {"name": "stream 7 "}), ("thread_sort_index", {"sort_index": 7})]
     names = [json.dumps({"ph": "M", "name": kind, "pid": 0, "tid": 7, "args": args}) for kind, args in metadata]
-    trace = placed(
-        tmp_path, "a.trace.json", whole.replace(b'"traceEvents": [', b'"traceEvents": [%s,' % ",".join(names).encode())
-    )
-    peer = written.joins(PRIMARY, clocks=(written.clock(0), written.clock(100)))
-    written.profiles(peer, 80, 20, trace)
-    timeline, events = merged(written.close(), tmp_path)
+    content = whole.replace(b'"traceEvents": [', b'"traceEvents": [%s,' % ",".join(names).encode())
+    timeline, events = drawn(written, content)
     assert timeline.traced_events == 2 * 2 * len(kernels)
-    drawn = {event["name"]: (event["tid"], event["dur"]) for event in events if event.get("cat") == "kernel"}
-    assert {dur for _, dur in drawn.values()} == {1250}
+    shown = {event["name"]: (event["tid"], event["dur"]) for event in events if event.get("cat") == "kernel"}
+    assert {dur for _, dur in shown.values()} == {1250}
     about: dict[str, dict[int, dict[str, object]]] = {"thread_name": {}, "thread_sort_index": {}}
     for event in events:
         if event["name"] in about:
             about[event["name"]][event["tid"]] = event["args"]
-    shown = [about["thread_name"][drawn[f"k{i}"][0]]["name"] for i in range(5)]
-    assert shown == ["stream 7", "stream 7 (2)", "stream 7", "stream 7 (2)", "stream 7"]
-    assert {about["thread_sort_index"][tid]["sort_index"] for tid, _ in drawn.values()} == {7}
-    assert [event["tid"] for event in events if event["ph"] == "f"] == [drawn[f"k{i}"][0] for i in range(5)]
+    threads = [about["thread_name"][shown[f"k{i}"][0]]["name"] for i in range(5)]
+    assert threads == ["stream 7", "stream 7 (2)", "stream 7", "stream 7 (2)", "stream 7"]
+    assert {about["thread_sort_index"][tid]["sort_index"] for tid, _ in shown.values()} == {7}
+    assert [event["tid"] for event in events if event["ph"] == "f"] == [shown[f"k{i}"][0] for i in range(5)]
 
 
 def test_processes_are_named_after_their_owners(written: Written, tmp_path: Path) -> None:
@@ -205,24 +208,19 @@ def test_a_truncated_trace_is_drawn_up_to_where_it_ends(written: Written, tmp_pa
     timeline, events = merged(written.close(), root)
     (warning,) = timeline.warnings
     assert warning.startswith(f"cut off: {root}/broken.trace.json.gz can't be read after 1 events: parse error")
-    assert len([event for event in events if event["ph"] == "X" and event["name"] == "gemm"]) == 1, (
-        "the next one is whole"
-    )
+    assert [event["name"] for event in events if event["ph"] == "X"].count("gemm") == 1, "the next file is whole"
 
 
 def test_without_clock_estimates_a_trace_keeps_its_nodes_clock(written: Written, tmp_path: Path) -> None:
-    root = tmp_path / "traces"
     peer = written.joins(PRIMARY)
-    trace = placed(root, "a.trace.json", torch_trace(OPS))
-    written.profiles(peer, 80, 20, trace)
-    timeline, _ = merged(written.close(), root)
-    assert timeline.warnings == (f"{root}/a.trace.json: on its node's own clock, whose offset is unknown",)
+    written.profiles(peer, 80, 20, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
+    timeline, _ = merged(written.close(), tmp_path)
+    assert timeline.warnings == (f"{tmp_path}/a.trace.json: on its node's own clock, whose offset is unknown",)
 
 
 def test_events_from_before_the_run_are_counted(written: Written, tmp_path: Path) -> None:
     peer = written.joins(PRIMARY)
-    trace = placed(tmp_path, "a.trace.json", torch_trace([Op("old", -5_000, 1), *OPS]))
-    written.profiles(peer, 80, 20, trace)
+    written.profiles(peer, 80, 20, placed(tmp_path, "a.trace.json", torch_trace([Op("old", -5_000, 1), *OPS])))
     timeline = write_timeline(written.close(), tmp_path / "t.json", [tmp_path])
     assert timeline.warnings[-1] == (
         f"{tmp_path}/a.trace.json: 1 of 4 events lie before the run began, where Perfetto draws nothing; is its "
@@ -230,12 +228,10 @@ def test_events_from_before_the_run_are_counted(written: Written, tmp_path: Path
     )
 
 
-def test_a_trace_reported_late_is_placed_by_the_clock_at_its_recording(written: Written, tmp_path: Path) -> None:
+def test_a_trace_reported_late_is_placed_by_the_clock_at_its_recording(written: Written) -> None:
     """The node's clock loses a hundred ppm; the bus was away until it heard of the trace."""
     slow = [structs.replace(written.clock(at, at * 100), error_ns=200_000) for at in (0, 1_000, 599_000, 600_000)]
-    peer = written.joins(PRIMARY, clocks=tuple(slow))
-    written.profiles(peer, 600_000, 20, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
-    timeline, events = merged(written.close(), tmp_path)
+    timeline, events = drawn(written, torch_trace(OPS), *slow, at_ms=600_000)
     assert timeline.warnings == ()
     ts, _ = ops(events)["aten::mm"]
     assert abs(ts - 59_000) < 200, "with the clock of the end it would be 60 ms late"
@@ -244,13 +240,11 @@ def test_a_trace_reported_late_is_placed_by_the_clock_at_its_recording(written: 
 
 def test_a_clock_that_moves_during_a_trace_is_reported(written: Written, tmp_path: Path) -> None:
     slow = [written.clock(at, at * 100) for at in (0, 1_000, 299_000, 300_000)]
-    peer = written.joins(PRIMARY, clocks=tuple(slow))
     long = [Op("first", 60, 10), Op("last", 299_970, 1)]
-    written.profiles(peer, 300_000, 20, placed(tmp_path, "a.trace.json", torch_trace(long)))
-    timeline, events = merged(written.close(), tmp_path)
+    timeline, events = drawn(written, torch_trace(long), *slow, at_ms=300_000)
     assert abs(ops(events)["first"][0] - 59_000) < 100
     (warning,) = timeline.warnings
-    begin = f"{tmp_path}/a.trace.json: its node's clock moved by +29."
+    begin = f"{tmp_path}/traces/a.trace.json.gz: its node's clock moved by +29."
     assert warning.startswith(begin) and warning.endswith("during the trace, which is placed by its beginning")
 
 
@@ -351,7 +345,7 @@ def test_the_file_is_one_json_object_with_a_line_per_event(written: Written, tmp
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "malformed",
     [
         '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": null, "dur": 1}',
         '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": 1, "dur": null}',
@@ -361,29 +355,25 @@ def test_the_file_is_one_json_object_with_a_line_per_event(written: Written, tmp
         '"x"',
     ],
 )
-def test_a_malformed_event_is_left_out_and_counted(written: Written, tmp_path: Path, odd: str) -> None:
-    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
-    content = torch_trace(OPS).replace(b'"traceEvents": [', f'"traceEvents": [{odd},'.encode())
-    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json", content))
-    timeline, events = merged(written.close(), tmp_path / "traces")
+def test_a_malformed_event_is_left_out_and_counted(written: Written, tmp_path: Path, malformed: str) -> None:
+    content = torch_trace(OPS).replace(b'"traceEvents": [', f'"traceEvents": [{malformed},'.encode())
+    timeline, events = drawn(written, content)
     assert set(ops(events)) == {op.name for op in OPS}
-    file = tmp_path / "traces" / "a.pt.trace.json"
+    file = tmp_path / "traces" / "a.trace.json.gz"
     assert timeline.warnings == (f"left out: 1 events of {file} without a valid time, process or thread",)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "inf", "nan"])
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_a_number_that_is_not_finite_does_not_end_a_trace(
-    written: Written, tmp_path: Path, number: str, size: int, monkeypatch: pytest.MonkeyPatch
+    written: Written, number: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python writes them in user metadata, and torch as the bandwidth of a kernel that took no time."""
     monkeypatch.setattr("controlplane.timeline.torch_traces.READ_BYTES", size)
     named = Op(rf"f(\"x\": {number}, 1)", 60, 10)
     content = torch_trace([named, *OPS[1:]]).replace(b'"External id": 1,', f'"GB/s" : {number} ,'.encode())
     content = content.replace(b'"schemaVersion"', f'"loss":{number},"schemaVersion"'.encode())
-    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
-    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json.gz", content))
-    timeline, events = merged(written.close(), tmp_path / "traces")
+    timeline, events = drawn(written, content)
     assert set(ops(events)) == {f'f("x": {number}, 1)', *(op.name for op in OPS[1:])}
     assert [event["args"]["GB/s"] for event in events if "GB/s" in event.get("args", {})] == [None]
     assert timeline.warnings == ()
@@ -391,22 +381,17 @@ def test_a_number_that_is_not_finite_does_not_end_a_trace(
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_text_that_is_not_utf_8_does_not_end_a_trace(
-    written: Written, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+    written: Written, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Perfetto alone shows such a trace."""
     monkeypatch.setattr("controlplane.timeline.torch_traces.READ_BYTES", size)
     content = torch_trace([Op("größe", 60, 1), Op("XY", 62, 1), *OPS]).replace(b"XY", b"caf\xe9")
-    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
-    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json.gz", content))
-    timeline, events = merged(written.close(), tmp_path / "traces")
+    timeline, events = drawn(written, content)
     assert set(ops(events)) == {"größe", "caf\ufffd", *(op.name for op in OPS)}
     assert timeline.warnings == ()
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"other": [1]}', b'{"traceEvents": []}', b"7"])
-def test_a_file_without_events_is_named(written: Written, tmp_path: Path, content: bytes) -> None:
-    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
-    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.pt.trace.json", content))
-    timeline, _ = merged(written.close(), tmp_path / "traces")
-    (warning,) = timeline.warnings
-    assert warning.endswith("a.pt.trace.json has no events; is it a torch trace?")
+def test_a_file_without_events_is_named(written: Written, content: bytes) -> None:
+    (warning,) = drawn(written, content)[0].warnings
+    assert warning.endswith("a.trace.json.gz has no events; is it a torch trace?")
