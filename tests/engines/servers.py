@@ -1,6 +1,6 @@
-"""Real engine servers and real agents as processes, and a door between the two that a test can watch and slam.
+"""Real engine servers and real agents as processes, and a proxy between the two that a test can watch.
 
-Everything here waits for a condition, with a limit after which the test fails and shows what was said.
+Everything here waits for a condition, with a limit after which the test fails and shows the output.
 """
 
 import json
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
+    """A port of the loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def wait_for(what: str, holds: Callable[[], T | None], limit_s: float = 60.0) -> T:
-    """What `holds` gives as soon as it is true."""
+    """Wait until `holds` returns something true, and return that."""
     until = time.monotonic() + limit_s
     while not (found := holds()):
         if time.monotonic() > until:
@@ -46,10 +46,16 @@ def wait_for(what: str, holds: Callable[[], T | None], limit_s: float = 60.0) ->
 
 
 class Process:
-    """A process with all that it starts; what it says is kept in a file."""
+    """A process with everything that it starts; its output goes to a log file."""
 
-    def __init__(self, command: Sequence[str], said: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.command, self.said_in, self.environment = list(command), said, dict(environment or {})
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self.command, self.log, self.environment, self.cwd = list(command), log, dict(environment or {}), cwd
         self.start()
 
     def __enter__(self) -> Self:
@@ -59,22 +65,23 @@ class Process:
         self.kill()
 
     def start(self) -> None:
-        with self.said_in.open("ab") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=os.environ | self.environment,
+                cwd=self.cwd,
                 start_new_session=True,
             )
 
     @property
-    def said(self) -> str:
-        return self.said_in.read_text(errors="replace")
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
 
     def family(self) -> list[psutil.Process]:
-        """The process and everything below it that lives."""
+        """The process and everything below it that is alive."""
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
             return [root, *root.children(recursive=True)]
@@ -83,23 +90,23 @@ class Process:
     def kill(self) -> None:
         """SIGKILL for all of them."""
         family = self.family()
-        for one in family:
+        for process in family:
             with suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
         self.process.wait(30)
         psutil.wait_procs(family, timeout=30)
 
     def freeze(self) -> None:
-        for one in self.family():
-            one.suspend()
+        for process in self.family():
+            process.suspend()
 
     def thaw(self) -> None:
-        for one in self.family():
-            one.resume()
+        for process in self.family():
+            process.resume()
 
 
 class EngineServer(Process):
-    """vLLM or SGLang on a tiny model, on this machine's loopback."""
+    """vLLM or SGLang with a tiny model, on this machine's loopback."""
 
     def __init__(self, kind: str, model: Path, folder: Path, *options: str, port: int | None = None) -> None:
         self.kind, self.port = kind, port or free_port()
@@ -112,7 +119,7 @@ class EngineServer(Process):
     def wait_up(self, path: str = "/health") -> None:
         def up() -> bool:
             if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.said[-3000:]}")
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.output[-3000:]}")
             return answers(self.url + path)
 
         wait_for(f"{self.kind} answers {path}", up, UP_S)
@@ -123,7 +130,7 @@ class EngineServer(Process):
 
 
 def answers(url: str) -> bool:
-    """Does a GET of it answer 200 now?"""
+    """Whether a GET is answered 200 now."""
     with suppress(httpx.TransportError):
         return httpx.get(url, timeout=10).status_code == 200
     return False
@@ -131,16 +138,16 @@ def answers(url: str) -> bool:
 
 def complete(kind: str, url: str, prompt: str, tokens: int, model: str, limit_s: float = 60.0) -> list[int]:
     """Greedy tokens of one request, as many as asked for unless it is aborted."""
-    path, body = _asked(kind, prompt, tokens, model)
+    path, body = _request(kind, prompt, tokens, model)
     answer = httpx.post(url + path, json=body, timeout=limit_s)
     answer.raise_for_status()
-    said = answer.json()
-    return list(said["choices"][0]["token_ids"] or [] if kind == "vllm" else said["output_ids"])
+    body = answer.json()
+    return list(body["choices"][0]["token_ids"] or [] if kind == "vllm" else body["output_ids"])
 
 
 def generate(kind: str, url: str, prompt: list[int], tokens: int, model: str) -> None:
     """Have a prompt of token ids continued greedily."""
-    path, body = _asked(kind, "", tokens, model)
+    path, body = _request(kind, "", tokens, model)
     named = "prompt" if kind == "vllm" else "text"
     del body[named]
     body |= {"prompt" if kind == "vllm" else "input_ids": prompt}
@@ -148,7 +155,7 @@ def generate(kind: str, url: str, prompt: list[int], tokens: int, model: str) ->
 
 
 class Request(threading.Thread):
-    """One request in flight, streamed: `begun` when its first token is there, `made` tokens so far."""
+    """One streamed request in flight: `begun` is set at its first token, and `made` counts its tokens."""
 
     def __init__(self, kind: str, url: str, model: str, tokens: int) -> None:
         super().__init__(daemon=True)
@@ -165,7 +172,7 @@ class Request(threading.Thread):
         return not self.is_alive()
 
     def grows(self, tokens: int) -> None:
-        """Wait for so many more tokens."""
+        """Wait for this many more tokens."""
         wanted = self.made + tokens
         wait_for(f"{wanted} tokens of {self}", lambda: self.made >= wanted or self.ended, 60)
         assert self.made >= wanted, self
@@ -177,30 +184,30 @@ class Request(threading.Thread):
             self._error = error
 
     def running(self) -> Self:
-        """This, when it has begun."""
+        """Wait until it has begun."""
         assert self.begun.wait(60), self
         return self
 
     def tokens(self) -> int:
-        """How many there were, when it has ended."""
+        """Wait until it has ended, and return the number of its tokens."""
         self.join(60)
         assert self.ended and self._error is None, self
         return self.made
 
     def _stream(self) -> None:
-        path, body = _asked(self._kind, "a long one", self._wanted, self._model)
+        path, body = _request(self._kind, "a long one", self._wanted, self._model)
         body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         with httpx.stream("POST", self._url + path, json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
-                    said = json.loads(line[6:])
-                    counted = said["usage"] if self._kind == "vllm" else said["meta_info"]
+                    chunk = json.loads(line[6:])
+                    counted = chunk["usage"] if self._kind == "vllm" else chunk["meta_info"]
                     self.made = counted["completion_tokens"]
                     if self.made:
                         self.begun.set()
 
 
-def _asked(kind: str, prompt: str, tokens: int, model: str) -> tuple[str, dict[str, Any]]:
+def _request(kind: str, prompt: str, tokens: int, model: str) -> tuple[str, dict[str, Any]]:
     if kind == "vllm":
         body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True}
@@ -209,7 +216,7 @@ def _asked(kind: str, prompt: str, tokens: int, model: str) -> tuple[str, dict[s
 
 
 def command(kind: str, model: Path, port: int, *options: str) -> list[str]:
-    """How the server is started, on a machine without a GPU."""
+    """The server's command, for a machine without a GPU."""
     place = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     if kind == "vllm":
         start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "4096"]
@@ -222,7 +229,7 @@ def command(kind: str, model: Path, port: int, *options: str) -> list[str]:
 
 
 def environment(kind: str) -> dict[str, str]:
-    """What the server needs in its environment on such a machine."""
+    """The server's environment variables, for a machine without a GPU."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     if kind == "vllm":
         # Its engine core spins while a worker computes, and on two cores starves the thread that hands out tokens.
@@ -232,7 +239,7 @@ def environment(kind: str) -> dict[str, str]:
 
 
 class AgentProcess(Process):
-    """`rolloutctl agent` beside one node."""
+    """`rolloutctl agent` on one node."""
 
     def __init__(self, bus: str, folder: Path, place: str, nnodes: int, *options: str) -> None:
         replica, node_rank = place.split(".")
@@ -244,19 +251,19 @@ class AgentProcess(Process):
         super().__init__(call, folder / f"agent-{place}.log")
 
     def end(self) -> int:
-        """SIGTERM, and wait."""
+        """Send SIGTERM and wait. Returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(90)
 
 
 def probed(url: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and answer of `rolloutctl engine probe URL --json`."""
+    """Exit code and output of `rolloutctl engine probe URL --json`."""
     done = rolloutctl("engine", "probe", url, "--json")
     return done.returncode, json.loads(done.stdout)
 
 
-class Door:
-    """A TCP relay before a server. `on[path]` is called once, when a request for that path has just been passed on."""
+class Proxy:
+    """A TCP proxy in front of a server. `on[path]` is called once, when a request for that path has been passed on."""
 
     def __init__(self, port: int) -> None:
         self._server_port = port

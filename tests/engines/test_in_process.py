@@ -4,14 +4,10 @@
 two seeds differ from the first one on, so that they tell which weights an engine generates with.
 """
 
-import gzip
 import json
 import os
 import re
-import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +16,8 @@ import pytest
 from tests.engines import environments
 from tests.engines.embedded import LONG, SHORT, STEPS, free_port
 from tests.engines.models import save_model
+from tests.engines.profiles import read_events
+from tests.engines.servers import Process
 
 pytestmark = pytest.mark.timeout(900)  # the environment of an engine may have to be built
 
@@ -50,35 +48,18 @@ class Seen(NamedTuple):
     report: dict[str, Any]
 
 
-@contextmanager
-def program(
-    kind: str, module: str, folder: Path, name: str, *arguments: str, **variables: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A program in the environment of an engine; it is ended with all that it started. What it says is in NAME.log."""
+def program(kind: str, module: str, folder: Path, name: str, *arguments: str, **variables: str) -> Process:
+    """A program in the environment of an engine. Its output goes to NAME.log."""
     paths = [ROOT, environments.STANDINS] if kind == "sglang" else [ROOT]
     settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1", **SETTINGS[kind], **variables}
     command = [str(environments.python(kind)), "-m", f"tests.engines.{module}", *arguments]
-    with open(folder / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, **settings},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return Process(command, folder / f"{name}.log", settings, cwd=folder)
 
 
-def reported(process: subprocess.Popen[bytes], folder: Path, name: str) -> dict[str, Any]:
-    """The report of a program, when it has ended well."""
-    code = process.wait(LIMIT_S)
-    assert code == 0, f"{name} ended with {code}:\n{(folder / f'{name}.log').read_text(errors='replace')[-4000:]}"
+def reported(program: Process, folder: Path) -> dict[str, Any]:
+    """The report of a program, once it has ended well."""
+    code = program.process.wait(LIMIT_S)
+    assert code == 0, f"{program.log.stem} ended with {code}:\n{program.output[-4000:]}"
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 
@@ -89,17 +70,13 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
     with program(kind, "embedded", folder, "engine", kind, str(folder)) as process:
-        return Seen(kind, folder, reported(process, folder, "engine"))
+        return Seen(kind, folder, reported(process, folder))
 
 
-def events(seen: Seen, session: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everything with a duration in the traces of one session."""
-    found = []
-    for name in session["files"]:
-        if name.endswith(".trace.json.gz"):
-            with gzip.open(seen.folder / "traces" / name) as stream:
-                found += [one for one in json.load(stream)["traceEvents"] if one.get("ph") == "X"]
-    return found
+def spans(seen: Seen, session: dict[str, Any]) -> list[str]:
+    """Names of everything with a duration in the traces of one session."""
+    files = [seen.folder / "traces" / name for name in session["files"] if name.endswith(".trace.json.gz")]
+    return [str(event["name"]) for file in files for event in read_events(file) if event.get("ph") == "X"]
 
 
 def test_tokens_change_with_the_weights_and_come_back_with_them(seen: Seen) -> None:
@@ -151,13 +128,13 @@ def test_each_session_leaves_traces_of_its_own_that_parse(seen: Seen) -> None:
     assert len(sessions) == 2
     for step, session in zip((3, 4), sessions, strict=True):
         assert all(one.startswith(f"global_step_{step}/replica_0/") for one in session["files"])
-        assert events(seen, session)
+        assert spans(seen, session)
 
 
 def test_a_window_holds_its_forward_steps(seen: Seen) -> None:
     whole, window = seen.report["sessions"]
     step = STEP[seen.kind]
-    counted = [sum(bool(step.match(one["name"])) for one in events(seen, each)) for each in (whole, window)]
+    counted = [sum(bool(step.match(name)) for name in spans(seen, session)) for session in (whole, window)]
     assert counted == [SHORT, STEPS]
     assert [whole["ended"], window["ended"]] == [False, True]  # the second had ended by itself
 
@@ -199,7 +176,7 @@ def test_of_two_nodes_the_one_with_the_tokenizer_acts_and_each_collects_its_own_
             )
             for rank in ("0", "1")
         )
-        report = reported(first, tmp_path, "node0")
+        report = reported(first, tmp_path)
 
     launched, new, back = report["tokens"]
     assert new[0] != launched[0] and back == launched  # both halves of every tensor were loaded, on both nodes

@@ -209,7 +209,7 @@ def test_trace_that_takes_long_is_late_by_the_deadline_and_holds_up_nobody(bench
     Bench.step += 1
     acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]).wait())
     bench.work(0)
-    bench.fleet.door.on["/stop_profile"] = bench.fleet.first.freeze
+    bench.fleet.proxy.on["/stop_profile"] = bench.fleet.first.freeze
     late = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=2).wait())
     assert late.error is ErrorKind.ENGINE_TIMEOUT
     flushed = bench.plane.flush(timeout=5).wait()

@@ -73,7 +73,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
 
 def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VLLMFleet) -> None:
     before = fleet.tokens()
-    fleet.door.on["/collective_rpc"] = fleet.first.freeze
+    fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=2, timeout=6)
     assert report.status == "aborted"
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
@@ -212,7 +212,7 @@ def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VL
 
 
 def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: VLLMFleet) -> None:
-    fleet.door.on["/collective_rpc"] = fleet.first.freeze
+    fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=1, timeout=6)
     assert report.status == "committed" and report.quarantined == (0,)
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
@@ -228,7 +228,7 @@ def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: VL
 def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committed_version_when_it_is_back(
     fleet: VLLMFleet,
 ) -> None:
-    fleet.door.on["/collective_rpc"] = fleet.first.kill
+    fleet.proxy.on["/collective_rpc"] = fleet.first.kill
     report = fleet.sync("b", quorum=1, timeout=20)
     assert report.status == "committed" and report.quarantined == (0,)
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_ERROR

@@ -16,8 +16,8 @@ from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
 from tests.engines.servers import (
     AgentProcess,
-    Door,
     EngineServer,
+    Proxy,
     Request,
     command,
     complete,
@@ -45,7 +45,7 @@ class VLLMFleet:
         self.first = open_.enter_context(
             EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0", PLAIN))
         )
-        self.door = open_.enter_context(Door(self.first.port))
+        self.proxy = open_.enter_context(Proxy(self.first.port))
         self.plane: ControlPlane = open_.enter_context(
             ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=BUS, checkpoints=folder)
         )
@@ -55,7 +55,7 @@ class VLLMFleet:
         launch = ["env", *(f"{name}={value}" for name, value in environment("vllm").items()), *launched]
         kind = ("--engine", "vllm")
         self.agents = [
-            open_.enter_context(AgentProcess(bus, folder, "0.0", 2, *kind, "--url", self.door.url)),
+            open_.enter_context(AgentProcess(bus, folder, "0.0", 2, *kind, "--url", self.proxy.url)),
             open_.enter_context(AgentProcess(bus, folder, "0.1", 2, *kind)),
             open_.enter_context(
                 AgentProcess(bus, folder, "1.0", 1, *kind, "--url", self.second_url, "--launch", "--", *launch)
