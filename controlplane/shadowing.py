@@ -1,13 +1,13 @@
-"""Refuses to run on somebody else's `schemas` or `workers`.
+"""Refuses to run with a foreign `schemas` or `workers`.
 
-The names of our import packages are ordinary words. A trainer's repository may well have a `workers/` of its own in the
-directory that Python is started from, and that directory comes first on the import path: then half of the bus would be
-ours and half of it theirs, and the error would come late and name neither. So `import controlplane` asks where the
-other two would come from, without importing them.
+The names of our packages are ordinary words. A trainer's repository may well have a `workers/` in the directory that
+Python is started from, and that directory comes first on the import path. Half of the bus would then be foreign code,
+and the error would come late and name neither. So `import controlplane` asks where the other two would come from,
+without importing them.
 
-Rules: ours are the packages that stand beside this one; a package that is not found at all is not shadowed (its own
-import says so); a directory without `__init__.py` counts only where Python would really take it, which is when no
-regular package of that name stands anywhere on the path.
+Rules: ours are the packages beside this one. A package that is not found at all is not shadowed: its own import says
+so. A directory without `__init__.py` counts only where Python would take it, which is when no regular package of that
+name is anywhere on the path.
 """
 
 from importlib.util import find_spec
@@ -20,34 +20,34 @@ OTHERS = ("schemas", "workers")
 """Our packages but this one."""
 
 
-def foreign(name: str, home: str = HOME) -> str | None:
-    """The file or directory that `import name` takes instead of `home/name`; None if it takes ours or finds nothing."""
+def find_foreign(name: str, home: str = HOME) -> str | None:
+    """Return the file or directory that `import name` takes instead of `home/name`; None if it is ours, or none."""
     try:
         spec = find_spec(name)
-    except ValueError:  # already imported, and made by hand: a module without a spec
+    except ValueError:  # already in sys.modules, and created by hand: a module without a spec
         return f"<a module named {name} that has no file, put into sys.modules>"
     if spec is None:
         return None
     own = join(home, name)
     if spec.has_location and spec.origin is not None:
-        beside = dirname(spec.origin)
+        directory = dirname(spec.origin)
         # Installers link single files or whole trees from a cache: either spelling of the path is ours.
-        if abspath(beside) == own or realpath(beside) == realpath(own):
+        if abspath(directory) == own or realpath(directory) == realpath(own):
             return None
         return spec.origin
     return next(iter(spec.submodule_search_locations or ()), spec.origin or "<a module without a file>")
 
 
 def refuse_foreign(names: tuple[str, ...] = OTHERS, home: str = HOME) -> None:
-    """Raise ImportError, naming the file that stands in the way, unless every one of `names` is ours."""
+    """Raise ImportError, naming the file in the way, unless every one of `names` is ours."""
     for name in names:
-        place = foreign(name, home)
+        place = find_foreign(name, home)
         if place is not None:
             raise ImportError(
-                f"rolloutctl needs its own package `{name}`, at {join(home, name)}, but `import {name}` finds {place}. "
-                f"Nothing of it was run. It comes earlier on the import path (sys.path: the directory that Python was "
-                f"started from, then PYTHONPATH, then installed packages): rename it, start from another directory, "
-                f"or take its directory off the path.",
+                f"rolloutctl needs its own package `{name}`, at {join(home, name)}, but `import {name}` finds {place}, "
+                f"which was not executed. It comes earlier on the import path (sys.path: the directory that Python was "
+                f"started from, then PYTHONPATH, then installed packages). Rename it, start from another directory, or "
+                f"remove its directory from the path.",
                 name=name,
                 path=place,
             )

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from controlplane.shadowing import foreign, refuse_foreign
+from controlplane.shadowing import find_foreign, refuse_foreign
 from tests.running import python
 
 HOME = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def test_a_foreign_package_is_refused_by_the_name_of_its_file(tmp_path: Path, na
     assert "ImportError" in run.stderr
     assert str(file) in run.stderr
     assert str(HOME / name) in run.stderr
-    assert "rename it" in run.stderr
+    assert "Rename it" in run.stderr
     assert run.stdout == ""
 
 
@@ -72,7 +73,7 @@ def test_a_namespace_package_is_foreign_where_python_would_take_it(
 ) -> None:
     (tmp_path / "there" / "namespace_of_no_project").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "there"))
-    place = foreign("namespace_of_no_project", home=str(tmp_path / "here"))
+    place = find_foreign("namespace_of_no_project", home=str(tmp_path / "here"))
     assert place == str(tmp_path / "there" / "namespace_of_no_project")
 
 
@@ -81,15 +82,15 @@ def test_a_file_one_level_below_our_home_is_not_taken_for_ours(tmp_path: Path, m
     file.parent.mkdir()
     file.touch()
     monkeypatch.syspath_prepend(str(file.parent))
-    assert foreign("package_of_no_project", home=str(tmp_path)) == str(file)
+    assert find_foreign("package_of_no_project", home=str(tmp_path)) == str(file)
 
 
 def test_a_linked_installation_is_ours_under_both_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path / "real" / "package_of_no_project")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.syspath_prepend(str(tmp_path / "link"))
-    assert foreign("package_of_no_project", home=str(tmp_path / "real")) is None
-    assert foreign("package_of_no_project", home=str(tmp_path / "link")) is None
+    assert find_foreign("package_of_no_project", home=str(tmp_path / "real")) is None
+    assert find_foreign("package_of_no_project", home=str(tmp_path / "link")) is None
 
 
 def test_a_package_that_is_nowhere_is_not_shadowed() -> None:
@@ -102,6 +103,13 @@ def test_a_module_made_by_hand_is_foreign(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ImportError, match="has no file") as refused:
         refuse_foreign(("package_of_no_project",))
     assert refused.value.name == "package_of_no_project"
+
+
+@pytest.mark.parametrize("name", ["controlplane", "schemas"])
+def test_every_public_name_is_there(name: str) -> None:
+    package = import_module(name)
+    assert [public for public in package.__all__ if not hasattr(package, public)] == []
+    assert not hasattr(package, "no_such_name")
 
 
 def test_our_packages_load_no_engine_and_no_tensor_library(tmp_path: Path) -> None:
