@@ -51,7 +51,8 @@ from controlplane.machine.fleet import member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
-from schemas.carriers.sockets import Context, Sent, bus_publisher, bus_router
+from schemas.carriers.edge_socket import Sent
+from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.carriers.wakeup import Wakeup
 from schemas.commands import Command, EngineCommand, Manifest, ProfileCommand, Source, Target
 from schemas.config import BusConfig

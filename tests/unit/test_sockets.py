@@ -12,16 +12,9 @@ import pytest
 import zmq
 from anyio.lowlevel import checkpoint
 
-from schemas.carriers import sockets
-from schemas.carriers.sockets import (
-    Context,
-    EdgeSocket,
-    Sent,
-    agent_dealer,
-    agent_subscriber,
-    bus_publisher,
-    bus_router,
-)
+from schemas.carriers import edge_socket
+from schemas.carriers.edge_socket import EdgeSocket, Sent
+from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber, bus_publisher, bus_router
 from schemas.carriers.wakeup import Wakeup
 from schemas.errors import AddressInUse, BusError
 from tests.waiting import until
@@ -34,8 +27,8 @@ pytestmark = pytest.mark.anyio
 def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with one watch for all sockets of the loop, and with one watch per socket."""
     if request.param == "no epoll":
-        monkeypatch.setattr(sockets, "_HAS_EPOLL", False)
-    elif not sockets._HAS_EPOLL:
+        monkeypatch.setattr(edge_socket, "_HAS_EPOLL", False)
+    elif not edge_socket._HAS_EPOLL:
         pytest.skip("this system has no epoll")
 
 
@@ -177,7 +170,7 @@ async def test_the_newest_welcome_comes_first_and_no_message_is_missed_after_the
 async def test_a_flood_does_not_starve_other_tasks(context: Context) -> None:
     left, right = await connected(context, queue=0)
     async with left, right:
-        for _ in range(10 * sockets.BURST):
+        for _ in range(10 * edge_socket.BURST):
             assert left.send_nowait([b"x"])
         ran = 0
 
@@ -189,7 +182,7 @@ async def test_a_flood_does_not_starve_other_tasks(context: Context) -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(other)
-            for _ in range(10 * sockets.BURST):
+            for _ in range(10 * edge_socket.BURST):
                 await right.recv()
             assert ran >= 9
             group.cancel_scope.cancel()
@@ -374,7 +367,7 @@ async def test_the_safety_poll_turns_a_missed_edge_into_latency_and_counts_it(co
 
 @pytest.mark.usefixtures("watching")
 async def test_an_idle_wait_does_not_count_as_a_missed_edge(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "SAFETY_POLL_S", 0.0001)
+    monkeypatch.setattr(edge_socket, "SAFETY_POLL_S", 0.0001)
     left, right = pair(context)
     async with left, right:
         for number in range(200):

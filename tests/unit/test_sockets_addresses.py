@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.carriers.sockets import Context, EdgeSocket, agent_dealer, bus_publisher, bus_router
+from schemas.carriers.edge_socket import EdgeSocket
+from schemas.carriers.sockets import Context, agent_dealer, bus_publisher, bus_router
 from schemas.errors import AddressInUse, BusAddressError
 
 ANY_PORT = "tcp://127.0.0.1:0"

@@ -22,7 +22,8 @@ from typing import Final, assert_never
 import anyio
 from anyio import CancelScope
 
-from schemas.carriers.sockets import Context, EdgeSocket, agent_dealer, agent_subscriber
+from schemas.carriers.edge_socket import EdgeSocket
+from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired
