@@ -94,7 +94,7 @@ def test_another_profiler_that_starts_inside_of_a_stage_replaces_ours_and_the_pr
     other = profile(activities=[ProfilerActivity.CPU])
     rank.start()
     crossed(other)
-    with pytest.raises(EngineError, match="another profiler of torch's was started while this stage was recorded"):
+    with pytest.raises(EngineError, match="another profiler of torch's was started during this recording"):
         rank.stop()
     other.export_chrome_trace(str(rank.root / "other.json"))
     assert "aten::linear" in (rank.root / "other.json").read_text()

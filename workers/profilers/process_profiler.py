@@ -1,4 +1,4 @@
-"""torch has one profiler per process. Here training ranks take it, and leave anybody else's alone.
+"""torch has one profiler per process. Here ranks and engines take it, and leave anybody else's alone.
 
 Findings with torch 2.13, each of which is the reason for something below:
 
@@ -27,10 +27,11 @@ from torch.autograd.profiler import KinetoStepTracker
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 from torch.profiler.profiler import PROFILER_STEP_NAME, _KinetoProfile
 
+from schemas.commands import ProfilePlan
 from schemas.errors import EngineError
 
 _in_use = threading.Lock()
-"""Held by the rank of this process whose stage is recorded."""
+"""Held by the rank of this process whose stage is recorded, or the engine with an open session."""
 
 _OURS: Final[Any] = 1
 """Value of torch's flag while the profiler is ours: as true as torch's own True, and distinguishable from it."""
@@ -89,9 +90,26 @@ class Span:
 
 
 def acquire() -> None:
-    """Take the profiler for a rank of this process. Raises EngineError while another rank has it."""
+    """Take the profiler for a rank or engine of this process. Raises EngineError while another one has it."""
     if not _in_use.acquire(blocking=False):
-        raise EngineError("another rank of this process is recorded now, and torch's profiler is one per process.")
+        raise EngineError(
+            "another rank or engine of this process is recorded now, and torch's profiler is one per process. Run each "
+            "in a process of its own, or profile one at a time."
+        )
+
+
+def make_profiler(plan: ProfilePlan) -> _KinetoProfile:
+    """Return a profiler that records what the plan asks for, not started."""
+    activities = [ProfilerActivity.CPU]  # spans are recorded on the CPU
+    if "cuda" in plan.activities:
+        activities.append(ProfilerActivity.CUDA)
+    return _KinetoProfile(
+        activities=activities,
+        record_shapes=plan.record_shapes,
+        with_stack=plan.with_stack or plan.with_modules,  # stacks name the modules of eager code
+        with_modules=plan.with_modules,
+        profile_memory="memory" in plan.activities,
+    )
 
 
 def release() -> None:
@@ -101,12 +119,12 @@ def release() -> None:
 
 
 def is_ours() -> bool:
-    """Return whether torch's profiler warms up or records for a rank of this process."""
+    """Return whether torch's profiler warms up or records for the holder."""
     return torch.autograd.profiler._is_profiler_enabled is _OURS
 
 
 def require_free() -> None:
-    """Raise EngineError if torch's profiler records or warms up in this process for anybody but its ranks."""
+    """Raise EngineError if torch's profiler records or warms up in this process for anybody but the holder."""
     if _is_anothers():
         raise EngineError(
             "another profiler of torch's records in this process already, and there is one per process. It was left "
@@ -161,8 +179,8 @@ def stop(profiler: _KinetoProfile) -> None:
     finally:
         _clear_flag()
     raise EngineError(
-        "another profiler of torch's was started while this stage was recorded, and there is one per process. The "
-        "other one was left alone; what was recorded of this stage is lost."
+        "another profiler of torch's was started during this recording, and there is one per process. It was left "
+        "alone; what was recorded here is lost."
     )
 
 

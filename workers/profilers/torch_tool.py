@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed
-from torch.profiler import ProfilerAction, ProfilerActivity
+from torch.profiler import ProfilerAction
 from torch.profiler.profiler import _KinetoProfile
 
 from schemas.commands import ProfilePlan, Schedule
@@ -125,20 +125,6 @@ class TorchRecorder(Recorder):
             info = {"backend": "none", "rank": files.rank, "world_size": files.world_size}
             profiler.add_metadata_json("distributedInfo", json.dumps(info))
 
-    def make_profiler(self) -> _KinetoProfile:
-        """Return a new profiler, not started."""
-        plan = self.plan
-        activities = [ProfilerActivity.CPU]  # the spans of the stages are recorded on the CPU
-        if "cuda" in plan.activities:
-            activities.append(ProfilerActivity.CUDA)
-        return _KinetoProfile(
-            activities=activities,
-            record_shapes=plan.record_shapes,
-            with_stack=plan.with_stack or plan.with_modules,  # stacks name the modules of eager code
-            with_modules=plan.with_modules,
-            profile_memory="memory" in plan.activities,
-        )
-
     # --- on the writer's thread ---------------------------------------------------------------------------------------
 
     def _write(self, profiler: _KinetoProfile, scope: str, mini_batches: tuple[int, int] | None) -> None:
@@ -167,7 +153,7 @@ class _WholeStage:
     """Records a stage from its beginning to its end."""
 
     def __init__(self, recorder: TorchRecorder) -> None:
-        self.profiler = recorder.make_profiler()
+        self.profiler = process_profiler.make_profiler(recorder.plan)
         recorder.start(self.profiler)
 
     def end(self) -> None:
@@ -207,7 +193,7 @@ class _Windows:
         if wanted is ProfilerAction.NONE:
             return
         if self._profiler is None or not process_profiler.is_ours():  # another one may have replaced what warmed up
-            self._profiler = self._recorder.make_profiler()
+            self._profiler = process_profiler.make_profiler(self._recorder.plan)
             if wanted is ProfilerAction.WARMUP:
                 process_profiler.prepare(self._profiler)
         if wanted is not ProfilerAction.WARMUP and self._first is None:

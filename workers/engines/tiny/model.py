@@ -23,14 +23,10 @@ from schemas.errors import CheckpointError, ConfigError
 from schemas.identity import Positive
 from schemas.safetensors.digest import tensor_digest
 from schemas.safetensors.format import TensorSpec, safetensors_files
+from workers.engines.checkpoint import TORCH_DTYPES
 
-DTYPES: Final[Mapping[torch.dtype, str]] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
-"""Names of the supported dtypes in safetensors."""
+DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): dtype for dtype, name in TORCH_DTYPES.items()}
+"""Names of torch's dtypes in safetensors."""
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,7 +213,7 @@ def _raw(tensor: Tensor) -> memoryview:
 
 def _dtype(tensor: Tensor) -> str:
     if tensor.dtype not in DTYPES:
-        raise ConfigError(f"weights are {', '.join(DTYPES.values())}; this tensor is {tensor.dtype}")
+        raise ConfigError(f"safetensors has no tensors of {tensor.dtype}")
     return DTYPES[tensor.dtype]
 
 

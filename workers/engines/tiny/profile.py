@@ -5,26 +5,22 @@ before the first forward of the window to just after the last one, so the trace 
 """
 
 import importlib
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from torch.autograd import profiler as autograd_profiler
 from torch.cuda import is_available as cuda_is_available
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler.profiler import _KinetoProfile
 
 from schemas.commands import ProfilePlan
 from schemas.errors import EngineError
 from workers.limits import Limit, require_recordable
+from workers.profilers import process_profiler
 from workers.traces.node import make_fresh
 
 FORWARD: Final = "tiny.forward"
 """The span around each forward in a trace."""
-
-_in_use = threading.Lock()
-"""torch has one profiler per process, and two threads that start it at once crash the process (torch 2.13)."""
 
 
 def prepare() -> None:
@@ -57,24 +53,20 @@ class ForwardProfile:
 
     def __init__(self, plan: ProfilePlan, file: Path) -> None:
         require_supported(plan)
-        if not _in_use.acquire(blocking=False):
-            raise EngineError(
-                "the profile was not started: torch's profiler is one per process, and another engine of this process "
-                "uses it. Run each engine in a process of its own, or profile one at a time."
-            )
         self.file = file
         self._plan = plan
         self._forwards = 0
-        self._profiler: profile | None = None
+        self._profiler: _KinetoProfile | None = None
         self._failure: EngineError | None = None
         self._closed = self._auto_stopped = False
+        process_profiler.acquire()
         try:
             make_fresh(file.parent)
-            _require_unused()
+            process_profiler.require_free()
             if plan.window is None:
                 self._start()
         except EngineError:
-            _in_use.release()
+            process_profiler.release()
             raise
 
     @contextmanager
@@ -107,16 +99,9 @@ class ForwardProfile:
         return self._auto_stopped
 
     def _start(self) -> None:
-        _require_unused()
-        plan = self._plan
-        profiler = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if "cuda" in plan.activities else [])],
-            record_shapes=plan.record_shapes,
-            with_stack=plan.with_stack or plan.with_modules,  # stacks name the modules
-            profile_memory="memory" in plan.activities,
-        )
+        profiler = process_profiler.make_profiler(self._plan)
         try:
-            profiler.start()
+            process_profiler.start(profiler)
         except RuntimeError as error:
             raise EngineError(f"torch's profiler did not start: {error}. Nothing is recorded.") from error
         self._profiler = profiler
@@ -125,28 +110,21 @@ class ForwardProfile:
         if self._closed:
             return
         self._closed = True
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            self._export(profiler)
-        _in_use.release()
+        if self._profiler is not None:
+            try:
+                process_profiler.stop(self._profiler)
+                self._export(self._profiler)
+            except EngineError as error:
+                self._failure = error
+            except (OSError, RuntimeError) as error:
+                self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
+        self._profiler = None
+        process_profiler.release()
 
-    def _export(self, profiler: profile) -> None:
-        try:
-            profiler.stop()
-            profiler.export_chrome_trace(str(self.file))
-        except (OSError, RuntimeError) as error:
-            self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
+    def _export(self, profiler: _KinetoProfile) -> None:
+        profiler.export_chrome_trace(str(self.file))
         if not self.file.exists():  # torch 2.13 removes a file that it could not complete, often without an error
-            self._failure = EngineError(
+            raise EngineError(
                 f"the trace {self.file} was not written to its end, and torch removed it: is the disk full? The "
                 "session is closed."
             )
-
-
-def _require_unused() -> None:
-    """Raise EngineError while another profiler records in this process: starting ours would lose its recording."""
-    if autograd_profiler._is_profiler_enabled:
-        raise EngineError(
-            "the profile was not recorded: torch's profiler is one per process, and another one records here. It goes "
-            "on. Stop it, then start again, or run the engine in a process of its own."
-        )
