@@ -30,7 +30,7 @@ MAX_PROBLEMS: Final = 5
 T = TypeVar("T")
 
 
-class _Session:
+class _ProfilingSession:
     """An open session. `owner` is the outermost stage under way, which is recorded while `recording` is true."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -51,7 +51,7 @@ class _EnteredStage:
 
     __slots__ = ("session", "span", "thread")
 
-    def __init__(self, session: _Session) -> None:
+    def __init__(self, session: _ProfilingSession) -> None:
         self.session, self.thread = session, threading.get_ident()
         self.span: AbstractContextManager[object] | None = None
 
@@ -92,7 +92,7 @@ class RankProfiler:
         self._instance = secrets.token_hex(8)
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._session: _Session | None = None
+        self._session: _ProfilingSession | None = None
         self._released = False
 
     @property
@@ -166,7 +166,7 @@ class RankProfiler:
             step=call.session.step,
             verl=plan.layout != "step",
         )
-        session = _Session(make_recorder(plan, files))
+        session = _ProfilingSession(make_recorder(plan, files))
         session.recorder.open()
         with self._changed:
             self._session = session
@@ -251,12 +251,12 @@ class RankProfiler:
             self._guard(session, session.recorder.mini_batch)
         self._end_if_closing(session)  # afterwards, or the recording would lack this mini-batch
 
-    def _end_if_closing(self, session: _Session) -> None:
+    def _end_if_closing(self, session: _ProfilingSession) -> None:
         """End what this thread records if the session is to close."""
         if session.closing and session.owner is not None and session.owner.is_of_this_thread:
             self._end(session)
 
-    def _begin(self, session: _Session, stage: Stage) -> None:
+    def _begin(self, session: _ProfilingSession, stage: Stage) -> None:
         model = stage.model if stage.model is not None else self.model
 
         def begin() -> None:
@@ -265,17 +265,17 @@ class RankProfiler:
         if not self._guard(session, begin, f"stage {stage.name} is not recorded: "):
             self._set_ended(session)
 
-    def _end(self, session: _Session) -> None:
+    def _end(self, session: _ProfilingSession) -> None:
         if session.recording:
             self._guard(session, session.recorder.end)
             self._set_ended(session)
 
-    def _set_ended(self, session: _Session) -> None:
+    def _set_ended(self, session: _ProfilingSession) -> None:
         with self._changed:
             session.recording = False
             self._changed.notify_all()
 
-    def _guard(self, session: _Session, act: Callable[[], None], prefix: str = "") -> bool:
+    def _guard(self, session: _ProfilingSession, act: Callable[[], None], prefix: str = "") -> bool:
         """Call `act`. The stop reports its errors, and the training code never sees them. Returns whether it worked."""
         try:
             act()

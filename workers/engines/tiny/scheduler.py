@@ -349,7 +349,7 @@ class Scheduler:
         self._ended = True
         self.abort()
         if self._profile is not None:
-            with suppress(EngineError):  # nobody is left who could be told
+            with suppress(EngineError):  # nobody waits for the outcome any more
                 self._profile.stop()
 
     def _set_asleep(self, tags: frozenset[Tag]) -> None:
