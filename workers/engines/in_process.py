@@ -1,5 +1,18 @@
 """What the clients of engines in this process share.
 
+A trainer that embeds an engine runs the agent beside the tasks that generate, on the same asyncio event loop:
+
+    engine = VLLMEngine(identity, AsyncLLMClient(async_llm), checkpoints=checkpoints, traces=traces)
+    node_traces = NodeTraces(traces, identity)
+    async with (
+        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=node_traces) as agent,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(agent.run)
+        await agent.wait_ready()
+        ...                           # async_llm.generate(...)
+        tasks.cancel_scope.cancel()   # and then async_llm.shutdown()
+
 Such an engine belongs to one asyncio event loop: called from another it hangs, or its answer reaches nobody. A call
 that has begun always runs to its end: SGLang gives the late reply of a cancelled call to the next caller.
 """
@@ -7,14 +20,17 @@ that has begun always runs to its end: SGLang gives the late reply of a cancelle
 import asyncio
 import inspect
 import secrets
+from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop, Task
 from collections.abc import Awaitable, Callable, Coroutine
+from types import ModuleType
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from anyio import CancelScope
 
 from schemas.errors import EngineError
+from workers.engines.client import CallRefused
 
 T = TypeVar("T")
 
@@ -22,39 +38,59 @@ _instance_ids: Final[WeakKeyDictionary[object, str]] = WeakKeyDictionary()
 _running: Final[set[Task[Any]]] = set()  # a loop holds its tasks only weakly
 
 
-class EngineLoop:
-    """The event loop that an engine lives on.
+class InProcessClient(ABC):
+    """The part of an `EngineClient` that both engines share: the event loop, and calls that run to their end.
 
     Args:
-        engine: The engine's name, for messages.
+        engine: The engine's object.
+        requests: The module of its request classes; the engine's own by default.
     """
 
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
+    where: str
+    _owner: str
+
+    def __init__(self, engine: Any, requests: ModuleType | None = None) -> None:
+        self._engine, self._requests = engine, requests
         self._loop: AbstractEventLoop | None = None
 
-    def require(self, known: AbstractEventLoop | None) -> None:
-        """Check that this runs on the engine's loop.
+    async def open(self) -> None:
+        """Raise EngineError unless this is the engine's event loop."""
+        self._require_loop()
 
-        Args:
-            known: The engine's loop; None while it has none. Then the loop of the first use counts.
+    async def call(self, method: str, /, **arguments: object) -> object:
+        """Make one call, which runs to its end. Raises CallRefused, and Unanswered if the engine is gone."""
+        self._require_loop()
+        return await run_to_end(self._call(method, arguments))
 
-        Raises:
-            EngineError: This runs on another loop, or on no asyncio loop.
-        """
+    async def close(self) -> None:  # noqa: B027 (both engines need nothing)
+        """Do nothing: there is no connection."""
+
+    @abstractmethod
+    async def _call(self, method: str, arguments: dict[str, object]) -> object: ...
+
+    @abstractmethod
+    def _engine_loop(self) -> AbstractEventLoop | None:
+        """The engine's loop; None while it has none. Then the loop of the first use counts."""
+
+    def _require_loop(self) -> None:
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
             raise EngineError(
-                f"{self._engine} was not called: it belongs to an asyncio event loop, and the agent runs on another "
-                "kind (trio?). Run the agent as a task of the loop that generates."
+                f"{self._owner} {self.where} was not called: it belongs to an asyncio event loop, and the agent runs "
+                "on another kind (trio?). Run the agent as a task of the loop that generates."
             ) from None
-        self._loop = known or self._loop or running
+        self._loop = self._engine_loop() or self._loop or running
         if self._loop is not running:
             raise EngineError(
-                f"{self._engine} was not called: it belongs to another event loop than the one that the agent runs on. "
-                "Run the agent as a task of the loop that generates: in its thread, and within one asyncio.run()."
+                f"{self._owner} {self.where} was not called: it belongs to another event loop than the one that the "
+                "agent runs on. Run the agent as a task of the loop that generates: in its thread, and within one "
+                "asyncio.run()."
             )
+
+    def _failure(self, method: str, error: Exception) -> CallRefused:
+        reason = f"{type(error).__name__}: {error}"
+        return CallRefused(f"{self.where}.{method} failed: {reason}", None, reason)
 
 
 async def run_to_end(call: Coroutine[Any, Any, T]) -> T:

@@ -1,18 +1,7 @@
 """SGLang in this process: a client of a `TokenizerManager`.
 
-A trainer that embeds the engine runs the agent beside the tasks that generate, on the same asyncio event loop:
-
-    client = TokenizerManagerClient(sgl_engine.tokenizer_manager)
-    engine = SGLangEngine(identity, client, checkpoints=checkpoints, traces=traces)
-    node_traces = NodeTraces(traces, identity)
-    async with (
-        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=node_traces) as agent,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(agent.run)
-        await agent.wait_ready()
-        ...                           # sgl_engine.async_generate(...)
-        tasks.cancel_scope.cancel()   # and then sgl_engine.shutdown()
+`workers/engines/in_process.py` shows how to embed an engine; this one is
+`SGLangEngine(identity, TokenizerManagerClient(sgl_engine.tokenizer_manager), ...)`.
 
 Don't generate with `sgl_engine.generate` beside it: that runs the event loop itself. On a node rank above 0 the
 tokenizer manager is None; pass that None. The agent there has nothing to command, and collects traces.
@@ -22,13 +11,14 @@ attributes, which answer at once.
 """
 
 import sys
+from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
 from workers.engines.client import CallRefused, Methods, Unanswered
-from workers.engines.in_process import EngineLoop, call_and_await, instance_id, parameter_names, run_to_end
+from workers.engines.in_process import InProcessClient, call_and_await, instance_id, parameter_names
 
 REQUESTS: Final = "sglang.srt.managers.io_struct"
 REQUEST_OF: Final[Mapping[str, str]] = {
@@ -55,7 +45,7 @@ LAUNCH: Final = (
 """Launch settings that the adapter reads."""
 
 
-class TokenizerManagerClient:
+class TokenizerManagerClient(InProcessClient):
     """An `EngineClient` of a `TokenizerManager` (SGLang 0.5.6 or newer).
 
     Args:
@@ -63,15 +53,11 @@ class TokenizerManagerClient:
         requests: The module of its request classes; SGLang's own by default.
     """
 
-    where = "TokenizerManager"
+    where, _owner = "TokenizerManager", "sglang's"
 
     def __init__(self, manager: Any, requests: ModuleType | None = None) -> None:
-        self._manager, self._requests = manager, requests
-        self._loop = EngineLoop("sglang's TokenizerManager")
-
-    async def open(self) -> None:
-        """Raise EngineError unless this is the engine's event loop."""
-        self._require_loop()
+        super().__init__(manager, requests)
+        self._manager = manager
 
     async def methods(self) -> Methods | None:
         """Read the methods' signatures and request classes. None while the engine is being shut down."""
@@ -103,12 +89,6 @@ class TokenizerManagerClient:
             "launched_at": instance_id(self._manager),  # a given seed is the same for two launches
         }
 
-    async def call(self, method: str, /, **arguments: object) -> object:
-        """Make one call, which runs to its end. Raises CallRefused, and Unanswered during shutdown."""
-        self._require_loop()
-        self._require_up(method)
-        return await run_to_end(self._call(method, arguments))
-
     async def read(self, method: str, /) -> object:
         """Read an attribute of the tokenizer manager. Raises Unanswered during shutdown."""
         self._require_loop()
@@ -118,14 +98,12 @@ class TokenizerManagerClient:
         current = getattr(self._manager, "config_value", None)
         return current("weight_version") if callable(current) else self._manager.server_args.weight_version
 
-    async def close(self) -> None:
-        """Do nothing: there is no connection."""
-
     def _can_command(self) -> bool:
         return callable(getattr(self._manager, "pause_generation", None))
 
-    def _require_loop(self) -> None:
-        self._loop.require(getattr(self._manager, "event_loop", None))
+    def _engine_loop(self) -> AbstractEventLoop | None:
+        loop: AbstractEventLoop | None = getattr(self._manager, "event_loop", None)
+        return loop
 
     def _require_up(self, method: str) -> None:
         if not self._can_command() or self._manager.gracefully_exit:
@@ -133,14 +111,14 @@ class TokenizerManagerClient:
 
     async def _call(self, method: str, arguments: dict[str, object]) -> object:
         """The only place that awaits something of the engine."""
+        self._require_up(method)
         self._manager.auto_create_handle_loop()  # up to 0.5.9 a flush as the first call hangs
         try:
             result = await self._translated(method, arguments)
         except CallRefused:
             raise
         except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-            raise CallRefused(f"{self.where}.{method} failed: {answer}", None, answer) from error
+            raise self._failure(method, error) from error
         succeeded, answer = _verdict(result)
         if not succeeded:
             raise CallRefused(f"{self.where}.{method} answered no: {answer}", None, answer)

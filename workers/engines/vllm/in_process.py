@@ -1,17 +1,6 @@
 """vLLM in this process: a client of an `AsyncLLM`.
 
-A trainer that embeds the engine runs the agent beside the tasks that generate, on the same asyncio event loop:
-
-    engine = VLLMEngine(identity, AsyncLLMClient(async_llm), checkpoints=checkpoints, traces=traces)
-    node_traces = NodeTraces(traces, identity)
-    async with (
-        Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=node_traces) as agent,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(agent.run)
-        await agent.wait_ready()
-        ...                           # async_llm.generate(...)
-        tasks.cancel_scope.cancel()   # and then async_llm.shutdown()
+`workers/engines/in_process.py` shows how to embed it.
 
 A headless node (node rank above 0) has no `AsyncLLM`: `VLLMEngine(identity, None, ...)`.
 
@@ -21,18 +10,17 @@ key and no dev mode are needed: whoever can run code in the process owns the eng
 
 import asyncio
 import sys
-from asyncio import Task
+from asyncio import AbstractEventLoop, Task
 from collections.abc import Coroutine, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Final
 
 import anyio
 
 from workers.engines.client import CallRefused, Methods, Unanswered
 from workers.engines.http import READ_TIMEOUT_S
-from workers.engines.in_process import EngineLoop, call_and_await, instance_id, parameter_names, run_to_end
+from workers.engines.in_process import InProcessClient, call_and_await, instance_id, parameter_names
 from workers.engines.vllm.server import ROUTES
 
 REQUESTS: Final = "vllm.distributed.weight_transfer.base"
@@ -46,23 +34,10 @@ HEALTH_CHECK_S: Final = 1.0
 """Seconds between two health checks of an engine that owes an answer."""
 
 
-class AsyncLLMClient:
-    """An `EngineClient` of an `AsyncLLM` (vLLM's V1 engine, 0.13 or newer).
+class AsyncLLMClient(InProcessClient):
+    """An `EngineClient` of an `AsyncLLM` (vLLM's V1 engine, 0.13 or newer)."""
 
-    Args:
-        engine: The `AsyncLLM`.
-        requests: The module of its request classes; vLLM's own by default.
-    """
-
-    where = "AsyncLLM"
-
-    def __init__(self, engine: Any, requests: ModuleType | None = None) -> None:
-        self._engine, self._requests = engine, requests
-        self._loop = EngineLoop("vllm's AsyncLLM")
-
-    async def open(self) -> None:
-        """Raise EngineError unless this is the engine's event loop."""
-        self._require_loop()
+    where, _owner = "AsyncLLM", "vllm's"
 
     async def methods(self) -> Methods | None:
         """Read the methods' signatures. None if the engine is dead."""
@@ -90,11 +65,6 @@ class AsyncLLMClient:
             },
         }
 
-    async def call(self, method: str, /, **arguments: object) -> object:
-        """Make one call, which runs to its end. Raises CallRefused, and Unanswered if the engine is dead."""
-        self._require_loop()
-        return await run_to_end(self._call(method, arguments))
-
     async def read(self, method: str, /) -> object:
         """Make one call that only reads. vLLM matches replies to calls, so this one may be abandoned."""
         self._require_loop()
@@ -102,12 +72,9 @@ class AsyncLLMClient:
             return await self._call(method, {})
         raise Unanswered(f"{self.where}.{method} did not answer within {READ_TIMEOUT_S:g} s.")
 
-    async def close(self) -> None:
-        """Do nothing: there is no connection."""
-
-    def _require_loop(self) -> None:
+    def _engine_loop(self) -> AbstractEventLoop | None:
         task = getattr(self._engine, "output_handler", None)
-        self._loop.require(task.get_loop() if isinstance(task, Task) else None)
+        return task.get_loop() if isinstance(task, Task) else None
 
     async def _dead(self) -> Exception | None:
         try:
@@ -126,8 +93,7 @@ class AsyncLLMClient:
             except Exception as error:
                 died = await self._dead()
                 if died is None:
-                    answer = f"{type(error).__name__}: {error}"
-                    raise CallRefused(f"{self.where}.{method} failed: {answer}", None, answer) from error
+                    raise self._failure(method, error) from error
         raise Unanswered(f"{self.where}.{method}: the engine is dead: {type(died).__name__} {died}".rstrip()) from died
 
     async def _while_alive(self, call: Coroutine[Any, Any, object]) -> object:
