@@ -24,7 +24,7 @@ def test_the_demo_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple
     assert "all are the same" in output
     assert ("agent 1.0 was killed" in output) is bool(fault)
     assert ("agent 1.0 is back" in output) is bool(fault)
-    assert re.search(r"profile stop step \d 0\.0 1\.0 actor\.0 0\.1 1\.1 not_primary", output)
+    assert re.search(r"profile stop step \d 0\.0, 1\.0, actor\.0 0\.1, 1\.1 not_primary", output)
     places = sorted(path.relative_to(out / "traces").as_posix() for path in (out / "traces").glob("*/*"))
     folders = ("actor_rank_0", "replica_0", "replica_1")
     assert places == [f"global_step_{step}/{folder}" for step in (1, 4) for folder in folders]
