@@ -1,4 +1,4 @@
-"""Agents' machines in the states that tests begin with, and the events that tests feed them."""
+"""Machines of agents in the states that tests begin with, and the events that tests feed them."""
 
 from msgspec.structs import replace
 
@@ -13,15 +13,23 @@ from schemas.events import (
     EngineReturned,
     Event,
     Fault,
+    Load,
     Observation,
+    Pause,
     Perform,
+    Resume,
     Returned,
     Settings,
+    Sleep,
     SnapshotReceived,
     Started,
+    StartProfile,
+    StopProfile,
+    Wake,
 )
 from schemas.identity import Identity, Operation
-from workers.machine.decide import AgentState, decide
+from workers.machine.decide import decide
+from workers.machine.state import AgentState
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
@@ -40,7 +48,7 @@ STOP = ProfileCommand(action="stop", step=3)
 
 
 def fold(state: AgentState, *events: Event) -> tuple[AgentState, list[Effect]]:
-    """The state after the events, and all their effects."""
+    """Return the state after the events, and all their effects."""
     effects: list[Effect] = []
     for event in events:
         state, decided = decide(state, event)
@@ -55,7 +63,7 @@ def agent(
     epoch: int = 1,
     seq: int = 0,
 ) -> AgentState:
-    """An agent that has read its engine and was told what is desired as of `seq`."""
+    """Return an agent that has observed its engine and has a snapshot of the desired state as of `seq`."""
     state, _ = fold(
         AgentState(),
         Started(at_ms=0, identity=identity, incarnation="a", settings=Settings(max_buffered=4)),
@@ -75,7 +83,7 @@ def command(
     origin: int | None = None,
     target: Target | None = None,
 ) -> CommandReceived:
-    """A command as it is received. origin: epoch of the record; None for that of the sender."""
+    """Return a command as it is received. origin: epoch of the record; None for that of the sender."""
     return CommandReceived(
         at_ms=at_ms,
         epoch=epoch,
@@ -90,9 +98,9 @@ def command(
 def carry_out(
     state: AgentState, effects: list[Effect], seen: Observation = PRESENT
 ) -> tuple[AgentState, list[Call], Observation]:
-    """Answer every call with yes, as an engine that does what it is told; returns the calls and what it is then."""
+    """Let every call succeed. Returns the state, the calls, and what the engine is then."""
     calls: list[Call] = []
-    todo = [one for one in effects if isinstance(one, Perform)]
+    todo = [effect for effect in effects if isinstance(effect, Perform)]
     while todo:
         perform = todo.pop(0)
         calls.append(perform.call)
@@ -100,33 +108,30 @@ def carry_out(
         returned = EngineReturned(at_ms=1, call_id=perform.call_id, result=Returned(), observation=seen)
         state, more = decide(state, returned)
         effects.extend(more)
-        todo.extend(one for one in more if isinstance(one, Perform))
+        todo.extend(effect for effect in more if isinstance(effect, Perform))
     return state, calls, seen
 
 
 def after(seen: Observation, call: Call) -> Observation:
-    """What the engine is after a call that it carried out."""
-    match str(call.__struct_config__.tag):
-        case "pause":
-            return replace(seen, generating=False)
-        case "resume":
-            return replace(seen, generating=True)
-        case "sleep":
-            return replace(seen, asleep=(seen.asleep or frozenset()) | call.tags)  # type: ignore[union-attr]
-        case "wake":
-            return replace(seen, asleep=(seen.asleep or frozenset()) - call.tags)  # type: ignore[union-attr]
-        case "load":
-            return replace(seen, version=call.version)  # type: ignore[union-attr]
-        case "start_profile":
-            return replace(seen, profiling=True)
-        case "stop_profile":
-            return replace(seen, profiling=False)
+    """Return what the engine is after a call that it carried out."""
+    asleep = seen.asleep or frozenset()
+    match call:
+        case Pause() | Resume():
+            return replace(seen, generating=isinstance(call, Resume))
+        case Sleep():
+            return replace(seen, asleep=asleep | call.tags)
+        case Wake():
+            return replace(seen, asleep=asleep - call.tags)
+        case Load():
+            return replace(seen, version=call.version)
+        case StartProfile() | StopProfile():
+            return replace(seen, profiling=isinstance(call, StartProfile))
         case _:
             return seen
 
 
 def fault(state: AgentState, text: str = "no", seen: Observation | None = None) -> tuple[AgentState, list[Effect]]:
-    """The call under way fails."""
+    """Fail the call in flight."""
     assert state.activity is not None
     failed = EngineReturned(
         at_ms=1, call_id=state.activity.call_id, result=Fault("engine_error", text), observation=seen
@@ -135,19 +140,19 @@ def fault(state: AgentState, text: str = "no", seen: Observation | None = None) 
 
 
 def answers(effects: list[Effect]) -> list[Answer]:
-    """The outcomes among the effects."""
-    return [one for one in effects if isinstance(one, Answer)]
+    """Return the answers among the effects."""
+    return [effect for effect in effects if isinstance(effect, Answer)]
 
 
 def manifest(version: int, content: str | None = None) -> Manifest:
-    """Of a version's checkpoint."""
+    """Return the manifest of a version's checkpoint."""
     return Manifest(tensors=1, nbytes=8, layout=f"layout {version}", content=content)
 
 
 def sync(
     phase: str, version: int = 1, quarantine: frozenset[int] = frozenset(), content: str | None = None
 ) -> WeightSync:
-    """One phase of a sync, as the coordinator issues it."""
+    """Return one phase of a sync, as the coordinator issues it."""
     if phase in ("prepare", "commit"):
         return WeightSync(
             phase="prepare" if phase == "prepare" else "commit",

@@ -50,7 +50,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Engine:
-    """An engine of a few fields. gate: a call waits for it, so that a test can hold one in flight."""
+    """An engine of a few fields. gate: each call waits for it, so that a test can keep one in flight."""
 
     def __init__(self) -> None:
         self.tokenizer = "present"
@@ -93,7 +93,7 @@ class Engine:
 
 
 class Bus:
-    """Just enough of a bus: what it hears it keeps, and it says what it is told to say."""
+    """Just enough of a bus: it keeps what it receives, and sends what a test wants."""
 
     def __init__(self, context: Context, address: str = "tcp://127.0.0.1:0", run: str = "run-1") -> None:
         self.router = bus_router(context, address)
@@ -117,12 +117,12 @@ class Bus:
         self.publisher.set_welcome(TOPIC_HEAD + encode_header(self.epoch, 0, self.seq))
 
     async def serve(self) -> None:
-        """Nobody is welcomed on a publisher that does not read who subscribes."""
+        """Read who subscribes: otherwise the publisher sends no welcome message."""
         while True:
             self.subscriptions += await self.publisher.recv()
 
     async def next(self, kind: type[M]) -> M:
-        """The next message of a kind; others are left out, and kept in `ignored`."""
+        """Return the next message of a kind; others are kept in `ignored`."""
         with anyio.fail_after(10):
             while True:
                 peer, *frames = await self.router.recv()
@@ -178,7 +178,7 @@ class Bus:
         return answered
 
     def close(self) -> None:
-        """As often as you like."""
+        """Close the sockets. May be called again."""
         self.router.close(0)
         self.publisher.close(0)
 
@@ -187,7 +187,7 @@ class Bus:
 async def running(
     bus: Bus | str, context: Context, engine: Engine, folder: Path, identity: Identity = PRIMARY
 ) -> AsyncIterator[Agent]:
-    """An agent that runs until the block ends, for a bus or its address. It is then ended in good order."""
+    """Run an agent until the block ends, for a bus or its address, and then end it in order."""
     config = AgentConfig(hello_retry_ms=20, observe_ms=10)
     place, left = identity, NodeTraces(folder / "traces", identity)
     address = bus if isinstance(bus, str) else bus.address
@@ -211,6 +211,6 @@ async def reaches(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentSta
 
 
 def recorded(folder: Path, identity: Identity = PRIMARY) -> list[Decision]:
-    """What the journal of a closed agent holds."""
+    """Return the decisions in the journal of a closed agent."""
     with RecordFile.open(folder / f"agent-{identity.agent}.db") as file:
-        return [decision_decoder.decode(one.body) for one in file.records() if one.kind != "mark"]
+        return [decision_decoder.decode(record.body) for record in file.records() if record.kind != "mark"]

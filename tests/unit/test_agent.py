@@ -76,21 +76,20 @@ async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, e
         assert idle.calls == []
 
 
-async def test_a_skip_is_told_at_debug_only(
+async def test_a_skip_is_logged_at_debug_only(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is what most nodes of a fleet do most of the time."""
+    """Most nodes of a fleet skip most of the time."""
     with caplog.at_level(logging.DEBUG, "rolloutctl.agent"):
         async with running(bus, context, engine, tmp_path, SECOND) as agent:
             await bus.admit()
             await reaches(agent, lambda state: state.joined)
             bus.publish(PAUSE)
             assert (await bus.outcome(1)).outcome == Skipped(Reason.NOT_PRIMARY)
-    told = [one for one in caplog.records if "not_primary" in one.getMessage()]
-    assert [one.levelname for one in told] == ["DEBUG"]
+    assert [record.levelname for record in caplog.records if "not_primary" in record.getMessage()] == ["DEBUG"]
 
 
-async def test_command_that_arrives_again_is_answered_again_and_not_done_again(
+async def test_a_command_that_arrives_again_is_answered_again_and_not_carried_out_again(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path):
@@ -102,7 +101,7 @@ async def test_command_that_arrives_again_is_answered_again_and_not_done_again(
         assert len(engine.calls) == 1
 
 
-async def test_hole_is_asked_for_and_filled_in_order(
+async def test_a_hole_is_requested_and_filled_in_order(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
@@ -116,7 +115,7 @@ async def test_hole_is_asked_for_and_filled_in_order(
         assert [type(call).__name__ for call in engine.calls] == ["Flush", "Flush", "Pause"]
 
 
-async def test_pages_of_replay_are_asked_for_until_nothing_is_missing(
+async def test_pages_of_replay_are_requested_until_nothing_is_missing(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path, SECOND) as agent:
@@ -156,7 +155,7 @@ async def test_command_that_waited_is_done_once_the_engine_is_up(
 # Engine calls
 
 
-async def test_call_is_awaited_past_its_deadline_and_never_taken_back(
+async def test_a_call_is_awaited_past_its_deadline_and_never_cancelled(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     engine.gate = anyio.Event()
@@ -174,7 +173,7 @@ async def test_call_is_awaited_past_its_deadline_and_never_taken_back(
         assert engine.calls == [Pause("abort")]
 
 
-async def test_agent_that_is_told_to_end_awaits_the_call_and_records_what_became_of_it(
+async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     gate = engine.gate = anyio.Event()
@@ -198,7 +197,7 @@ async def test_agent_that_is_told_to_end_awaits_the_call_and_records_what_became
                 await anyio.sleep_forever()
         assert isinstance((await bus.outcome(1)).outcome, Acted)
         await bus.next(Goodbye)
-    last = [event_decoder.decode(one.event) for one in recorded(tmp_path)][-1]
+    last = [event_decoder.decode(decision.event) for decision in recorded(tmp_path)][-1]
     assert isinstance(last, EngineReturned) and last.result == Returned()
 
 
@@ -211,7 +210,7 @@ async def test_agent_that_is_told_to_end_awaits_the_call_and_records_what_became
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_what_an_engine_raises_is_an_outcome(
+async def test_an_exception_of_the_engine_is_an_outcome(
     raised: Exception, kind: ErrorKind, bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     engine.raises = raised
@@ -223,7 +222,7 @@ async def test_what_an_engine_raises_is_an_outcome(
         assert str(raised) in failed.message
 
 
-async def test_adapter_that_returns_nonsense_fails_and_does_not_poison_the_journal(
+async def test_a_result_that_cannot_be_recorded_fails_and_leaves_the_journal_readable(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def perform(call: Call, timeout_s: float) -> Returned:
@@ -238,7 +237,7 @@ async def test_adapter_that_returns_nonsense_fails_and_does_not_poison_the_journ
         assert agent.state.seq == 1
 
 
-async def test_engine_is_told_about_only_when_it_changed(
+async def test_only_changes_of_the_engine_are_recorded(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path, SECOND) as agent:
@@ -252,7 +251,7 @@ async def test_engine_is_told_about_only_when_it_changed(
 # Restart
 
 
-async def test_agent_goes_on_from_its_journal(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
+async def test_an_agent_continues_from_its_journal(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
     async with running(bus, context, engine, tmp_path):
         first = await bus.admit()
         bus.publish(PAUSE)
@@ -263,7 +262,7 @@ async def test_agent_goes_on_from_its_journal(bus: Bus, context: Context, engine
         assert second.journal == first.journal and second.incarnation != first.incarnation
 
 
-async def test_call_that_was_cut_off_is_settled_by_reading_the_engine(
+async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
@@ -277,14 +276,14 @@ async def test_call_that_was_cut_off_is_settled_by_reading_the_engine(
         header = file.header
     intent = next(
         index
-        for index, one in enumerate(records)
-        if one.kind == "command"
-        and isinstance(effects_decoder.decode(decision_decoder.decode(one.body).effects)[0], Perform)
+        for index, record in enumerate(records)
+        if record.kind == "command"
+        and isinstance(effects_decoder.decode(decision_decoder.decode(record.body).effects)[0], Perform)
     )
     path.unlink()
     with RecordFile.open(path, header) as file:  # as a kill in the middle of the call would leave it
-        for one in records[: intent + 1]:
-            file.append(one.kind, one.agent, one.at_ns, one.body)
+        for record in records[: intent + 1]:
+            file.append(record.kind, record.agent, record.at_ns, record.body)
     paused = Desired(generation="paused")
     engine.calls.clear()
     async with running(bus, context, engine, tmp_path) as agent:
@@ -295,7 +294,7 @@ async def test_call_that_was_cut_off_is_settled_by_reading_the_engine(
         assert engine.calls == []
 
 
-async def test_journal_of_other_logic_is_not_continued(
+async def test_a_journal_of_other_logic_is_not_continued(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path):
@@ -304,17 +303,17 @@ async def test_journal_of_other_logic_is_not_continued(
         await bus.outcome(1)
     path = tmp_path / "agent-0.0.db"
     with RecordFile.open(path) as file:
-        one = next(one for one in file.records() if one.kind == "command")
-        event = decision_decoder.decode(one.body).event
+        command = next(record for record in file.records() if record.kind == "command")
+        event = decision_decoder.decode(command.body).event
         body = encode(Decision(msgspec.Raw(event), msgspec.Raw(encode(()))))
-        file.append(one.kind, one.agent, one.at_ns, body)
-        file.append("command", "0.0", 1, encode(Decision(msgspec.Raw(event), msgspec.Raw(encode(())))))
+        file.append("command", "0.0", 1, body)
+        file.append("command", "0.0", 1, body)
     with pytest.raises(AgentError, match="cannot be continued.*would be a different one today"):
         async with running(bus, context, engine, tmp_path):
             pass
 
 
-async def test_agent_that_can_not_write_acts_no_more_and_says_so(
+async def test_an_agent_that_cannot_write_its_journal_stops_acting(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
@@ -338,10 +337,10 @@ async def test_agent_that_can_not_write_acts_no_more_and_says_so(
     assert engine.calls == []
     monkeypatch.undo()
     await bus.next(Goodbye)
-    assert not [one for one in bus.ignored if isinstance(one, CommandOutcome)]
+    assert not [message for message in bus.ignored if isinstance(message, CommandOutcome)]
 
 
-async def test_bus_of_another_run_is_joined_with_a_new_journal(
+async def test_an_agent_joins_a_bus_of_another_run_with_a_new_journal(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:

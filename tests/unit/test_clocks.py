@@ -1,4 +1,4 @@
-"""How far an agent's clock is from the bus's: the arithmetic on a simulated network, then a real bus and agents."""
+"""The offset between the clocks of agent and bus: the arithmetic on a simulated network, then on real sockets."""
 
 import random
 import time
@@ -24,9 +24,11 @@ QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=20, agent_timeout_ms=5_000)
 
 
 class Network:
-    """Two machines whose clocks disagree, and a network between them. All moments are in ns of the true time.
+    """Two machines whose clocks disagree, and a network between them. All times are in ns of the true time.
 
-    skew_ns: what the agent's wall clock is ahead of the bus's at the start.   drift_ppm: how much faster it runs.
+    Args:
+        skew_ns: By how much the agent's wall clock is ahead of the bus's at the start.
+        drift_ppm: How much faster it runs.
     """
 
     def __init__(self, skew_ns: int = 0, drift_ppm: int = 0) -> None:
@@ -37,87 +39,89 @@ class Network:
 
     @property
     def wall_ns(self) -> int:
-        """The agent's."""
+        """The agent's wall clock."""
         return self.now_ns + self.skew_ns + (self.now_ns - self.booted_ns) * self.drift_ppm // 1_000_000
 
     @property
     def monotonic_ns(self) -> int:
-        """The agent's."""
+        """The agent's monotonic clock."""
         passed = self.now_ns - self.booted_ns
         return passed + passed * self.drift_ppm // 1_000_000
 
     def exchange(self, up_ns: int, held_ns: int, down_ns: int) -> Clock | None:
-        """A question and its answer; what the agent tells after it."""
+        """Make one request and its reply; returns what the agent reports after it."""
         sent = self.monotonic_ns
         self.now_ns += up_ns
         received = self.now_ns
         self.now_ns += held_ns
-        told = TimeReply(sent_ns=sent, received_ns=received, replied_ns=self.now_ns)
+        reply = TimeReply(sent_ns=sent, received_ns=received, replied_ns=self.now_ns)
         self.now_ns += down_ns
         now = self.monotonic_ns
-        self.clocks.add(told, now / S, self.wall_ns, (now, now))
+        self.clocks.add(reply, now / S, self.wall_ns, (now, now))
         return self.clocks.reported
 
-    def error_ns(self, told: Clock) -> int:
-        """How wrong the estimate is that was just told."""
-        return abs(told.offset_ns - (self.now_ns - self.wall_ns))
+    def error_ns(self, reported: Clock) -> int:
+        """Return the true error of an estimate that was just reported."""
+        return abs(reported.offset_ns - (self.now_ns - self.wall_ns))
 
 
 @pytest.mark.parametrize("skew_ns", [0, 5 * MS, -250 * MS, 3_600 * S])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_offset_is_right_within_the_error_that_is_told(skew_ns: int, seed: int) -> None:
+def test_the_offset_is_right_within_the_reported_error(skew_ns: int, seed: int) -> None:
     chance = random.Random(seed)
     network = Network(skew_ns)
     for _ in range(50):
-        told = network.exchange(chance.randrange(50_000, 8 * MS), chance.randrange(2 * MS), chance.randrange(20 * MS))
-        assert told is not None
-        assert network.error_ns(told) <= told.error_ns
+        reported = network.exchange(
+            chance.randrange(50_000, 8 * MS), chance.randrange(2 * MS), chance.randrange(20 * MS)
+        )
+        assert reported is not None
+        assert network.error_ns(reported) <= reported.error_ns
         network.now_ns += 2 * S
 
 
 @pytest.mark.parametrize("drift_ppm", [-DRIFT_PPM, DRIFT_PPM])
-def test_a_clock_that_drifts_is_followed_within_the_error(drift_ppm: int) -> None:
+def test_a_drifting_clock_is_followed_within_the_error(drift_ppm: int) -> None:
     network = Network(7 * MS, drift_ppm)
     network.exchange(100_000, 0, 100_000)  # the best one; from here on the ways are long
     for _ in range(600):
         before = network.clocks.reported
-        told = network.exchange(4 * MS, 0, 0)
-        assert told is not None
-        if told is not before:
-            assert network.error_ns(told) <= told.error_ns
+        reported = network.exchange(4 * MS, 0, 0)
+        assert reported is not None
+        if reported is not before:
+            assert network.error_ns(reported) <= reported.error_ns
         network.now_ns += 2 * S
 
 
-def test_the_exchange_with_the_shortest_way_counts() -> None:
+def test_the_exchange_with_the_shortest_ways_counts() -> None:
     network = Network(5 * MS)
     network.exchange(10 * MS, 0, 0)
-    told = network.exchange(50_000, 3 * MS, 50_000)
-    assert told is not None
-    assert told.error_ns < 60_000
-    assert network.exchange(10 * MS, 0, 0) is told
+    reported = network.exchange(50_000, 3 * MS, 50_000)
+    assert reported is not None
+    assert reported.error_ns < 60_000
+    assert network.exchange(10 * MS, 0, 0) is reported
 
 
-def test_only_news_is_told() -> None:
+def test_only_a_better_estimate_is_reported() -> None:
     network = Network(5 * MS)
     first = network.exchange(100_000, 0, 100_000)
     second = network.exchange(90_000, 0, 90_000)
-    assert second is first, "a little better is no news"
+    assert second is first, "a little more precise is not enough"
     third = network.exchange(20_000, 0, 20_000)
-    assert third is not first, "twice as sure is"
+    assert third is not first, "twice as precise is"
     network.now_ns += REPORT_AGE_NS // 2
     assert network.exchange(20_000, 0, 20_000) is third
     network.now_ns += REPORT_AGE_NS // 2
-    assert network.exchange(20_000, 0, 20_000) is not third, "after a minute it is told again"
+    assert network.exchange(20_000, 0, 20_000) is not third, "after a minute it is reported again"
 
 
-def test_a_wall_clock_that_is_set_is_told_at_once_and_right() -> None:
+def test_a_wall_clock_that_is_set_is_followed_at_once() -> None:
     network = Network(5 * MS)
     before = network.exchange(100_000, 0, 100_000)
     network.skew_ns = -2 * S
     network.now_ns += 2 * S
-    told = network.exchange(9 * MS, 0, 0)  # itself too slow to tell: what was learned before still holds
-    assert told is not before and told is not None
-    assert network.error_ns(told) <= told.error_ns < MS
+    reported = network.exchange(9 * MS, 0, 0)  # too slow to measure with: the earlier measurement still holds
+    assert reported is not before and reported is not None
+    assert network.error_ns(reported) <= reported.error_ns < MS
 
 
 @pytest.mark.parametrize("step_ns", [-2 * S, 40 * MS, 3_600 * S])
@@ -125,15 +129,15 @@ def test_a_bus_whose_clock_is_set_is_followed_at_once(step_ns: int) -> None:
     network = Network(5 * MS)
     network.exchange(50_000, 0, 50_000)
     before = network.exchange(50_000, 0, 50_000)
-    network.now_ns += step_ns + 2 * S  # of the bus's clock, by which this network tells the time …
-    network.booted_ns += step_ns  # … and not of the agent's two
+    network.now_ns += step_ns + 2 * S  # of the bus's clock, which is the true time here …
+    network.booted_ns += step_ns  # … and not of the agent's two clocks
     network.skew_ns -= step_ns
-    told = network.exchange(9 * MS, 0, 0)  # a slow one: those before are better, and wrong
-    assert told is not before and told is not None
-    assert network.error_ns(told) <= told.error_ns
+    reported = network.exchange(9 * MS, 0, 0)  # a slow one: earlier ones look better, and are wrong
+    assert reported is not before and reported is not None
+    assert network.error_ns(reported) <= reported.error_ns
 
 
-def test_an_answer_to_no_question_is_not_taken() -> None:
+def test_a_reply_to_no_request_is_ignored() -> None:
     clocks = Clocks()
     for sent, received, replied in ((11, 5, 5), (5, 9, 5), (5, 5, 99)):  # from the future; backwards; longer than away
         clocks.add(TimeReply(sent_ns=sent, received_ns=received, replied_ns=replied), 1.0, 10, (10, 10))
@@ -144,12 +148,12 @@ def test_an_answer_to_no_question_is_not_taken() -> None:
 
 
 def clocks_of(state: CoordinatorState) -> dict[str, Clock]:
-    told = {name: member.status.clock for name, member in state.members.items() if member.status is not None}
-    return {name: clock for name, clock in told.items() if clock is not None}
+    clocks = {name: member.status.clock for name, member in state.members.items() if member.status is not None}
+    return {name: clock for name, clock in clocks.items() if clock is not None}
 
 
 @pytest.mark.anyio
-async def test_an_agent_with_a_shifted_clock_tells_by_how_much(tmp_path: Path, context: Context) -> None:
+async def test_an_agent_with_a_shifted_clock_reports_the_shift(tmp_path: Path, context: Context) -> None:
     shift_ns = 37 * S + 5 * MS
     log = RunLog.open(tmp_path / "run.db")
     async with (
@@ -174,12 +178,12 @@ async def test_an_agent_with_a_shifted_clock_tells_by_how_much(tmp_path: Path, c
     assert abs(found["0.0"].offset_ns + shift_ns) <= found["0.0"].error_ns
     assert abs(found["0.1"].offset_ns) <= found["0.1"].error_ns
     events = [entry.typed_event() for entry in RunLog.read(tmp_path / "run.db") if entry.kind == "status"]
-    recorded = [one for one in events if isinstance(one, StatusReceived)]
-    assert found["0.0"] in {one.status.clock for one in recorded if one.peer.startswith("0.0/")}
+    recorded = [event for event in events if isinstance(event, StatusReceived)]
+    assert found["0.0"] in {event.status.clock for event in recorded if event.peer.startswith("0.0/")}
 
 
 @pytest.mark.anyio
-async def test_a_new_bus_is_measured_anew(tmp_path: Path, context: Context) -> None:
+async def test_a_new_bus_is_measured_again(tmp_path: Path, context: Context) -> None:
     address = f"ipc://{tmp_path}/bus"
     async with running(address, context, Engine(), tmp_path):
         epochs = []

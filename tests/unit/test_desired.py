@@ -1,4 +1,4 @@
-"""What is wanted of a replica, as the fold of the run's commands; the same on both sides of the wire."""
+"""The desired state of a replica: a fold of the run's commands, the same on both sides of the wire."""
 
 import pytest
 from msgspec.structs import replace
@@ -20,22 +20,20 @@ from tests.unit.machines import PRIMARY, SECOND, START, STOP, manifest, sync
 
 JUDGE = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
 PAUSE, RESUME, SLEEP, WAKE, FLUSH, ABORT = (
-    EngineCommand(operation=one) for one in ("pause", "resume", "sleep", "wake", "flush", "abort")
+    EngineCommand(operation=name) for name in ("pause", "resume", "sleep", "wake", "flush", "abort")
 )
 BEGIN = EpochStart(previous_epoch=1, logic=1)
-V1, V2 = (Committed(one, Checkpoint(f"v{one}"), manifest(one)) for one in (1, 2))
-PREPARED, LOADING = (
-    Syncing(2, Checkpoint("v2"), manifest(2), "abort", "prepare"),
-    Syncing(2, Checkpoint("v2"), manifest(2), "abort", "load"),
-)
+V1, V2 = (Committed(version, Checkpoint(f"v{version}"), manifest(version)) for version in (1, 2))
+PREPARED = Syncing(2, Checkpoint("v2"), manifest(2), "abort", "prepare")
+LOADING = replace(PREPARED, phase="load")
 OUT = frozenset({0})
 
 
 def after(*commands: Command | UnknownCommand, start: Desired | None = None, identity: Identity = PRIMARY) -> Desired:
-    """What is wanted after these commands, all of which name the replica."""
+    """Return the desired state after these commands, all of which target the replica."""
     desired = start or Desired()
-    for one in commands:
-        desired = desired_after(desired, one, True, identity)
+    for command in commands:
+        desired = desired_after(desired, command, True, identity)
     return desired
 
 
@@ -43,7 +41,7 @@ def after(*commands: Command | UnknownCommand, start: Desired | None = None, ide
 
 
 @pytest.mark.parametrize(
-    ("commands", "wanted"),
+    ("commands", "expected"),
     [
         ((PAUSE,), Desired(generation="paused")),
         ((EngineCommand(operation="pause", mode="keep"),), Desired(generation="paused", pause_mode="keep")),
@@ -60,12 +58,12 @@ def after(*commands: Command | UnknownCommand, start: Desired | None = None, ide
         ((UnknownCommand("teleport"),), Desired()),
     ],
 )
-def test_engine_commands_add_up(commands: tuple[Command, ...], wanted: Desired) -> None:
-    assert after(*commands) == wanted
+def test_engine_commands_add_up(commands: tuple[Command, ...], expected: Desired) -> None:
+    assert after(*commands) == expected
 
 
 @pytest.mark.parametrize("body", [PAUSE, RESUME, SLEEP, WAKE])
-def test_in_the_middle_of_a_sync_the_engine_is_not_to_be_commanded(body: EngineCommand) -> None:
+def test_engine_commands_during_a_sync_change_nothing(body: EngineCommand) -> None:
     start = Desired(committed=V1, sync=PREPARED)
     assert after(body, start=start) is start
 
@@ -79,22 +77,22 @@ def test_a_command_for_others_changes_nothing(body: Command) -> None:
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_is_wanted_from_its_start_to_its_stop() -> None:
+def test_a_session_is_desired_from_its_start_to_its_stop() -> None:
     assert after(START) == Desired(profile=ProfileSession(3, ProfilePlan()))
     assert after(START, STOP) == Desired()
 
 
-def test_a_start_of_another_step_takes_the_place_of_the_first() -> None:
-    wanted = after(START, ProfileCommand(action="start", step=4))
-    assert wanted.profile is not None and wanted.profile.step == 4
+def test_a_start_of_another_step_replaces_the_first() -> None:
+    expected = after(START, ProfileCommand(action="start", step=4))
+    assert expected.profile is not None and expected.profile.step == 4
 
 
-def test_a_second_start_of_the_same_step_may_mend_a_plan_that_was_refused() -> None:
+def test_a_second_start_of_the_same_step_may_correct_a_refused_plan() -> None:
     again = ProfileCommand(action="start", step=3, plan=ProfilePlan(with_stack=True))
     assert after(START, again) == after(again) != after(START)
 
 
-def test_a_session_that_does_not_concern_the_replica_is_not_wanted() -> None:
+def test_a_session_that_does_not_select_the_replica_is_not_desired() -> None:
     assert after(ProfileCommand(action="start", step=3, plan=ProfilePlan(steps=frozenset({4})))) == Desired()
 
 
@@ -109,14 +107,14 @@ def test_a_session_that_does_not_concern_the_replica_is_not_wanted() -> None:
         (ProfilePlan(tool="nsys"), Reason.TOOL_UNSUPPORTED),
     ],
 )
-def test_the_first_reason_against_a_session_is_the_one_that_is_said(plan: ProfilePlan, reason: Reason | None) -> None:
+def test_the_first_reason_against_a_session_is_reported(plan: ProfilePlan, reason: Reason | None) -> None:
     assert profile_skip_reason(plan, 3, PRIMARY) is reason
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_sync_is_wanted_phase_by_phase() -> None:
+def test_a_sync_is_desired_phase_by_phase() -> None:
     start = Desired(committed=V1)
     assert after(sync("prepare", 2), start=start) == replace(start, sync=PREPARED)
     assert after(sync("prepare", 2), sync("load", 2), start=start) == replace(start, sync=LOADING)
@@ -124,16 +122,16 @@ def test_a_sync_is_wanted_phase_by_phase() -> None:
 
 
 @pytest.mark.parametrize("phases", [("prepare", "abort"), ("prepare", "load", "abort")])
-def test_an_abort_leaves_what_was_committed(phases: tuple[str, ...]) -> None:
+def test_an_abort_leaves_the_committed_weights(phases: tuple[str, ...]) -> None:
     start = Desired(committed=V1)
-    assert after(*(sync(one, 2) for one in phases), start=start) == start
+    assert after(*(sync(phase, 2) for phase in phases), start=start) == start
 
 
-def test_a_commit_is_followed_also_by_who_missed_the_prepare() -> None:
+def test_a_replica_that_missed_the_prepare_follows_the_commit() -> None:
     assert after(sync("commit", 2)) == Desired(committed=V2)
 
 
-def test_a_load_of_what_was_not_prepared_is_not_followed() -> None:
+def test_a_load_without_a_prepare_changes_nothing() -> None:
     assert after(sync("load", 2)) == Desired()
     assert after(sync("prepare", 2), sync("load", 3)) == Desired(sync=PREPARED)
 
@@ -145,17 +143,17 @@ def test_a_version_that_is_not_newer_changes_nothing(phase: str, version: int) -
     assert after(sync(phase, version), start=start) is start
 
 
-def test_a_replica_that_never_syncs_wants_no_weights() -> None:
+def test_a_colocated_replica_desires_no_weights() -> None:
     assert after(sync("prepare"), sync("load"), sync("commit"), identity=JUDGE) == Desired()
 
 
-def test_who_is_left_out_of_a_load_takes_part_no_more_and_of_a_commit_knows_what_it_missed() -> None:
+def test_a_replica_left_out_of_a_load_or_commit_is_quarantined() -> None:
     dropped = after(sync("prepare", 2), sync("load", 2, OUT), start=Desired(committed=V1))
     assert dropped == Desired(committed=V1, quarantined=2)
     assert after(sync("commit", 2, OUT), start=dropped) == Desired(committed=V2, quarantined=2)
 
 
-def test_the_quarantine_of_others_is_not_ours() -> None:
+def test_the_quarantine_of_other_replicas_changes_nothing() -> None:
     assert after(sync("prepare", 2), sync("load", 2, frozenset({5}))) == Desired(sync=LOADING)
 
 
@@ -165,13 +163,13 @@ def test_an_abort_lifts_the_quarantine_of_its_own_sync_only() -> None:
     assert after(sync("abort", 2), start=older) == older
 
 
-def test_an_older_quarantine_outlives_a_later_load_and_ends_with_the_commit_that_takes_the_replica_in() -> None:
+def test_a_quarantine_outlives_later_loads_and_ends_with_a_commit_that_includes_the_replica() -> None:
     older = Desired(committed=V1, quarantined=1)
     assert after(sync("prepare", 2), sync("load", 2, OUT), start=older) == older
     assert after(sync("prepare", 2), sync("load", 2), sync("commit", 2), start=older) == Desired(committed=V2)
 
 
-# --- a trainer that is gone -------------------------------------------------------------------------------------------
+# --- without a trainer ------------------------------------------------------------------------------------------------
 
 HALF_DONE = Desired(
     generation="paused",
@@ -183,16 +181,16 @@ HALF_DONE = Desired(
 )
 
 
-def test_without_a_trainer_the_replica_goes_on_and_keeps_weights_memory_and_quarantine() -> None:
+def test_without_a_trainer_the_replica_resumes_and_keeps_weights_memory_and_quarantine() -> None:
     assert orphaned(HALF_DONE) == Desired(asleep=frozenset({"weights"}), committed=V1, quarantined=1)
 
 
 @pytest.mark.parametrize("targeted", [True, False])
-def test_an_epoch_s_start_ends_what_is_half_done_for_every_replica(targeted: bool) -> None:
+def test_an_epoch_start_ends_what_is_half_done_for_every_replica(targeted: bool) -> None:
     assert desired_after(HALF_DONE, BEGIN, targeted, PRIMARY) == orphaned(HALF_DONE)
 
 
-def test_nothing_to_end_is_the_same_object() -> None:
+def test_with_nothing_to_end_the_desired_state_is_the_same_object() -> None:
     start = Desired(committed=V1, asleep=ALL_TAGS)
     assert orphaned(start) is start
 
@@ -200,7 +198,7 @@ def test_nothing_to_end_is_the_same_object() -> None:
 # --- both sides -------------------------------------------------------------------------------------------------------
 
 
-def test_all_nodes_of_a_replica_fold_alike() -> None:
+def test_all_nodes_of_a_replica_fold_the_same_state() -> None:
     history = (BEGIN, PAUSE, START, sync("prepare"), sync("load"), sync("commit"), RESUME, STOP)
     assert after(*history) == after(*history, identity=SECOND)
 

@@ -1,4 +1,4 @@
-"""The agent's end of the bus on real sockets, on every event loop: joining, silence, hostile bytes, uploads."""
+"""The agent's end of the bus on real sockets, on every event loop: joining, silence, malformed messages, uploads."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -52,18 +52,18 @@ def engine() -> Engine:
 # Joining
 
 
-async def test_agent_asks_for_the_desired_state_only_after_it_hears_the_publisher(
+async def test_an_agent_requests_a_snapshot_only_after_it_hears_the_publisher(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
         hello = await bus.next(Hello)
         assert hello.identity == PRIMARY
         assert bus.peer == f"0.0/{hello.incarnation}".encode()
-        bus.publisher.set_welcome(b"")  # a publisher that does not greet
+        bus.publisher.set_welcome(b"")  # a publisher without a welcome message
         bus.say(bus.welcome())
         await bus.next(AgentStatus)
         await bus.next(AgentStatus)
-        assert not [one for one in bus.ignored if isinstance(one, Join)]
+        assert not [message for message in bus.ignored if isinstance(message, Join)]
         assert b"\x01" + TOPIC_HEAD in bus.subscriptions
         bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, 0), b"\xc0")
         await bus.next(Join)
@@ -74,7 +74,7 @@ async def test_agent_asks_for_the_desired_state_only_after_it_hears_the_publishe
         assert (agent.state.epoch, agent.state.seq) == (1, 7)
 
 
-async def test_bus_learns_at_once_that_an_agent_became_ready(
+async def test_an_agent_reports_at_once_that_it_became_ready(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     bus.heartbeat_ms = 3_600_000
@@ -95,7 +95,7 @@ async def test_hello_is_repeated_until_it_is_answered(
         await reaches(agent, lambda state: state.joined)
 
 
-async def test_agent_waits_for_a_bus_that_is_not_there_yet_and_says_so(
+async def test_an_agent_waits_for_a_bus_that_has_not_started_and_says_so(
     context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.link.warnings.FIRST_WARNING_S", 0.01)
@@ -113,7 +113,7 @@ async def test_agent_waits_for_a_bus_that_is_not_there_yet_and_says_so(
     bus.close()
 
 
-async def test_agent_that_the_bus_does_not_know_any_more_says_hello_again(
+async def test_an_agent_that_the_bus_has_forgotten_says_hello_again(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
@@ -129,7 +129,7 @@ async def test_agent_that_the_bus_does_not_know_any_more_says_hello_again(
         assert isinstance((await bus.outcome(1)).outcome, Acted)
 
 
-async def test_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
+async def test_an_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
 
     async def turn_away() -> None:
@@ -144,7 +144,9 @@ async def test_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engin
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://", "http://127.0.0.1:5555"])
-async def test_wrong_address_is_refused_at_once(address: str, context: Context, engine: Engine, tmp_path: Path) -> None:
+async def test_a_wrong_address_is_an_error_at_once(
+    address: str, context: Context, engine: Engine, tmp_path: Path
+) -> None:
     with pytest.raises(BusAddressError):
         async with Agent(bus=address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context):
             pass
@@ -157,7 +159,7 @@ async def test_two_agents_can_not_share_a_journal(bus: Bus, context: Context, en
                 pass
 
 
-async def test_engine_that_can_not_be_opened_leaves_nothing_open(
+async def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse() -> None:
@@ -190,7 +192,7 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(
         await reaches(agent, lambda state: not state.diverged and not state.engine.generating)
 
 
-async def test_malformed_messages_are_counted_said_once_and_change_nothing(
+async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = encode(bus.envelope(PAUSE))
@@ -224,11 +226,11 @@ async def test_malformed_messages_are_counted_said_once_and_change_nothing(
             await bus.outcome(1)
             assert before.seq == 0 and agent.state.seq == 1
             assert agent.malformed == len(hostile) + 3
-    lines = [one for one in caplog.messages if "malformed" in one]
+    lines = [line for line in caplog.messages if "malformed" in line]
     assert len(lines) == 1 and "sha256" in lines[0]
 
 
-async def test_unknown_command_is_answered_and_does_not_stop_the_stream(
+async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
@@ -245,7 +247,7 @@ async def test_unknown_command_is_answered_and_does_not_stop_the_stream(
         assert (await bus.outcome(2)).outcome == Skipped(Reason.NOT_PROFILING)
 
 
-async def test_agent_that_ends_says_so_and_leaves_its_decisions(
+async def test_an_agent_that_ends_uploads_its_decisions_and_says_goodbye(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     bus.heartbeat_ms = 3_600_000
@@ -268,8 +270,8 @@ async def test_agent_that_ends_says_so_and_leaves_its_decisions(
 
 
 async def take(bus: Bus, log: list[Decision], through: int) -> None:
-    """Keep what is uploaded, as the bus does, until the log holds `through` decisions."""
-    arrived = [one for one in bus.ignored if isinstance(one, DecisionBatch)]
+    """Acknowledge uploads, as the bus does, until `log` holds `through` decisions."""
+    arrived = [message for message in bus.ignored if isinstance(message, DecisionBatch)]
     while len(log) < through:
         message = arrived.pop(0) if arrived else await bus.next(DecisionBatch)
         new = message.decisions[len(log) + 1 - message.first :] if message.first <= len(log) + 1 else ()
@@ -289,11 +291,11 @@ async def test_decisions_are_uploaded_once_and_in_order(
             await bus.outcome(seq)
         await take(bus, log, 14)  # started, epoch seen, snapshot, observed, and the commands
     assert log == recorded(tmp_path, SECOND)
-    kinds = {type(event_decoder.decode(one.event)) for one in log}
+    kinds = {type(event_decoder.decode(decision.event)) for decision in log}
     assert CommandReceived in kinds
 
 
-async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
+async def test_an_upload_continues_after_a_reconnect_without_holes_or_duplicates(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.link.upload.ACK_TIMEOUT_MS", 0)  # a lost batch is sent again with each heartbeat
@@ -303,7 +305,7 @@ async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         await take(bus, log, 4)
         bus.publish(PAUSE)
-        lost = await bus.next(DecisionBatch)  # and is not kept: the bus dies with it
+        lost = await bus.next(DecisionBatch)  # never acknowledged: the bus dies with it
         assert lost.first == 5
         bus.epoch = 2
         bus.greet()
@@ -318,7 +320,7 @@ async def test_upload_goes_on_after_a_reconnect_without_holes_or_repetitions(
     assert log == recorded(tmp_path, SECOND)[: len(log)]
 
 
-async def test_agent_whose_disk_lost_what_the_log_holds_does_not_number_anew(
+async def test_an_agent_whose_disk_lost_decisions_that_the_log_holds_refuses_to_run(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)

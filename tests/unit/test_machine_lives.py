@@ -1,4 +1,4 @@
-"""An agent's life: it joins, loses the bus, is restarted in the middle of a call, and what becomes of each command."""
+"""The life of an agent: joining, losing the bus, calls that fail or take too long, restarts in the middle of a call."""
 
 import pytest
 from msgspec.structs import replace
@@ -44,7 +44,7 @@ from workers.machine.decide import AgentState, in_sync, next_deadline
 from workers.machine.state import REMEMBERED, call_name
 
 PAUSE, RESUME, FLUSH, SLEEP, WAKE = (
-    EngineCommand(operation=one) for one in ("pause", "resume", "flush", "sleep", "wake")
+    EngineCommand(operation=name) for name in ("pause", "resume", "flush", "sleep", "wake")
 )
 V1 = Committed(1, Checkpoint("v1"), manifest(1))
 PAUSED = replace(PRESENT, generating=False)
@@ -60,8 +60,8 @@ def observed(seen: Observation = PRESENT) -> EngineObserved:
 
 
 def names(effects: list[Effect]) -> list[str]:
-    """The calls among the effects."""
-    return [call_name(one.call) for one in effects if isinstance(one, Perform)]
+    """Return the names of the calls among the effects."""
+    return [call_name(effect.call) for effect in effects if isinstance(effect, Perform)]
 
 
 def error(outcome: Outcome) -> ErrorKind:
@@ -72,47 +72,47 @@ def error(outcome: Outcome) -> ErrorKind:
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_done_before_a_snapshot_has_told_what_is_desired() -> None:
+def test_nothing_is_called_before_the_first_snapshot() -> None:
     state, effects = fold(AgentState(), RESTARTED, observed(PAUSED), command(PAUSE), HeadSeen(at_ms=0, epoch=1, seq=9))
     assert effects == [] and not in_sync(state)
 
 
-def test_what_came_before_the_snapshot_is_decided_after_it_unless_it_is_in_it() -> None:
+def test_commands_received_before_the_snapshot_are_decided_after_it_unless_it_contains_them() -> None:
     state, _ = fold(AgentState(), RESTARTED, observed(), command(PAUSE, 1), command(FLUSH, 2))
     state, effects = fold(state, snapshot(seq=1))
     assert state.seq == 2 and names(effects) == ["flush"]
 
 
-def test_a_late_joiner_is_brought_to_what_is_desired_on_its_own_account() -> None:
+def test_a_late_joiner_is_brought_to_the_desired_state_without_a_command() -> None:
     state, effects = fold(AgentState(), RESTARTED, observed(PAUSED), snapshot(Desired(committed=V1), seq=7))
     state, calls, seen = carry_out(state, effects, PAUSED)
-    assert [call_name(one) for one in calls] == ["check_source", "load", "flush", "resume"]
+    assert [call_name(call) for call in calls] == ["check_source", "load", "flush", "resume"]
     assert answers(effects) == [] and in_sync(state) and seen.generating
 
 
-def test_a_higher_node_rank_has_nothing_to_settle() -> None:
+def test_a_higher_node_rank_has_nothing_to_reconcile() -> None:
     state = agent(SECOND, replace(PAUSED, tokenizer="absent"), Desired(committed=V1))
     assert in_sync(state) and state.activity is None
 
 
-def test_an_engine_that_still_launches_is_settled_when_it_is_up() -> None:
+def test_a_launching_engine_is_reconciled_once_it_is_up() -> None:
     state = agent(seen=replace(PAUSED, tokenizer="unknown"))
     assert not in_sync(state)
     _, effects = fold(state, observed(PAUSED))
     assert names(effects) == ["resume"]
 
 
-def test_an_older_snapshot_is_passed_over() -> None:
+def test_an_older_snapshot_is_ignored() -> None:
     state = agent(seq=5, epoch=2)
     for older in (snapshot(Desired(generation="paused"), 4, 2), snapshot(Desired(generation="paused"), 9, 1)):
         assert fold(state, older) == (state, [])
 
 
-def test_a_snapshot_stands_in_for_what_waited_and_takes_no_call_back() -> None:
+def test_a_snapshot_supersedes_waiting_commands_and_cancels_no_call() -> None:
     state, effects = fold(agent(), command(PAUSE, 1), command(FLUSH, 2))
     assert names(effects) == ["pause"]
     state, effects = fold(state, snapshot(Desired(generation="paused"), 2))
-    assert [(one.seq, one.outcome) for one in answers(effects)] == [
+    assert [(answer.seq, answer.outcome) for answer in answers(effects)] == [
         (2, Skipped(Reason.SUPERSEDED)),
         (1, Skipped(Reason.SUPERSEDED)),
     ]
@@ -124,35 +124,35 @@ def test_a_snapshot_stands_in_for_what_waited_and_takes_no_call_back() -> None:
 # --- holes and heads --------------------------------------------------------------------------------------------------
 
 
-def test_a_last_command_that_was_lost_is_noticed_by_the_head() -> None:
+def test_a_head_reveals_that_the_last_command_was_lost() -> None:
     assert fold(agent(seq=3), HeadSeen(at_ms=0, epoch=1, seq=4))[1] == [RequestResend(4)]
 
 
 @pytest.mark.parametrize(("epoch", "seq"), [(2, 3), (2, 2), (1, 9)])
-def test_a_head_that_says_nothing_new_changes_nothing(epoch: int, seq: int) -> None:
+def test_a_head_with_nothing_new_changes_nothing(epoch: int, seq: int) -> None:
     state = agent(seq=3, epoch=2)
     assert fold(state, HeadSeen(at_ms=0, epoch=epoch, seq=seq)) == (state, [])
 
 
-def test_a_hole_is_asked_for_once_and_again_by_each_head() -> None:
+def test_a_hole_is_requested_once_and_again_at_each_head() -> None:
     state, effects = fold(agent(), command(FLUSH, 3), command(FLUSH, 4))
     assert effects == [RequestResend(1)]
     _, effects = fold(state, HeadSeen(at_ms=0, epoch=1, seq=4))
     assert effects == [RequestResend(1)]
 
 
-def test_what_was_held_is_forgotten_under_a_new_epoch_and_asked_for_anew() -> None:
+def test_a_new_epoch_empties_the_reorder_buffer_and_requests_the_hole_again() -> None:
     state, _ = fold(agent(), command(FLUSH, 3))
     state, effects = fold(state, HeadSeen(at_ms=0, epoch=2, seq=5))
     assert effects == [RequestResend(1)] and state.reorder_buffer == () and state.epoch == 2
 
 
-def test_the_furthest_ahead_is_dropped_when_too_much_is_held() -> None:
+def test_a_full_reorder_buffer_drops_the_command_furthest_ahead() -> None:
     state, _ = fold(agent(), *(command(FLUSH, seq) for seq in (9, 3, 8, 4, 7, 5)))
-    assert [one.seq for one in state.reorder_buffer] == [3, 4, 5, 7]
+    assert [buffered.seq for buffered in state.reorder_buffer] == [3, 4, 5, 7]
 
 
-def test_another_record_under_a_seq_that_was_applied_means_that_only_a_snapshot_helps() -> None:
+def test_a_different_record_under_an_applied_seq_needs_a_snapshot() -> None:
     state, _ = fold(agent(SECOND, epoch=2), command(PAUSE, 1, epoch=2, origin=1))
     state, effects = fold(state, command(PAUSE, 1, epoch=2, origin=2))
     assert effects == [RequestSnapshot()] and state.diverged and not in_sync(state)
@@ -164,7 +164,7 @@ def test_another_record_under_a_seq_that_was_applied_means_that_only_a_snapshot_
     assert not state.diverged and in_sync(state)
 
 
-def test_outcomes_are_remembered_for_a_while() -> None:
+def test_the_newest_answers_are_stored() -> None:
     state = agent(SECOND)
     for seq in range(1, 5 * REMEMBERED):
         state, _ = fold(state, command(FLUSH, seq))
@@ -179,7 +179,7 @@ def test_outcomes_are_remembered_for_a_while() -> None:
 # --- the lease --------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_trainer_the_agent_goes_on_with_what_is_committed() -> None:
+def test_without_a_trainer_the_agent_returns_to_the_committed_weights() -> None:
     half = Desired(
         committed=V1,
         sync=Syncing(2, Checkpoint("v2"), manifest(2), "abort", "load"),
@@ -187,13 +187,13 @@ def test_without_a_trainer_the_agent_goes_on_with_what_is_committed() -> None:
     )
     seen = replace(PAUSED, version=2)
     state = agent(seen=seen, desired=half)
-    state, _ = fault(state)  # it can't take the source of version 2
+    state, _ = fault(state)  # it cannot load version 2
     state, effects = fold(state, LeaseExpired(at_ms=0))
     _, calls, seen = carry_out(state, effects, seen)
     assert seen.generating and seen.version == 1
 
 
-def test_memory_that_sleeps_is_not_woken_without_a_trainer() -> None:
+def test_sleeping_memory_is_not_woken_without_a_trainer() -> None:
     asleep = replace(PAUSED, asleep=ALL_TAGS)
     state = agent(seen=asleep, desired=Desired(asleep=ALL_TAGS))
     assert fold(state, LeaseExpired(at_ms=0))[1] == []
@@ -206,7 +206,7 @@ def test_an_open_session_ends_with_the_lease() -> None:
     assert names(effects) == ["stop_profile"]
 
 
-def test_after_the_lease_nothing_is_obeyed_before_a_snapshot() -> None:
+def test_after_the_lease_no_command_is_obeyed_before_a_snapshot() -> None:
     state, _ = fold(agent(), LeaseExpired(at_ms=0))
     assert not in_sync(state)
     state, effects = fold(state, command(PAUSE))
@@ -215,7 +215,7 @@ def test_after_the_lease_nothing_is_obeyed_before_a_snapshot() -> None:
     assert names(effects) == ["pause"]
 
 
-def test_a_lease_of_an_agent_that_never_joined_is_none() -> None:
+def test_the_lease_of_an_agent_that_never_joined_means_nothing() -> None:
     state, _ = fold(AgentState(), RESTARTED, observed(PAUSED))
     assert fold(state, LeaseExpired(at_ms=0)) == (state, [])
 
@@ -223,7 +223,7 @@ def test_a_lease_of_an_agent_that_never_joined_is_none() -> None:
 # --- a call that takes too long, or fails -----------------------------------------------------------------------------
 
 
-def test_past_its_deadline_a_command_has_failed_and_its_call_is_awaited() -> None:
+def test_past_its_deadline_a_command_fails_and_its_call_is_awaited() -> None:
     state, _ = fold(agent(), command(PAUSE, ttl_ms=50))
     assert next_deadline(state) == 50
     state, effects = fold(state, Tick(at_ms=49))
@@ -236,14 +236,14 @@ def test_past_its_deadline_a_command_has_failed_and_its_call_is_awaited() -> Non
     assert effects == [] and in_sync(state)
 
 
-def test_what_is_left_of_a_command_past_its_deadline_is_settled_when_the_call_ends() -> None:
+def test_the_rest_of_an_overdue_command_is_reconciled_when_its_call_ends() -> None:
     state, effects = fold(agent(), command(SLEEP, ttl_ms=50), Tick(at_ms=50))
     assert names(effects) == ["pause"]
     _, effects = fold(state, EngineReturned(at_ms=99, call_id=1, result=Returned(), observation=PAUSED))
     assert names(effects) == ["sleep"] and answers(effects) == []
 
 
-def test_the_rest_of_an_overdue_plan_is_dropped_when_it_is_not_wanted_any_more() -> None:
+def test_the_rest_of_an_overdue_command_is_dropped_if_no_longer_desired() -> None:
     state, _ = fold(agent(), command(SLEEP, 1, ttl_ms=50), Tick(at_ms=50))
     state, effects = fold(state, command(WAKE, 2, at_ms=60))
     assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_BUSY
@@ -251,12 +251,12 @@ def test_the_rest_of_an_overdue_plan_is_dropped_when_it_is_not_wanted_any_more()
     assert names(effects) == ["resume"]
 
 
-def test_an_answer_to_a_call_of_an_earlier_life_is_passed_over() -> None:
+def test_the_result_of_a_call_of_an_earlier_incarnation_is_ignored() -> None:
     state = agent()
     assert fold(state, EngineReturned(at_ms=1, call_id=7, result=Returned(), observation=PAUSED)) == (state, [])
 
 
-def test_a_call_that_failed_is_not_made_again_unasked() -> None:
+def test_a_failed_call_is_not_repeated_without_a_command() -> None:
     state, _ = fold(agent(), command(PAUSE, 1))
     state, effects = fault(state, "No.", PRESENT)
     assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR and names(effects) == []
@@ -264,7 +264,7 @@ def test_a_call_that_failed_is_not_made_again_unasked() -> None:
     assert names(effects) == ["pause"]
 
 
-def test_weights_with_another_digest_leave_the_replica_out_of_service() -> None:
+def test_weights_with_a_wrong_digest_leave_the_replica_out_of_service() -> None:
     state, effects = fold(agent(), command(sync("prepare", content="right"), 1))
     state, _, seen = carry_out(state, effects)
     state, _ = fold(state, command(sync("load", content="right"), 2))
@@ -277,19 +277,19 @@ def test_weights_with_another_digest_leave_the_replica_out_of_service() -> None:
     state, effects = fold(state, wrong)
     assert error(answers(effects)[0].outcome) is ErrorKind.DIGEST_MISMATCH
     state, calls, seen = carry_out(state, effects, replace(seen, version=1))
-    assert not {"load", "resume"} & {call_name(one) for one in calls}
+    assert not {"load", "resume"} & {call_name(call) for call in calls}
     assert not seen.generating and state.engine.torn
 
 
-def test_a_late_joiner_that_can_not_load_what_is_committed_stays_out_of_service() -> None:
+def test_a_late_joiner_that_cannot_load_the_committed_weights_stays_out_of_service() -> None:
     state, effects = fold(AgentState(), RESTARTED, observed(), snapshot(Desired(committed=V1), 3))
     assert names(effects) == ["check_source"]
     state, effects = fault(state, "It is not there.")
     _, calls, seen = carry_out(state, effects)
-    assert [call_name(one) for one in calls] == ["pause"] and not seen.generating
+    assert [call_name(call) for call in calls] == ["pause"] and not seen.generating
 
 
-def test_a_session_of_a_late_joiner_that_failed_to_open_is_not_tried_again() -> None:
+def test_a_late_joiner_tries_to_open_the_session_only_once() -> None:
     state, effects = fold(
         AgentState(), RESTARTED, observed(), snapshot(Desired(profile=ProfileSession(3, ProfilePlan())), 3)
     )
@@ -317,11 +317,11 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "stop_profile": (START, ProfileCommand(action="stop", step=3)),
     "load": (sync("prepare", content="right"), sync("load", content="right")),
 }
-"""What leads to a call of this name, and nothing else, by the last command."""
+"""Commands of which the last one leads to exactly this call."""
 
 
 def cut_off(call: str) -> tuple[AgentState, int]:
-    """An agent that died in the middle of `call`, and started again; with the seq of the call's command."""
+    """Return an agent that died in the middle of `call` and was started again, and the seq of the call's command."""
     state, seen = agent(), PRESENT
     *before, last = COMMANDS[call]
     for seq, body in enumerate(before, start=1):
@@ -353,7 +353,7 @@ NOT_DONE: dict[str, Observation] = {
 
 
 @pytest.mark.parametrize("call", DONE)
-def test_a_call_that_was_cut_off_and_is_seen_to_be_done_has_acted(call: str) -> None:
+def test_a_cut_off_call_whose_effect_is_observed_has_acted(call: str) -> None:
     state, seq = cut_off(call)
     _, effects = fold(state, observed(DONE[call]))
     (answer,) = answers(effects)
@@ -362,7 +362,7 @@ def test_a_call_that_was_cut_off_and_is_seen_to_be_done_has_acted(call: str) -> 
 
 
 @pytest.mark.parametrize("call", NOT_DONE)
-def test_a_call_that_was_cut_off_and_can_not_be_seen_is_unknown(call: str) -> None:
+def test_a_cut_off_call_whose_effect_is_not_observed_is_unknown(call: str) -> None:
     state, seq = cut_off(call)
     _, effects = fold(state, observed(NOT_DONE[call]))
     (answer,) = answers(effects)
@@ -378,41 +378,41 @@ def test_nothing_is_called_between_a_restart_and_the_next_snapshot(call: str) ->
     assert names(effects) == [] and not in_sync(state)
 
 
-def test_an_engine_that_still_launches_can_not_tell_what_was_cut_off() -> None:
+def test_a_launching_engine_does_not_resolve_a_cut_off_call() -> None:
     state, _ = cut_off("pause")
     state, effects = fold(state, observed(replace(PRESENT, tokenizer="unknown")))
     assert effects == [] and state.interrupted is not None
     _, effects = fold(state, observed(PAUSED))
-    assert [type(one) for one in effects] == [Answer]
+    assert [type(effect) for effect in effects] == [Answer]
 
 
-def test_a_profile_start_that_was_cut_off_is_stopped_if_nobody_wants_it() -> None:
+def test_a_cut_off_profile_start_is_stopped_if_it_is_not_desired() -> None:
     state, _ = cut_off("start_profile")
     _, effects = fold(state, observed(replace(PRESENT, profiling=None)), snapshot(Desired(), 1))
     assert isinstance(effects[-1], Perform) and isinstance(effects[-1].call, StopProfile)
 
 
-def test_a_load_that_was_cut_off_is_done_again_before_the_engine_serves() -> None:
+def test_a_cut_off_load_is_repeated_before_the_engine_serves() -> None:
     state, _ = cut_off("load")
     state, effects = fold(state, observed(replace(DIGEST, digest=None)), snapshot(Desired(committed=V1), 3))
     _, calls, seen = carry_out(state, effects, DIGEST)
-    assert [call_name(one) for one in calls] == ["check_source", "load", "flush", "resume"] and seen.generating
+    assert [call_name(call) for call in calls] == ["check_source", "load", "flush", "resume"] and seen.generating
 
 
-def test_a_call_on_the_machine_s_own_account_that_was_cut_off_is_answered_to_nobody() -> None:
+def test_a_cut_off_call_without_a_command_has_no_answer() -> None:
     state, _ = fold(AgentState(), RESTARTED, observed(PAUSED), snapshot())
     assert state.activity is not None and state.activity.trigger is None
     _, effects = fold(state, replace(RESTARTED, incarnation="c"), observed(PRESENT))
     assert effects == []
 
 
-def test_a_second_restart_does_not_forget_what_the_first_cut_off() -> None:
+def test_a_second_restart_does_not_forget_the_call_that_the_first_cut_off() -> None:
     state, seq = cut_off("pause")
     _, effects = fold(state, replace(RESTARTED, incarnation="c"), observed(PAUSED))
-    assert [one.seq for one in answers(effects)] == [seq]
+    assert [answer.seq for answer in answers(effects)] == [seq]
 
 
-def test_call_ids_go_on_through_restarts() -> None:
+def test_call_ids_continue_through_restarts() -> None:
     state, _ = cut_off("pause")
     _, effects = fold(state, observed(PRESENT), snapshot(Desired(generation="paused"), 1))
     assert effects[-1] == Perform(call_id=2, call=Pause("abort"))
@@ -424,66 +424,66 @@ def test_outcomes_survive_a_restart() -> None:
     assert answers(fold(state, command(FLUSH, 1))[1]) == answers(first)
 
 
-# --- an engine that lacks something -----------------------------------------------------------------------------------
+# --- an engine that lacks operations ----------------------------------------------------------------------------------
 
 
-def test_an_engine_that_can_not_be_paused_is_left_as_it_is_and_is_not_ready() -> None:
+def test_an_engine_that_cannot_be_paused_is_left_as_it_is_and_is_not_ready() -> None:
     unable = replace(PRESENT, operations=frozenset({Operation.PROFILE, Operation.LOAD}))
     state = agent(seen=unable, desired=Desired(committed=V1))
     assert state.activity is None and not in_sync(state)
     assert in_sync(agent(seen=unable))
 
 
-# --- an epoch's start -------------------------------------------------------------------------------------------------
+# --- the start of an epoch --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [None, frozenset({9})])
-def test_an_epoch_s_start_with_nothing_to_end_is_skipped(replicas: frozenset[int] | None) -> None:
+def test_an_epoch_start_with_nothing_to_end_is_skipped(replicas: frozenset[int] | None) -> None:
     begin = command(EpochStart(previous_epoch=1, logic=1), 1, epoch=2, target=Target(replicas=replicas))
     _, effects = fold(agent(), begin)
     (answer,) = answers(effects)
     assert answer.outcome == Skipped(Reason.NOT_TARGETED if replicas else Reason.ALREADY)
 
 
-def test_an_epoch_s_start_gives_up_a_sync() -> None:
+def test_an_epoch_start_ends_a_sync() -> None:
     state, effects = fold(agent(), command(sync("prepare"), 1))
     state, _, _ = carry_out(state, effects)
     state, effects = fold(state, command(EpochStart(previous_epoch=1, logic=1), 2, epoch=2))
     _, calls, seen = carry_out(state, effects, PAUSED)
-    assert [call_name(one) for one in calls] == ["resume"] and seen.generating
+    assert [call_name(call) for call in calls] == ["resume"] and seen.generating
 
 
-# An engine that is launched again
+# --- a relaunched engine ----------------------------------------------------------------------------------------------
 
 
 def quarantined() -> AgentState:
-    """Its replica was left out of a commit."""
+    """Return an agent whose replica was left out of a commit."""
     return agent(desired=Desired(committed=Committed(2, Checkpoint("v2"), None), quarantined=2), seq=3)
 
 
-def test_engine_launched_again_out_of_service_starts_its_agent_anew() -> None:
+def test_an_engine_relaunched_out_of_service_restarts_its_agent() -> None:
     again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
     _, effects = fold(quarantined(), again)
     assert effects[-1] == Restart()
 
 
-def test_engine_launched_again_in_service_is_brought_back_by_the_same_agent() -> None:
+def test_an_engine_relaunched_in_service_is_brought_back_by_the_same_incarnation() -> None:
     state = agent(desired=Desired(committed=Committed(2, Checkpoint("v2"), None)), seq=3)
     again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
     state, effects = fold(state, again)
     assert Restart() not in effects and not in_sync(state)
 
 
-def test_engine_that_dies_in_a_load_and_comes_back_starts_its_agent_anew() -> None:
+def test_an_engine_that_dies_during_a_load_and_returns_restarts_its_agent() -> None:
     state, effects = fold(agent(), command(sync("prepare", 2), 1))
     state, _, _ = carry_out(state, effects)
     state, _ = fold(state, command(sync("load", 2), 2))
     state, effects = fault(state, "the connection was closed", replace(PRESENT, tokenizer="unknown", instance=None))
-    assert any(isinstance(one, Answer) and isinstance(one.outcome, Failed) for one in effects)
+    assert any(isinstance(answer.outcome, Failed) for answer in answers(effects))
     state, effects = fold(state, EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two")))
     assert effects[-1] == Restart()
 
 
-def test_engine_seen_for_the_first_time_is_no_other_one() -> None:
+def test_the_first_observation_is_no_relaunch() -> None:
     _, effects = fold(quarantined(), EngineObserved(at_ms=0, observation=replace(PRESENT, version=7)))
     assert Restart() not in effects

@@ -1,4 +1,4 @@
-"""What a profile command means to whom: replicas, their nodes, training ranks; and what is asked before and after."""
+"""What profile commands mean to replicas, their nodes and training ranks: start, check, finish and collect."""
 
 import pytest
 from msgspec.structs import replace
@@ -43,23 +43,23 @@ PAUSE = EngineCommand(operation="pause")
 FINISHED = ProfilePlan(finish=Finish(relocate=True, hook=True))
 
 
-def told(state: AgentState, body: ProfileCommand | EngineCommand, **how: object) -> Outcome:
+def outcome_of(state: AgentState, body: ProfileCommand | EngineCommand, **how: object) -> Outcome:
     _, effects = fold(state, command(body, **how))  # type: ignore[arg-type]
     (answer,) = answers(effects)
     return answer.outcome
 
 
-def asked(state: AgentState, body: ProfileCommand, seq: int = 1) -> list[object]:
-    """The calls that the command leads to at once."""
+def calls_for(state: AgentState, body: ProfileCommand, seq: int = 1) -> list[object]:
+    """Return the calls that the command leads to at once."""
     _, effects = fold(state, command(body, seq))
-    return [one.call for one in effects if isinstance(one, Perform)]
+    return [effect.call for effect in effects if isinstance(effect, Perform)]
 
 
-# --- who is meant -----------------------------------------------------------------------------------------------------
+# --- who takes part ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "meant"),
+    ("ranks", "replicas", "expected"),
     [
         ({0, 8}, None, {0, 4}),  # with 2 GPUs a replica
         ({1}, None, {0}),
@@ -72,44 +72,46 @@ def asked(state: AgentState, body: ProfileCommand, seq: int = 1) -> list[object]
     ],
 )
 def test_ranks_select_the_replicas_that_own_them(
-    ranks: set[int] | None, replicas: set[int] | None, meant: set[int]
+    ranks: set[int] | None, replicas: set[int] | None, expected: set[int]
 ) -> None:
     plan = ProfilePlan(
         ranks=frozenset(ranks) if ranks is not None else None,
         replicas=frozenset(replicas) if replicas is not None else None,
     )
-    begun = set()
+    started = set()
     for replica in range(8):
         place = Identity(replica=replica, node_rank=0, gpus_per_node=2)
         _, effects = fold(agent(place), command(replace(START, plan=plan)))
-        if any(isinstance(one, Perform) for one in effects):
-            begun.add(replica)
+        if any(isinstance(effect, Perform) for effect in effects):
+            started.add(replica)
         else:
             assert answers(effects)[0].outcome == Skipped(Reason.RANK_NOT_SELECTED)
-    assert begun == meant
+    assert started == expected
 
 
 def test_a_training_rank_follows_the_plan_of_its_role() -> None:
     plan = ProfilePlan(tool="npu", options=Npu(level="level1"), ranks=frozenset({3, 4}))
     body = replace(START, roles={"actor": plan})
     directory = "global_step_3/actor_rank_3"
-    assert asked(agent(ACTOR, PROFILER), body) == [StartProfile(ProfileSession(3, plan), directory)]
-    assert told(agent(replace(ACTOR, replica=5), PROFILER), body) == Skipped(Reason.RANK_NOT_SELECTED)
-    assert told(agent(replace(ACTOR, role="critic"), PROFILER), body) == Skipped(Reason.DISABLED)
-    assert told(agent(ACTOR, PROFILER), START) == Skipped(Reason.DISABLED)
+    assert calls_for(agent(ACTOR, PROFILER), body) == [StartProfile(ProfileSession(3, plan), directory)]
+    assert outcome_of(agent(replace(ACTOR, replica=5), PROFILER), body) == Skipped(Reason.RANK_NOT_SELECTED)
+    assert outcome_of(agent(replace(ACTOR, role="critic"), PROFILER), body) == Skipped(Reason.DISABLED)
+    assert outcome_of(agent(ACTOR, PROFILER), START) == Skipped(Reason.DISABLED)
 
 
 def test_each_role_has_its_tools() -> None:
     nsys = ProfilePlan(tool="nsys")
-    assert told(agent(), replace(START, plan=nsys)) == Skipped(Reason.TOOL_UNSUPPORTED)
-    assert asked(agent(ACTOR, PROFILER), replace(START, roles={"actor": nsys})) != []
+    assert outcome_of(agent(), replace(START, plan=nsys)) == Skipped(Reason.TOOL_UNSUPPORTED)
+    assert calls_for(agent(ACTOR, PROFILER), replace(START, roles={"actor": nsys})) != []
     other = ProfilePlan(tool="perf")
-    assert told(agent(ACTOR, PROFILER), replace(START, roles={"actor": other})) == Skipped(Reason.TOOL_UNSUPPORTED)
+    assert outcome_of(agent(ACTOR, PROFILER), replace(START, roles={"actor": other})) == Skipped(
+        Reason.TOOL_UNSUPPORTED
+    )
 
 
 @pytest.mark.parametrize(
     "body",
-    [sync("prepare", 1), sync("commit", 1), *(EngineCommand(operation=one) for one in ("pause", "sleep", "flush"))],
+    [sync("prepare", 1), sync("commit", 1), *(EngineCommand(operation=name) for name in ("pause", "sleep", "flush"))],
     ids=str,
 )
 def test_a_training_rank_has_no_engine(body: EngineCommand) -> None:
@@ -122,7 +124,7 @@ def test_a_training_rank_has_no_engine(body: EngineCommand) -> None:
 def test_replicas_in_a_target_are_no_training_ranks() -> None:
     body = replace(START, roles={"actor": ProfilePlan()})
     target = Target(replicas=frozenset({3}))
-    assert told(agent(ACTOR, PROFILER), body, target=target) == Skipped(Reason.NOT_TARGETED)
+    assert outcome_of(agent(ACTOR, PROFILER), body, target=target) == Skipped(Reason.NOT_TARGETED)
 
 
 def test_a_new_trainer_ends_the_session_of_a_training_rank() -> None:
@@ -131,7 +133,7 @@ def test_a_new_trainer_ends_the_session_of_a_training_rank() -> None:
     state, _, _ = carry_out(state, effects, PROFILER)
     assert state.engine.session is not None
     _, effects = fold(state, command(EpochStart(previous_epoch=1, logic=2), 2, epoch=2))
-    assert [type(one.call).__name__ for one in effects if isinstance(one, Perform)] == ["StopProfile"]
+    assert [type(effect.call).__name__ for effect in effects if isinstance(effect, Perform)] == ["StopProfile"]
 
 
 @pytest.mark.parametrize("seen", [replace(PRESENT, operations=frozenset()), replace(PRESENT, tokenizer="unknown")])
@@ -147,7 +149,7 @@ def test_a_new_trainer_ends_the_session_of_a_training_rank() -> None:
     ],
     ids=str,
 )
-def test_an_engine_that_nothing_is_asked_of_need_not_be_up_nor_have_a_profiler(
+def test_a_command_that_needs_no_engine_is_skipped_even_if_it_is_launching_or_has_no_profiler(
     seen: Observation, body: ProfileCommand, reason: Reason
 ) -> None:
     _, effects = fold(agent(seen=seen), command(body))
@@ -155,60 +157,60 @@ def test_an_engine_that_nothing_is_asked_of_need_not_be_up_nor_have_a_profiler(
     assert (answer.rule, answer.outcome) == (10, Skipped(reason))
 
 
-def test_an_engine_that_is_busy_keeps_nobody_from_saying_that_a_step_is_not_its_own() -> None:
+def test_a_step_that_is_not_selected_is_skipped_even_if_the_engine_is_busy() -> None:
     state, _ = fold(agent(), command(PAUSE, ttl_ms=10), Tick(at_ms=10))
     assert state.activity is not None and state.activity.overdue
     other = replace(START, plan=ProfilePlan(steps=frozenset({9})))
-    assert told(state, other, seq=2) == Skipped(Reason.STEP_NOT_SELECTED)
-    busy = told(state, START, seq=2)
+    assert outcome_of(state, other, seq=2) == Skipped(Reason.STEP_NOT_SELECTED)
+    busy = outcome_of(state, START, seq=2)
     assert isinstance(busy, Failed) and busy.error is ErrorKind.ENGINE_BUSY
 
 
-# --- the question before ----------------------------------------------------------------------------------------------
+# --- check ------------------------------------------------------------------------------------------------------------
 
 CHECK = ProfileCommand(action="check", step=3, plan=ProfilePlan(steps=frozenset({9}), window=Window(0, 2)))
 
 
-def test_a_check_asks_the_engine_and_leaves_no_mark() -> None:
+def test_a_check_asks_the_engine_and_changes_nothing() -> None:
     before = agent()
     state, effects = fold(before, command(CHECK))
-    assert [one.call for one in effects if isinstance(one, Perform)] == [CheckProfile(CHECK.plan)]
+    assert [effect.call for effect in effects if isinstance(effect, Perform)] == [CheckProfile(CHECK.plan)]
     state, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=PRESENT))
     assert answers(effects)[0].outcome == Acted(calls=("check_profile",))
     assert (state.desired, state.suppressed, state.engine) == (before.desired, before.suppressed, before.engine)
 
 
-def test_a_check_that_fails_names_what_can_not_be_and_gives_nothing_up() -> None:
+def test_a_failed_check_names_what_is_missing_and_suppresses_nothing() -> None:
     state, _ = fold(agent(), command(CHECK))
     refused = Fault("unsupported", "fake 1 can't record memory.")
     state, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=refused, observation=PRESENT))
     outcome = answers(effects)[0].outcome
     assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNSUPPORTED and "memory" in outcome.message
-    assert not state.reconcile_blocked and asked(state, replace(START, step=9), 2) != []
+    assert not state.reconcile_blocked and calls_for(state, replace(START, step=9), 2) != []
 
 
-def test_a_check_concerns_whom_the_start_will_concern() -> None:
+def test_a_check_applies_to_the_replicas_of_the_start() -> None:
     others = replace(CHECK, plan=ProfilePlan(ranks=frozenset({7})))
-    assert told(agent(), others) == Skipped(Reason.RANK_NOT_SELECTED)
-    assert told(agent(), replace(CHECK, plan=ProfilePlan(enabled=False))) == Skipped(Reason.DISABLED)
-    assert told(agent(SECOND), CHECK) == Skipped(Reason.NOT_PRIMARY)
+    assert outcome_of(agent(), others) == Skipped(Reason.RANK_NOT_SELECTED)
+    assert outcome_of(agent(), replace(CHECK, plan=ProfilePlan(enabled=False))) == Skipped(Reason.DISABLED)
+    assert outcome_of(agent(SECOND), CHECK) == Skipped(Reason.NOT_PRIMARY)
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- finish -----------------------------------------------------------------------------------------------------------
 
 FINISH = ProfileCommand(action="finish", step=3, plan=FINISHED, profiled_steps=(1, 3))
 
 
 @pytest.mark.parametrize("place", [Identity(replica=0, node_rank=0, nnodes=2), SECOND])
-def test_every_node_finishes_what_lies_on_its_disk(place: Identity) -> None:
+def test_every_node_finishes_the_traces_on_its_disk(place: Identity) -> None:
     directories = ("global_step_1/replica_0", "global_step_3/replica_0")
-    assert asked(agent(place), FINISH) == [FinishProfile(FINISHED, directories, (1, 3))]
+    assert calls_for(agent(place), FINISH) == [FinishProfile(FINISHED, directories, (1, 3))]
 
 
 @pytest.mark.parametrize(
     ("plan", "place", "acts"),
     [
-        (ProfilePlan(), SECOND, False),  # nothing to be done
+        (ProfilePlan(), SECOND, False),  # nothing to do
         (ProfilePlan(enabled=False, finish=Finish(hook=True, hook_all_ranks=True)), SECOND, False),
         (ProfilePlan(ranks=frozenset({7}), finish=Finish(relocate=True)), SECOND, False),
         (ProfilePlan(ranks=frozenset({7}), finish=Finish(hook=True, hook_all_ranks=True)), SECOND, True),
@@ -217,12 +219,14 @@ def test_every_node_finishes_what_lies_on_its_disk(place: Identity) -> None:
         (ProfilePlan(finish=Finish(hook=True, relocate=True, hook_ranks=frozenset({0}))), SECOND, True),
     ],
 )
-def test_who_has_something_to_finish(plan: ProfilePlan, place: Identity, acts: bool) -> None:
-    calls = asked(agent(place), replace(FINISH, plan=plan))
-    assert [type(one).__name__ for one in calls] == (["FinishProfile"] if acts else [])
+def test_a_finish_without_anything_to_relocate_or_run_is_skipped(
+    plan: ProfilePlan, place: Identity, acts: bool
+) -> None:
+    calls = calls_for(agent(place), replace(FINISH, plan=plan))
+    assert [type(call).__name__ for call in calls] == (["FinishProfile"] if acts else [])
 
 
-def test_a_hook_that_goes_on_is_told() -> None:
+def test_a_finish_that_continues_in_the_background_says_so() -> None:
     state, _ = fold(agent(), command(FINISH))
     found = Returned(traces=(Trace("rollout-replica0_x", 1, "sha", 0),), still_running=True)
     _, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=found, observation=PRESENT))
@@ -230,7 +234,7 @@ def test_a_hook_that_goes_on_is_told() -> None:
 
 
 def late_stop() -> AgentState:
-    """The engine still writes the last trace when the time of the stop is over."""
+    """Return an agent whose engine still writes the last trace after the deadline of the stop."""
     state, _ = fold(agent(), command(START))
     begun = replace(PRESENT, profiling=True)
     state, _ = fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=begun))
@@ -239,10 +243,10 @@ def late_stop() -> AgentState:
 
 
 def finished(effects: list[Effect]) -> bool:
-    return [one.call for one in effects if isinstance(one, Perform)] == asked(agent(), FINISH)
+    return [effect.call for effect in effects if isinstance(effect, Perform)] == calls_for(agent(), FINISH)
 
 
-def test_a_finish_that_comes_before_the_last_trace_is_written_goes_on_when_it_is() -> None:
+def test_a_finish_waits_for_the_last_trace() -> None:
     state, effects = fold(late_stop(), command(FINISH, 3))
     assert effects == [Answer(epoch=1, seq=3, outcome=Acted(calls=(), still_running=True), rule=10)]
     state, effects = fold(state, command(PAUSE, 4))
@@ -254,7 +258,7 @@ def test_a_finish_that_comes_before_the_last_trace_is_written_goes_on_when_it_is
     assert not finished(effects), "once"
 
 
-def test_a_finish_that_is_owed_outlives_a_stop_that_failed() -> None:
+def test_a_deferred_finish_survives_a_failed_stop() -> None:
     state, _ = fold(late_stop(), command(FINISH, 3))
     _, effects = fold(
         state, EngineReturned(at_ms=99, call_id=2, result=Fault("engine_error", "No."), observation=PRESENT)
@@ -262,20 +266,20 @@ def test_a_finish_that_is_owed_outlives_a_stop_that_failed() -> None:
     assert finished(effects)
 
 
-def test_a_finish_that_is_owed_outlives_the_agent() -> None:
+def test_a_deferred_finish_survives_a_restart_of_the_agent() -> None:
     state, _ = fold(late_stop(), command(FINISH, 3))
     started = Started(at_ms=0, incarnation="next", identity=state.identity, settings=state.settings)
     state, effects = fold(state, started, EngineObserved(at_ms=1, observation=PRESENT))
-    assert effects == [], "nothing before it knows what is wanted"
+    assert effects == [], "nothing before the desired state is known"
     snapshot = SnapshotReceived(at_ms=2, epoch=1, seq=3, desired=state.desired)
     _, effects = fold(state, snapshot)
     assert finished(effects)
 
 
-def test_a_finish_that_is_not_for_this_agent_waits_for_nothing() -> None:
+def test_a_finish_for_other_agents_is_skipped_at_once() -> None:
     state, _ = fold(agent(), command(PAUSE, ttl_ms=10), Tick(at_ms=10))
-    assert told(state, replace(FINISH, plan=ProfilePlan()), seq=2) == Skipped(Reason.DISABLED)
-    assert told(state, FINISH, seq=2, target=Target(replicas=frozenset({5}))) == Skipped(Reason.NOT_TARGETED)
+    assert outcome_of(state, replace(FINISH, plan=ProfilePlan()), seq=2) == Skipped(Reason.DISABLED)
+    assert outcome_of(state, FINISH, seq=2, target=Target(replicas=frozenset({5}))) == Skipped(Reason.NOT_TARGETED)
 
 
 # --- directories ------------------------------------------------------------------------------------------------------
@@ -291,17 +295,17 @@ def test_a_finish_that_is_not_for_this_agent_waits_for_nothing() -> None:
         ("verl", ACTOR, "."),
     ],
 )
-def test_directories(layout: str, place: Identity, directory: str) -> None:
+def test_each_layout_has_its_directories(layout: str, place: Identity, directory: str) -> None:
     assert trace_directory(3, ProfilePlan(layout=layout), place) == directory  # type: ignore[arg-type]
 
 
-# --- collecting what a session left -----------------------------------------------------------------------------------
+# --- collect ----------------------------------------------------------------------------------------------------------
 
 COLLECT = ProfileCommand(action="collect", step=3)
 
 
 @pytest.mark.parametrize("tokenizer", ["present", "absent", "unknown"])
-def test_collect_looks_at_the_disk_of_every_node_rank_above_0(tokenizer: str) -> None:
+def test_collect_acts_on_every_node_rank_above_0(tokenizer: str) -> None:
     state, effects = fold(agent(SECOND, replace(PRESENT, tokenizer=tokenizer)), command(COLLECT))
     assert effects == [
         Perform(call_id=1, call=CollectTraces(ProfileSession(3, ProfilePlan()), "global_step_3/replica_0"))
@@ -312,16 +316,16 @@ def test_collect_looks_at_the_disk_of_every_node_rank_above_0(tokenizer: str) ->
     assert answer.outcome == Acted(calls=("collect_traces",), traces=found.traces)
 
 
-def test_collect_is_told_already_by_the_primary() -> None:
-    assert told(agent(), COLLECT) == Skipped(Reason.ALREADY)
+def test_collect_is_skipped_by_the_primary_whose_stop_named_its_traces() -> None:
+    assert outcome_of(agent(), COLLECT) == Skipped(Reason.ALREADY)
 
 
-def test_collect_concerns_the_same_replicas_as_the_start() -> None:
+def test_collect_applies_to_the_replicas_of_the_start() -> None:
     others = ProfileCommand(action="collect", step=3, plan=ProfilePlan(ranks=frozenset({7})))
-    assert told(agent(SECOND), others) == Skipped(Reason.RANK_NOT_SELECTED)
+    assert outcome_of(agent(SECOND), others) == Skipped(Reason.RANK_NOT_SELECTED)
 
 
-def test_collect_opens_nothing_and_gives_nothing_up() -> None:
+def test_collect_opens_and_suppresses_nothing() -> None:
     opened, _ = fold(agent(SECOND), command(START, 1))
     state, _ = fold(opened, command(COLLECT, 2))
     assert state.desired == opened.desired and state.suppressed == opened.suppressed

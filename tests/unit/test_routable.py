@@ -1,4 +1,4 @@
-"""Whose engine gets requests: the rule behind an agent's place in a router, state by state."""
+"""Which engines get requests: whether an agent is registered with a router, state by state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,24 +37,27 @@ def under_way(call: Load | Resume | StopProfile, overdue: bool = False) -> Calla
 
 
 IN, KEPT, OUT = (True, True), (True, False), (False, False)
-"""May it stay, and may it enter?"""
+"""Whether it may stay registered, and whether it may register."""
 
 RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState], ...]]] = {
     "as launched, nothing committed": (IN, ()),
-    "it holds what is committed": (IN, (agent_state(desired=Desired(committed=ONE)), engine(version=1, loaded=ONE))),
+    "it holds the committed weights": (
+        IN,
+        (agent_state(desired=Desired(committed=ONE)), engine(version=1, loaded=ONE)),
+    ),
     "a profiling session is open": (IN, (agent_state(desired=Desired(profile=SESSION)), engine(session=SESSION))),
-    "not told what is desired": (OUT, (agent_state(joined=False),)),
+    "no snapshot yet": (OUT, (agent_state(joined=False),)),
     "the trainer is gone": (KEPT, (agent_state(diverged=True),)),
     "engine launching": (OUT, (engine(tokenizer="unknown"),)),
     "no engine": (OUT, (engine(tokenizer="absent"),)),
     "torn": (OUT, (engine(torn=True),)),
     "asleep": (OUT, (agent_state(desired=Desired(asleep=frozenset({"kv_cache"}))), engine(asleep={"kv_cache"}))),
-    "to be put to sleep": (OUT, (agent_state(desired=Desired(asleep=frozenset({"kv_cache"}))),)),
+    "about to sleep": (OUT, (agent_state(desired=Desired(asleep=frozenset({"kv_cache"}))),)),
     "waking": (OUT, (engine(asleep=frozenset({"kv_cache"})),)),
     "quarantined by the trainer": (OUT, (agent_state(desired=Desired(quarantined=1)),)),
     "quarantined by itself": (OUT, (agent_state(suppressed=Suppressed(quarantined=1)),)),
-    "behind what is committed": (OUT, (agent_state(desired=Desired(committed=ONE)),)),
-    "other weights of the same number": (
+    "behind the committed weights": (OUT, (agent_state(desired=Desired(committed=ONE)),)),
+    "other weights of the same version": (
         OUT,
         (
             agent_state(desired=Desired(committed=ONE)),
@@ -72,12 +75,12 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
     ),
     "sync is loaded": (KEPT, (agent_state(desired=LOADING), engine(generating=False, version=1, loaded=ONE))),
     "sync is loaded, and it generates": (OUT, (agent_state(desired=LOADING), engine(version=1, loaded=ONE))),
-    "sync was given up, and old weights are held": (
+    "sync was suppressed, and old weights are held": (
         IN,
         (agent_state(desired=PREPARING, suppressed=Suppressed(sync=1)),),
     ),
     "sync was aborted, and new weights are held": (OUT, (engine(generating=False, version=1, loaded=ONE),)),
-    "a trace is written": (KEPT, (under_way(StopProfile(SESSION, "traces")),)),
+    "a trace is being written": (KEPT, (under_way(StopProfile(SESSION, "traces")),)),
     "a trace is written, too slowly": (KEPT, (under_way(StopProfile(SESSION, "traces"), overdue=True),)),
     "it did not resume": (OUT, (engine(generating=False), agent_state(reconcile_blocked=True))),
     "resuming hangs": (OUT, (engine(generating=False), under_way(Resume(), overdue=True))),
@@ -85,7 +88,7 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
 
 
 @pytest.mark.parametrize("case", RULE)
-def test_who_stays_and_who_enters(case: str) -> None:
+def test_an_agent_is_registered_while_its_engine_serves_or_soon_will(case: str) -> None:
     expected, changes = RULE[case]
     state = machines.agent()
     for change in changes:

@@ -1,4 +1,4 @@
-"""Training ranks in the fleet: what is desired of them, what they owe, and what they have no part in."""
+"""Training ranks in the fleet: what they are asked to do, and what they have no part in."""
 
 from controlplane.machine.events import Conclude
 from controlplane.machine.status import fleet_status
@@ -18,29 +18,29 @@ def fleet() -> Coordinator:
     return Coordinator("0.0", "actor.0", "actor.1")
 
 
-def test_a_sync_is_the_replicas_business() -> None:
+def test_a_sync_involves_replicas_only() -> None:
     bus = fleet()
     ticket = bus.sync(1)
     for _ in range(3):
         bus.answer(a0_0=DONE, actor_0=NOT_AN_ENGINE, actor_1=NOT_AN_ENGINE)
-    (done,) = [one.report for one in bus.of(Conclude) if one.ticket == ticket]
+    (done,) = [conclusion.report for conclusion in bus.of(Conclude) if conclusion.ticket == ticket]
     assert (done.status, done.loaded, done.quarantined) == ("committed", (0,), ())  # type: ignore[union-attr]
     assert bus.state.desired["actor.0"] == Desired()
 
 
-def test_a_rank_that_is_missing_does_not_fail_a_sync() -> None:
+def test_a_missing_rank_does_not_fail_a_sync() -> None:
     bus = fleet()
     ticket = bus.sync(1)
     bus.answer(a0_0=DONE, actor_0=NOT_AN_ENGINE, actor_1=NOT_AN_ENGINE)
     bus.answer(a0_0=DONE, actor_0=NOT_AN_ENGINE, actor_1=NOT_AN_ENGINE)
     bus.answer(a0_0=DONE, actor_1=NOT_AN_ENGINE)
     bus.lose("actor.0")
-    (done,) = [one.report for one in bus.of(Conclude) if one.ticket == ticket]
+    (done,) = [conclusion.report for conclusion in bus.of(Conclude) if conclusion.ticket == ticket]
     assert isinstance(done, SyncReport)
     done.raise_for_failures()
 
 
-def test_each_unit_is_desired_to_profile_by_its_own_plan() -> None:
+def test_each_unit_profiles_by_its_own_plan() -> None:
     bus = fleet()
     bus.issue(START)
     assert bus.state.desired[0].profile == ProfileSession(3, ProfilePlan())
@@ -49,13 +49,13 @@ def test_each_unit_is_desired_to_profile_by_its_own_plan() -> None:
     assert bus.state.desired["actor.0"].profile is not None and bus.state.desired["actor.1"].profile is None
 
 
-def test_replicas_in_a_target_do_not_name_the_rank_of_that_number() -> None:
+def test_a_target_of_replicas_does_not_include_ranks_of_that_number() -> None:
     bus = fleet()
     bus.issue(START, target=Target(replicas=frozenset({0})))
     assert bus.state.desired[0].profile is not None and bus.state.desired["actor.0"].profile is None
 
 
-def test_a_rank_that_comes_back_is_told_of_the_session_and_one_that_was_never_seen_is_not() -> None:
+def test_a_returning_rank_learns_of_the_session_and_a_new_one_does_not() -> None:
     bus = fleet()
     bus.issue(START)
     bus.lose("actor.0")
@@ -67,7 +67,7 @@ def test_a_rank_that_comes_back_is_told_of_the_session_and_one_that_was_never_se
     assert bus.sent == [("actor.7/a", Snapshot(desired=Desired()))]
 
 
-def test_a_fleet_that_outlived_its_trainer_keeps_its_ranks_apart_from_its_replicas() -> None:
+def test_a_new_trainer_keeps_ranks_apart_from_replicas() -> None:
     bus = fleet()
     bus.issue(START)
     bus.lose("actor.0", "left")
@@ -76,7 +76,7 @@ def test_a_fleet_that_outlived_its_trainer_keeps_its_ranks_apart_from_its_replic
     assert bus.state.desired["actor.0"].profile == ProfileSession(3, ACTORS)
 
 
-def test_replicas_stand_before_training_ranks() -> None:
+def test_replicas_are_listed_before_training_ranks() -> None:
     bus = Coordinator("critic.0", "actor.10", "actor.2", "1.0", "0.0")
-    names = [one.agent for one in fleet_status(bus.state, 0, "log", {}).agents]
+    names = [agent.agent for agent in fleet_status(bus.state, 0, "log", {}).agents]
     assert names == ["0.0", "1.0", "actor.2", "actor.10", "critic.0"]
