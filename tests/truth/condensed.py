@@ -1,4 +1,4 @@
-"""A function of cases, in as few rows as it has boxes: sets of values for each field, on which it is constant."""
+"""Condense a function of cases to few rows: sets of values, one for each field, on which it is constant."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
@@ -9,20 +9,20 @@ from tests.truth.cases import Case, Space, every
 
 Answer = TypeVar("Answer", bound=Hashable)
 Box = tuple[int, ...]
-"""For each field the values it may have, as bits in the order of the space."""
+"""The values that each field may have, as bits in the order of the space."""
 
 
 class Row(NamedTuple, Generic[Answer]):
-    """`answer` holds for every combination of these values."""
+    """`answer` is the function's value for every combination of these values."""
 
     values: dict[str, tuple[str, ...]]
     answer: Answer
 
 
 def condensed(space: Space, answer: Callable[[Case], Answer]) -> list[Row[Answer]]:
-    """Rows that cover the space. They may overlap, and give the same answer where they do.
+    """Return rows that cover the space. Rows may overlap, and then have the same answer.
 
-    Every set of cases is one number, a bit for each case; so a box is a union for each field, and their intersection.
+    A set of cases is one integer with a bit for each case. A box is the intersection of one union for each field.
     """
     cases = list(every(space))
     having = [dict.fromkeys(space[field], 0) for field in Case._fields]
@@ -30,28 +30,28 @@ def condensed(space: Space, answer: Callable[[Case], Answer]) -> list[Row[Answer
     for number, case in enumerate(cases):
         bit = 1 << number
         answers[answer(case)] |= bit
-        for one, value in zip(having, case, strict=True):
-            one[value] |= bit
+        for cells, value in zip(having, case, strict=True):
+            cells[value] |= bit
     rows: list[Row[Answer]] = []
-    for said, area in answers.items():
-        for box, _ in _cover(area, [list(one.values()) for one in having]):
+    for value, area in answers.items():
+        for box, _ in _cover(area, [list(cells.values()) for cells in having]):
             values = {
-                field: tuple(value for place, value in enumerate(space[field]) if box[number] >> place & 1)
+                field: tuple(name for place, name in enumerate(space[field]) if box[number] >> place & 1)
                 for number, field in enumerate(Case._fields)
             }
-            rows.append(Row(values, said))
+            rows.append(Row(values, value))
     return sorted(
-        rows, key=lambda row: [[space[field].index(one) for one in row.values[field]] for field in row.values]
+        rows, key=lambda row: [[space[field].index(name) for name in row.values[field]] for field in row.values]
     )
 
 
 def _cover(area: int, having: list[list[int]]) -> list[tuple[Box, int]]:
-    """Boxes within the area that together are all of it: each the largest of those around a case not covered yet."""
+    """Boxes that together are the area, each the largest of those around a case that is not covered yet."""
     left = area
     chosen: list[tuple[Box, int]] = []
     while left:
         grown = [_grown(left & -left, area, having, order) for order in _orders(len(having))]
-        chosen.append(max(grown, key=lambda one: ((one[1] & left).bit_count(), one[1].bit_count())))
+        chosen.append(max(grown, key=lambda box: ((box[1] & left).bit_count(), box[1].bit_count())))
         left &= ~chosen[-1][1]
     for box in chosen[::-1]:
         rest = [other for other in chosen if other is not box]
@@ -62,21 +62,21 @@ def _cover(area: int, having: list[list[int]]) -> list[tuple[Box, int]]:
 
 def _union(areas: Iterable[int]) -> int:
     total = 0
-    for one in areas:
-        total |= one
+    for area in areas:
+        total |= area
     return total
 
 
 def _orders(fields: int) -> Iterable[tuple[int, ...]]:
-    """In which order fields are widened: each way round, beginning with each of them."""
-    there = tuple(range(fields))
-    return chain.from_iterable((way[place:] + way[:place] for place in there) for way in (there, there[::-1]))
+    """The orders in which fields are widened: forwards and backwards, beginning with each field."""
+    order = tuple(range(fields))
+    return chain.from_iterable((way[place:] + way[:place] for place in order) for way in (order, order[::-1]))
 
 
 def _grown(seed: int, area: int, having: list[list[int]], order: tuple[int, ...]) -> tuple[Box, int]:
-    """The box around one case, widened field by field as far as the area goes; and its cells."""
-    masks = [next(one for one in values if one & seed) for values in having]
-    box = [1 << next(place for place, one in enumerate(values) if one & seed) for values in having]
+    """The box around one case, widened field by field within the area; and its cells."""
+    masks = [next(cells for cells in values if cells & seed) for values in having]
+    box = [1 << next(place for place, cells in enumerate(values) if cells & seed) for values in having]
     for field in order:
         line = _union(having[field])
         for other, mask in enumerate(masks):

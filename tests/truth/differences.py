@@ -1,204 +1,181 @@
-"""Where our answer and verl's differ, and why: a numbered explanation for each difference."""
+"""Where our answer and verl's differ, and why. docs/truth-table.md quotes the reasons."""
 
 from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 from tests.truth import gates
-from tests.truth.cases import (
-    ABSENT,
-    AGAIN,
-    ANYWAY,
-    ENDED,
-    LISTED,
-    NEVER,
-    NEXT,
-    PRESENT,
-    ROUTER,
-    SOON,
-    STOP,
-    STRAY,
-    UNABLE,
-    Case,
-)
+from tests.truth.cases import Case, Command, Manager, Step
 from tests.truth.gates import IGNORED, NOTHING, WARNED
 from tests.truth.ours import NOT_ASKED, ours
 
 Place = Literal["sglang", "vllm", "rank"]
-"""Who is asked: beside one of the two engines, or a training rank."""
+"""Who is asked: an agent beside one of the two engines, or a training rank."""
 
 
 def verl(place: Place, case: Case) -> str:
-    """verl's answer."""
+    """Return verl's answer."""
     return gates.rank(case) if place == "rank" else gates.server(place, case)
 
 
-def same(our: str, theirs: str) -> bool:
-    """Do both come to the same: something is done, or nothing is and nothing was to be? What fails is never the same,
-    since with us it is told to the trainer, whose step goes on, and with verl it is not told, or ends the step."""
+def same(our: str, of_verl: str) -> bool:
+    """Return whether both act, or neither does.
+
+    A failure is never the same: ours is reported to the trainer, whose step continues; verl's is silent or ends it.
+    """
     if our.startswith("acts"):
-        return theirs == gates.ACTS
-    return (our == NOT_ASKED or our.startswith("skips")) and theirs in (NOTHING, IGNORED, WARNED, NOT_ASKED)
+        return of_verl == gates.ACTS
+    return (our == NOT_ASKED or our.startswith("skips")) and of_verl in (NOTHING, IGNORED, WARNED, NOT_ASKED)
 
 
 class Explanation(NamedTuple):
-    """why: of every difference for which `of` holds."""
+    """The reason for every difference in the cases to which it `applies`."""
 
     reason: str
-    of: Callable[[Place, Case], bool]
+    applies: Callable[[Place, Case], bool]
 
 
-_OUT_OF_REACH: Final = (NEVER, ABSENT, ROUTER, UNABLE)
+_UNUSABLE: Final = (Manager.NEVER, Manager.ABSENT, Manager.ROUTER, Manager.UNABLE)
 
 
-def _meant(case: Case) -> bool:
-    """Does the configuration have the engine profiled?"""
+def _selected(case: Case) -> bool:
+    """Whether the configuration has the engine profiled."""
     return case.enable == "yes" and case.tool in ("torch", "npu") and case.ranks in gates.HAS_RANK
 
 
-def _unmeant(place: Place, case: Case) -> bool:
-    return place != "rank" and case.front in _OUT_OF_REACH and not _meant(case)
+def _not_selected(place: Place, case: Case) -> bool:
+    return place != "rank" and case.manager in _UNUSABLE and not _selected(case)
 
 
-def _out_of_reach(front: str) -> Callable[[Place, Case], bool]:
-    return lambda place, case: place != "rank" and case.front == front and _meant(case)
+def _unusable(manager: str) -> Callable[[Place, Case], bool]:
+    return lambda place, case: place != "rank" and case.manager == manager and _selected(case)
 
 
-def _continuous(place: Place, case: Case) -> bool:
-    return place != "rank" and case.front not in _OUT_OF_REACH and case.discrete == "no"
+def _not_discrete(place: Place, case: Case) -> bool:
+    return place != "rank" and case.manager not in _UNUSABLE and case.discrete == "no"
 
 
-def _held(place: Place, case: Case) -> bool:
-    """With vLLM the first command raises; with SGLang it comes to nothing, and the next may raise."""
-    if place == "rank" or case.front != SOON or case.discrete == "no":
+def _waits(place: Place, case: Case) -> bool:
+    """With vLLM the first command raises; with SGLang it is lost, and the next may raise."""
+    if place == "rank" or case.manager != Manager.SOON or case.discrete == "no":
         return False
-    return place == "vllm" or case.step == LISTED or case.command in (STOP, ENDED)
+    return place == "vllm" or case.step == Step.LISTED or case.command in (Command.STOP, Command.ENDED)
 
 
 def _not_listed(place: Place, case: Case) -> bool:
-    reached = place == "rank" or case.front not in _OUT_OF_REACH
-    return case.step == ANYWAY and case.command != STRAY and reached and not _held(place, case)
+    usable = place == "rank" or case.manager not in _UNUSABLE
+    return case.step == Step.ANYWAY and case.command != Command.STRAY and usable and not _waits(place, case)
 
 
 def _server(command: str) -> Callable[[Place, Case], bool]:
-    """A server that acts, with an engine that can be commanded."""
+    """A server whose engine can be commanded, for a command that it acts on."""
     return lambda place, case: (
         place != "rank"
-        and (case.front, case.discrete, case.command) == (PRESENT, "yes", command)
-        and (case.step == LISTED or command == STRAY)
+        and (case.manager, case.discrete, case.command) == (Manager.PRESENT, "yes", command)
+        and (case.step == Step.LISTED or command == Command.STRAY)
     )
 
 
 def _rank(command: str) -> Callable[[Place, Case], bool]:
-    return lambda place, case: place == "rank" and (case.step, case.command) == (LISTED, command)
+    return lambda place, case: place == "rank" and (case.step, case.command) == (Step.LISTED, command)
 
 
 def _switch(place: Place, case: Case) -> bool:
-    repeated = case.command == STRAY or (case.command == AGAIN and case.step == LISTED)
+    repeated = case.command == Command.STRAY or (case.command == Command.AGAIN and case.step == Step.LISTED)
     return place == "rank" and case.tool == "nsys" and repeated
 
 
 EXPLANATIONS: tuple[Explanation, ...] = (
     Explanation(
-        "Our node rank 0 asks whether its engine can be commanded (row 8 of the decision table) before it looks "
-        "at the plan (row 10). So an engine that is not there, or that can't profile, is told by each replica, also by "
-        "one that this plan leaves alone. verl looks at its configuration first, and such a server stays silent.",
-        _unmeant,
+        "A node without a usable engine fails, whoever the plan selects (rule 8 of the decision table comes "
+        "before rule 10). verl checks the plan first and stays silent.",
+        _not_selected,
     ),
     Explanation(
-        "verl's servers profile in discrete mode only: with `discrete: false`, the default, they do nothing and say "
-        "nothing. With us `discrete` is about the stages of a training rank. An engine has one session either way, so "
-        "it is profiled.",
-        _continuous,
+        "With `discrete: false`, its default, verl's servers silently do nothing. Here `discrete` is about the "
+        "stages of training ranks; an engine is recorded either way.",
+        _not_discrete,
     ),
     Explanation(
-        "The engine still launches when the command's time is over: we fail `engine_not_ready`. On SGLang verl can't "
-        "tell this from a node without a tokenizer manager, and does nothing; on vLLM the attribute `engine` does not "
-        "exist yet.",
-        _out_of_reach(NEVER),
+        "The engine is still launching when the command expires: `engine_not_ready`. verl does nothing on SGLang; "
+        "on vLLM the attribute `engine` does not exist yet, and it raises.",
+        _unusable(Manager.NEVER),
     ),
     Explanation(
-        "Node rank 0 was launched and there is nothing to command its engine through: a broken launch, so we fail "
-        "`tokenizer_missing`. On SGLang verl takes it for a node with nothing to do; on vLLM the attribute `engine` "
-        "does not exist.",
-        _out_of_reach(ABSENT),
+        "The engine was launched without a tokenizer manager: `tokenizer_missing`. verl does nothing on SGLang "
+        "and raises on vLLM.",
+        _unusable(Manager.ABSENT),
     ),
     Explanation(
-        "With several tokenizer workers SGLang puts a router in the place of its tokenizer manager, which has no "
-        "method for profiling. verl asks only whether something stands there, and calls it. Our adapter in the same "
-        "process asks for the methods and reports no tokenizer manager; our adapter over HTTP can command such an "
-        "engine, through any of its workers.",
-        _out_of_reach(ROUTER),
+        "SGLang's router for several tokenizer workers cannot profile: `tokenizer_missing`. verl calls it and "
+        "raises. Our HTTP adapter can command such an engine.",
+        _unusable(Manager.ROUTER),
     ),
     Explanation(
-        "The engine has no profiler (of vLLM: it was launched without one): we fail `unsupported`, with what it lacks. "
-        "verl calls it and hands on what it raises.",
-        _out_of_reach(UNABLE),
+        "The engine has no profiler: `unsupported`, naming what is missing. verl passes on the engine's exception.",
+        _unusable(Manager.UNABLE),
     ),
     Explanation(
-        "The engine comes up while the command's time runs: we hold the command until then. With verl a "
-        "command that comes before is lost on SGLang, which is found when the stop raises; on vLLM it raises itself.",
-        _held,
+        "The engine comes up before the command expires, so the command waits. verl loses it on SGLang, where the "
+        "stop then raises, and raises on vLLM.",
+        _waits,
     ),
     Explanation(
-        "The command comes for a step that the plan does not list: each of our agents looks at the steps itself, so "
-        "nothing is opened, and a stop finds nothing to close. With verl only the trainer looks at them; whoever else "
-        "sends a start is obeyed.",
+        "The plan does not list the step, and somebody sends the command: each agent checks the steps itself. In "
+        "verl only the trainer does.",
         _not_listed,
     ),
     Explanation(
-        "The window has ended the session. Our stop is sent always, takes SGLang's refusal for what it is, and answers "
-        '`acted` with `auto_stopped`. verl\'s hands on the RuntimeError ("Profiling is not in progress"), which ends '
-        "the training step.",
-        _server(ENDED),
+        "The window has ended the session: our stop answers `acted` with `auto_stopped`. verl raises SGLang's refusal.",
+        _server(Command.ENDED),
     ),
     Explanation(
-        "A stop without a session: we skip it. verl calls SGLang, which refuses, and the RuntimeError ends the "
-        "training step. vLLM's workers ignore it.",
-        _server(STRAY),
+        "A stop without a session is skipped. verl calls the engine: SGLang refuses, which raises; vLLM ignores it.",
+        _server(Command.STRAY),
     ),
     Explanation(
-        "A start for the step whose session is open (it came twice): we skip it. verl calls SGLang again, which "
-        "refuses if the session has a first forward step; without one its schedulers go on to start torch's profiler "
-        "a second time. vLLM's workers ignore it up to 0.31; from 0.32 on vLLM refuses it.",
-        _server(AGAIN),
+        "A second start of the open session is skipped. verl calls SGLang, which refuses (or, before the first "
+        "forward step, starts torch's profiler twice); vLLM ignores it up to 0.31 and refuses it from 0.32 on.",
+        _server(Command.AGAIN),
     ),
     Explanation(
-        "The session of an earlier step was never stopped (the trainer was started anew, or its step raised): we stop "
-        "it and open the new one. With verl SGLang refuses until somebody stops the old one, and with vLLM (up to "
-        "0.31) the old one goes on.",
-        _server(NEXT),
+        "An earlier step's session was never stopped: it is stopped, and the new one opened. With verl SGLang "
+        "refuses, and vLLM (up to 0.31) continues the old one.",
+        _server(Command.NEXT),
     ),
     Explanation(
-        "Likewise on a training rank: we end the old session and open one for this step. verl's start does nothing: "
-        "the old trace goes on under its own step, or (discrete) the stages are recorded as they were, since those of "
-        "this tool do not tell a step.",
-        _rank(NEXT),
+        "The same on a training rank. verl's start does nothing: the old trace continues, or (discrete) stages "
+        "are recorded as before, since with this tool they carry no step.",
+        _rank(Command.NEXT),
     ),
     Explanation(
-        "In discrete mode, and with msprobe, verl opens and closes a tool around each stage, and at the stop nothing "
-        "is left to do. With us a session is open around the stages in any mode; its stop waits for their traces and "
-        "names them.",
-        _rank(STOP),
+        "In discrete mode, and with msprobe, verl opens and closes a tool around each stage, so its stop does "
+        "nothing. Our session lasts until the stop, which names the traces.",
+        _rank(Command.STOP),
     ),
     Explanation(
-        "nsys has a switch and no session: verl flips it at each start and each stop, whatever holds already. We have "
-        "a session with every tool, and skip what holds.",
+        "nsys has a switch and no session: verl flips it at every start and stop. We keep a session with every tool.",
         _switch,
     ),
 )
 
 
 def explained(place: Place, case: Case, our: str | None = None) -> int | None:
-    """Number of the explanation, from 1; None where both come to the same.
+    """Return the number of the explanation, from 1; None where both answers come to the same.
 
-    our: our answer, where it is known already. Raises LookupError when there is no explanation, or more than one.
+    Args:
+        place: Who is asked.
+        case: The case.
+        our: Our answer, if it is known already.
+
+    Raises:
+        LookupError: There is no explanation, or more than one.
     """
     our = our if our is not None else ours(place, case)
-    theirs = verl(place, case)
-    if same(our, theirs):
+    answer = verl(place, case)
+    if same(our, answer):
         return None
-    numbers = [number for number, one in enumerate(EXPLANATIONS, 1) if one.of(place, case)]
+    numbers = [number for number, explanation in enumerate(EXPLANATIONS, 1) if explanation.applies(place, case)]
     if len(numbers) != 1:
-        what = f"explanations {numbers}" if numbers else "no explanation"
-        raise LookupError(f"{what}: at {place} we say {our!r} and verl {theirs!r} in {case}")
+        found = f"explanations {numbers}" if numbers else "no explanation"
+        raise LookupError(f"{found}: at {place} we answer {our!r} and verl {answer!r} in {case}")
     return numbers[0]

@@ -1,4 +1,4 @@
-"""What the table takes for granted of the engines that verl calls, checked in their releases' own source."""
+"""What the table assumes about the engines that verl calls, checked in the source of their releases."""
 
 import ast
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SGLANG, VLLM = wheels.RELEASES["sglang"], wheels.RELEASES["vllm"]
 
 @pytest.fixture(scope="module", autouse=True)
 def fetched() -> None:
-    """All wheels, several at a time: one by one they take minutes."""
+    """Fetch all wheels in parallel: one by one they take minutes."""
     wheels.fetch_all()
 
 
@@ -48,7 +48,7 @@ def test_sglangs_front_end_raises_what_its_schedulers_refuse(version: str) -> No
 def test_sglangs_router_has_no_profiler(version: str) -> None:
     (router,) = _classes(wheels.source("sglang", version), "MultiTokenizerRouter")
     named = {node.name for node in ast.walk(router) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    assert named and router.bases == [] and not any("profile" in one or "pause" in one for one in named)
+    assert named and router.bases == [] and not any("profile" in name or "pause" in name for name in named)
 
 
 @pytest.mark.parametrize("version", VLLM)
@@ -74,7 +74,7 @@ def _classes(folder: Path, name: str) -> list[ast.ClassDef]:
 
 
 def _function(folder: Path, name: str, word: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """The one function of this name, perhaps with a `_` before it, that has this word in it."""
+    """Return the only function of this name, with or without a leading `_`, whose source has this word."""
     (found,) = (
         node
         for tree in _trees(folder, f"{name}(")
@@ -87,7 +87,7 @@ def _function(folder: Path, name: str, word: str) -> ast.FunctionDef | ast.Async
 
 
 def _run(function: ast.FunctionDef | ast.AsyncFunctionDef, names: dict[str, Any]) -> Any:
-    """The function itself, without what annotates and decorates it."""
+    """Return the function without its annotations and decorators."""
     function.returns, function.decorator_list = None, []
     for argument in function.args.args:
         argument.annotation = None

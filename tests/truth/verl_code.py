@@ -1,11 +1,11 @@
-"""verl 0.9.1 itself, as far as it decides who profiles: out of its wheel, run over stand-ins for what it calls.
+"""The parts of verl 0.9.1 that decide who profiles, taken from its wheel and run over stand-ins for what they call.
 
-Its modules of profiling are imported as they are. Of the servers, which need Ray and an engine to be imported, the two
-methods are taken, and those lines of `__init__` that build what the methods ask; of the trainers, the lines that
-decide for which steps anything is sent at all. Nothing of it is kept in this repository.
+Its profiling modules are imported unchanged. The servers need Ray and an engine to be imported, so only their two
+methods are taken, and the lines of `__init__` that build what these read; of the trainers, the lines that decide for
+which steps anything is sent. None of this code is kept in this repository.
 
-    trainer (its lines) ──▶ server (its methods) ──▶ a front end that answers as SGLang's or vLLM's does
-                       └──▶ DistProfiler (its module) ──▶ the tool's module (its own) ──▶ a tool that notes its calls
+    trainer (its lines) ──▶ server (its methods) ──▶ a stand-in for SGLang's or vLLM's front end
+                       └──▶ DistProfiler (its module) ──▶ the tool's module ──▶ a tool that notes its calls
 """
 
 import ast
@@ -30,7 +30,7 @@ SERVERS = {
 
 
 def source() -> Path:
-    """The unpacked part of the wheel; fetched first if it is not there. Raises RuntimeError, which quotes pip."""
+    """Return the unpacked part of the wheel, fetched first if necessary. Raises RuntimeError, which quotes pip."""
     kept = wheels.cache() / f"verl-{VERSION}"
     if kept.is_dir():
         return kept
@@ -41,7 +41,7 @@ def source() -> Path:
         try:
             unpacked.rename(kept)
         except OSError:
-            if not kept.is_dir():  # or else another process was faster, with the same files
+            if not kept.is_dir():  # otherwise another process was faster, with the same files
                 raise
     return kept
 
@@ -50,29 +50,29 @@ def source() -> Path:
 
 
 class Tools:
-    """What the tools of a training rank are asked for, in order."""
+    """The calls that the tools of a training rank receive, in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
     def noting(self, *names: object) -> Callable[..., None]:
-        """A function that notes that it was called."""
+        """Return a function that notes its call."""
 
         def note(*arguments: object, **_: object) -> None:
-            self.calls.append((*names, *(one for one in arguments if isinstance(one, str))))
+            self.calls.append((*names, *(argument for argument in arguments if isinstance(argument, str))))
 
         return note
 
-    def profiler(self, name: str, **told: object) -> SimpleNamespace:
-        """A profiler object: torch's, or that of torch_npu. told: what tells one session from another."""
-        told = {key: value for key, value in told.items() if key in ("role", "profile_step")}
+    def profiler(self, name: str, **options: object) -> SimpleNamespace:
+        """Return a profiler object, torch's or torch_npu's. Its role and step tell one session from another."""
+        session = {key: value for key, value in options.items() if key in ("role", "profile_step")}
         return SimpleNamespace(
-            start=self.noting(name, "start", str(told)), stop=self.noting(name, "stop"), step=lambda: None
+            start=self.noting(name, "start", str(session)), stop=self.noting(name, "stop"), step=lambda: None
         )
 
 
 class Verl:
-    """verl's modules of profiling. tools: what they call."""
+    """verl's profiling modules, and the tools that they call."""
 
     def __init__(self, modules: dict[str, ModuleType], tools: Tools) -> None:
         self.config, self.profile = modules["config"], modules["profile"]
@@ -81,7 +81,7 @@ class Verl:
         self.tools = tools
 
     def options(self, tool: str | None, discrete: bool, window: tuple[int, int] | None = None) -> Any:
-        """`tool_config` of one tool, as its dataclass."""
+        """Return `tool_config` of one tool, as its dataclass."""
         start, end = window or (None, None)
         tokens = {"profile_token_start": start, "profile_token_end": end}
         match tool:
@@ -99,7 +99,7 @@ class Verl:
                 return None
 
     def section(self, tool: str | None, enable: bool, ranks: list[int] | None, options: Any, save: Path) -> Any:
-        """A role's section, as its dataclass. ranks: None for all."""
+        """Return a role's section, as its dataclass. `ranks` is None for all."""
         return self.config.ProfilerConfig(
             tool=tool,
             enable=enable,
@@ -110,7 +110,7 @@ class Verl:
         )
 
     def forget(self) -> None:
-        """Between two processes: what the modules keep for the whole of one."""
+        """Reset what the modules keep for the life of a process."""
         self.torch.Profiler._define_count = self.npu.NPUProfiler._define_count = 0
         self.torch.Profiler._active_prof = None
         self.tools.calls.clear()
@@ -134,7 +134,7 @@ def _untouched(*_: object, **__: object) -> Callable[[Any], Any]:
 
 @contextmanager
 def imported(root: Path) -> Iterator[Verl]:
-    """verl's modules of profiling, imported from `root` over stand-ins; taken back afterwards."""
+    """Import verl's profiling modules from `root` over stand-ins; remove them afterwards."""
     from importlib import import_module
 
     tools = Tools()
@@ -152,7 +152,7 @@ def imported(root: Path) -> Iterator[Verl]:
         ),
     )
     platform = SimpleNamespace(profiler_start=tools.noting("nsys", "start"), profiler_stop=tools.noting("nsys", "stop"))
-    sampler = SimpleNamespace(dump_memory_snapshot=lambda **told: tools.calls.append(("memory", told["sub_dir"])))
+    sampler = SimpleNamespace(dump_memory_snapshot=lambda **options: tools.calls.append(("memory", options["sub_dir"])))
     debugger = SimpleNamespace(start=tools.noting("msprobe", "start"), stop=tools.noting("msprobe", "stop"))
     marks = {"start_range": lambda **_: 0, "end_range": lambda _: None}
     given = {
@@ -195,34 +195,34 @@ def imported(root: Path) -> Iterator[Verl]:
         names = ("config", "profile", "torch_profile", "mstx_profile", "nvtx_profile", "torch_memory_profile")
         modules = {name: import_module(f"verl.utils.profiler.{name}") for name in names}
         modules["omegaconf"] = import_module("verl.utils.config")
-        vars(modules["torch_profile"])["get_torch_profiler"] = lambda **told: tools.profiler("torch", **told)
+        vars(modules["torch_profile"])["get_torch_profiler"] = lambda **options: tools.profiler("torch", **options)
         for name in ("nvtx_profile", "mstx_profile"):
             vars(modules[name]).update(mark_start_range=lambda **_: 0, mark_end_range=lambda _: None)
         yield Verl(modules, tools)
     finally:
-        for name in [one for one in sys.modules if one.partition(".")[0] == "verl" or one in given]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl" or name in given]:
             del sys.modules[name]
         sys.modules.update(before)
 
 
-# --- lines of its servers and trainers --------------------------------------------------------------------------------
+# --- its servers and trainers ----------------------------------------------------------------------------------------
 
 
 def _methods(file: Path, kind: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.parse(file.read_text("utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == kind:
-            return {one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+            return {part.name: part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
     raise LookupError(f"{file} has no class {kind}: this is not verl {VERSION}")
 
 
 def _sets(statement: ast.stmt, target: str) -> bool:
-    return isinstance(statement, ast.Assign) and any(ast.unparse(one) == target for one in statement.targets)
+    return isinstance(statement, ast.Assign) and any(ast.unparse(name) == target for name in statement.targets)
 
 
 def _lines(body: list[ast.stmt], first: str, last: str) -> list[ast.stmt]:
-    """The statements from the one that sets `first` to the one that sets `last`."""
-    begin = next(number for number, one in enumerate(body) if _sets(one, first))
-    end = next(number for number, one in enumerate(body) if number >= begin and _sets(one, last))
+    """The statements from the assignment of `first` to that of `last`."""
+    begin = next(number for number, statement in enumerate(body) if _sets(statement, first))
+    end = next(number for number in range(begin, len(body)) if _sets(body[number], last))
     return body[begin : end + 1]
 
 
@@ -241,11 +241,11 @@ def _function(name: str, body: list[ast.stmt]) -> ast.FunctionDef:
 
 
 def server_class(engine: str, verl: Verl, warnings: list[str]) -> Any:
-    """A class with `start_profile` and `stop_profile`, and with `configure`: what `__init__` does for them."""
+    """Return a class with `start_profile`, `stop_profile`, and `configure`: what `__init__` does for the two."""
     path, kind = SERVERS[engine]
     methods = _methods(source() / path, kind)
     lines = _lines(methods["__init__"].body, "profiler_config", "self.profiler_keep_global_ranks")
-    wanted = [methods[one] for one in ("start_profile", "stop_profile", "_should_profile") if one in methods]
+    wanted = [methods[name] for name in ("start_profile", "stop_profile", "_should_profile") if name in methods]
     names: dict[str, Any] = {
         "omega_conf_to_dataclass": verl.to_dataclass,
         "logger": SimpleNamespace(warning=warnings.append),
@@ -257,25 +257,25 @@ def server_class(engine: str, verl: Verl, warnings: list[str]) -> Any:
 
 
 def trainer_class() -> Any:
-    """A class with what decides for a step: `choose`, `_start_profiling`, `_stop_profiling`, `on_sample_end`."""
+    """Return a class with the decisions of a step: `choose`, `_start_profiling`, `_stop_profiling`, `on_sample_end`."""
     methods = _methods(source() / TRAINER, "PPOTrainer")
     (choosing,) = (
-        one
-        for one in ast.walk(methods["fit"])
-        if isinstance(one, ast.Assign)
-        and _sets(one, "self.curr_step_profile")
-        and "global_profiler" in ast.unparse(one.value)
+        node
+        for node in ast.walk(methods["fit"])
+        if isinstance(node, ast.Assign)
+        and _sets(node, "self.curr_step_profile")
+        and "global_profiler" in ast.unparse(node.value)
     )
     names = ("_rollout_server_managers", "_start_rollout_profiling", "_stop_rollout_profiling")
-    wanted: list[ast.stmt] = [methods[one] for one in (*names, "_start_profiling", "_stop_profiling")]
+    wanted: list[ast.stmt] = [methods[name] for name in (*names, "_start_profiling", "_stop_profiling")]
     ending = _methods(source() / SYNC_TRAINER, "PPOTrainerSync")["on_sample_end"]
     return _class("PPOTrainer", [*wanted, ending, _function("choose", [choosing])], {})
 
 
 def driven(coroutine: Coroutine[Any, Any, object]) -> None:
-    """Run what never has to wait to its end."""
+    """Run a coroutine that never waits to its end."""
     try:
         coroutine.send(None)
     except StopIteration:
         return
-    raise AssertionError("it waits for something that is not there")
+    raise AssertionError("the coroutine waits")

@@ -1,4 +1,4 @@
-"""A case put to verl's own code: its answer, in the words of `gates`."""
+"""verl's own code run in a case: its answer, in the words of `gates`."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -6,46 +6,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.truth import gates
-from tests.truth.cases import (
-    ABSENT,
-    AGAIN,
-    ALL,
-    ENDED,
-    MINE,
-    NEVER,
-    NEXT,
-    NOBODY_FIRST,
-    NONE,
-    NULL,
-    OTHERS,
-    ROUTER,
-    SOON,
-    START,
-    STOP,
-    STRAY,
-    THEIRS,
-    UNABLE,
-    UNKNOWN,
-    Case,
-)
+from tests.truth.cases import Case, Command, Manager, Ranks, Step, Tool
 from tests.truth.verl_code import Verl, driven, server_class, trainer_class
 
 STEP, WORLD, WINDOW = 3, 4, (1, 4)
 
-Step = tuple[str, int]
-"""`start` or `stop`, and the global step in which the trainer comes to it."""
-HISTORIES: dict[str, tuple[Step, ...]] = {
-    START: (("start", STEP),),
-    AGAIN: (("start", STEP), ("start", STEP)),
-    NEXT: (("start", STEP - 1), ("start", STEP)),
-    STOP: (("start", STEP), ("stop", STEP)),
-    ENDED: (("start", STEP), ("stop", STEP)),
-    STRAY: (("stop", STEP),),
+Action = tuple[str, int]
+"""`start`, `stop` or `stage` (one annotated stage), and the global step in which the trainer does it."""
+HISTORIES: dict[str, tuple[Action, ...]] = {
+    Command.START: (("start", STEP),),
+    Command.AGAIN: (("start", STEP), ("start", STEP)),
+    Command.NEXT: (("start", STEP - 1), ("start", STEP)),
+    Command.STOP: (("start", STEP), ("stop", STEP)),
+    Command.ENDED: (("start", STEP), ("stop", STEP)),
+    Command.STRAY: (("stop", STEP),),
 }
 
 
 class TokenizerManager:
-    """SGLang's, as it answers: an exception for what its schedulers refuse. They end a session of `num_steps`."""
+    """Stands in for SGLang's: raises what its schedulers refuse. They end a session of `num_steps`."""
 
     def __init__(self) -> None:
         self.calls, self.ignored, self.open, self.counted = 0, False, False, False
@@ -68,7 +47,7 @@ class TokenizerManager:
 
 
 class AsyncLLM:
-    """vLLM's up to 0.31: its workers ignore what holds already. able: it was launched with a profiler."""
+    """Stands in for vLLM's up to 0.31: its workers ignore a second start or stop. `able`: launched with a profiler."""
 
     def __init__(self, able: bool) -> None:
         self.calls, self.ignored = 0, False
@@ -81,7 +60,7 @@ class AsyncLLM:
         self._profile(False)
 
     def generate(self) -> None:
-        """A worker whose window has ended stays as it is until it is stopped."""
+        """Do nothing: a worker whose window has ended stays as it is until it is stopped."""
 
     def _profile(self, open: bool) -> None:
         self.calls += 1
@@ -91,16 +70,16 @@ class AsyncLLM:
 
 
 class Router:
-    """What SGLang puts in the place of several tokenizer managers: it passes on what they say."""
+    """Stands in for what SGLang has in manager of several tokenizer managers: it cannot profile."""
 
     calls, ignored = 0, False
 
     def generate(self) -> None:
-        """It takes no part in that."""
+        """Do nothing."""
 
 
 class Runs:
-    """Cases, one by one. Each is a process of its own as far as verl can tell."""
+    """Runs cases one by one. To verl each looks like a process of its own."""
 
     def __init__(self, verl: Verl, save: Path) -> None:
         self._verl, self._save, self._warnings = verl, save, list[str]()
@@ -108,45 +87,45 @@ class Runs:
         self._trainer = trainer_class()
 
     def server(self, engine: gates.Engine, case: Case) -> str:
-        """What the server of one node does about the last command, and whether the trainer sends it at all."""
+        """Return what the server of one node does about the last command."""
         self._warnings.clear()
         server = self._servers[engine]()
         server.config = SimpleNamespace(
             tensor_model_parallel_size=WORLD,
             data_parallel_size=1,
             pipeline_model_parallel_size=1,
-            profiler=self._section(case, numbers=[WORLD], window=WINDOW if case.command == ENDED else None),
+            profiler=self._section(case, numbers=[WORLD], window=WINDOW if case.command == Command.ENDED else None),
         )
         server.node_rank, server.replica_rank = int(case.node), _index(case)
         server.configure()
-        front = _front(engine, case)
+        manager = _manager(engine, case)
         attribute = {"sglang": "tokenizer_manager", "vllm": "engine"}[engine]
-        if engine == "sglang" and front is None and case.front != NEVER:
-            setattr(server, attribute, None)  # so it is after a launch that brought none
-        elif front is not None and case.front != SOON:
-            setattr(server, attribute, front)
-        manager = SimpleNamespace(
+        if engine == "sglang" and manager is None and case.manager != Manager.NEVER:
+            setattr(server, attribute, None)  # as after a launch that made none
+        elif manager is not None and case.manager != Manager.SOON:
+            setattr(server, attribute, manager)
+        replicas = SimpleNamespace(
             start_profile=lambda: driven(server.start_profile()), stop_profile=lambda: driven(server.stop_profile())
         )
         sent, before = False, 0
         for number, (action, step) in enumerate(HISTORIES[case.command]):
-            if number and front is not None:
-                setattr(server, attribute, front)
-                if case.command == ENDED:
-                    front.generate()
-            before = front.calls if front is not None else 0
+            if number and manager is not None:
+                setattr(server, attribute, manager)
+                if case.command == Command.ENDED:
+                    manager.generate()
+            before = manager.calls if manager is not None else 0
             try:
-                sent = self._send(case, action, step, manager, SimpleNamespace(start_profile=_no, stop_profile=_no))
+                sent = self._send(case, action, step, replicas, SimpleNamespace(start_profile=_no, stop_profile=_no))
             except (AttributeError, RuntimeError) as error:
                 return f"raises {type(error).__name__}"
         if not sent:
             return gates.NOT_ASKED
-        if front is not None and front.calls > before:
-            return gates.IGNORED if front.ignored else gates.ACTS
+        if manager is not None and manager.calls > before:
+            return gates.IGNORED if manager.ignored else gates.ACTS
         return gates.WARNED if self._warnings else gates.NOTHING
 
     def rank(self, case: Case) -> str:
-        """Whether a training rank records its step otherwise for the last command."""
+        """Return whether the last command changes what a training rank records of its step."""
         history = HISTORIES[case.command]
         rest = (("stage", STEP), ("stop", STEP)) if history[-1][0] == "start" else ()
         sent, recorded = self._recorded(case, (*history, *rest))
@@ -155,8 +134,8 @@ class Runs:
             return gates.NOT_ASKED
         return gates.ACTS if recorded != without else gates.NOTHING
 
-    def _recorded(self, case: Case, history: Iterable[Step]) -> tuple[bool, list[tuple[object, ...]]]:
-        """Was anything sent; and what the tools were asked for."""
+    def _recorded(self, case: Case, history: Iterable[Action]) -> tuple[bool, list[tuple[object, ...]]]:
+        """Whether anything was sent, and the calls that the tools received."""
         verl = self._verl
         verl.forget()
         section = self._section(case, numbers=[1])
@@ -179,10 +158,10 @@ class Runs:
         return sent, list(verl.tools.calls)
 
     def _send(self, case: Case, action: str, step: int, manager: Any, group: Any) -> bool:
-        """What the trainer does in this step. Returns whether anything came of it to those that are asked."""
+        """Run the trainer's part of this step. Return whether it sent anything to whoever is asked."""
         sent: list[str] = []
         trainer = self._trainer()
-        steps = {OTHERS: [9], NONE: None}.get(case.step, [STEP - 1, STEP])  # nobody else looks at them
+        steps = {Step.OTHERS: [9], Step.NONE: None}.get(case.step, [STEP - 1, STEP])  # only the trainer checks them
         trainer.config = SimpleNamespace(global_profiler=SimpleNamespace(steps=steps, profile_continuous_steps=False))
         trainer.global_steps, trainer.total_training_steps = step, 100
         trainer.use_reference_policy = trainer.use_critic = trainer.prev_step_profile = False
@@ -199,42 +178,42 @@ class Runs:
         return bool(sent)
 
     def _section(self, case: Case, numbers: list[int], window: tuple[int, int] | None = None) -> Any:
-        tool = {NULL: None, UNKNOWN: "perf"}.get(case.tool, case.tool)
+        tool = {Tool.NULL: None, Tool.UNKNOWN: "perf"}.get(case.tool, case.tool)
         options = self._verl.options(tool, case.discrete == "yes", window)
-        ranks = {ALL: None, MINE: numbers, THEIRS: [9 * WORLD]}.get(case.ranks, [])
+        ranks = {Ranks.ALL: None, Ranks.MINE: numbers, Ranks.THEIRS: [9 * WORLD]}.get(case.ranks, [])
         return self._verl.section(tool, case.enable == "yes", ranks, options, self._save)
 
 
-def _front(engine: str, case: Case) -> TokenizerManager | AsyncLLM | Router | None:
-    """What stands at this node once the engine is up. verl has none on the other nodes of a replica."""
-    if case.node != "0" or case.front in (ABSENT, NEVER):
+def _manager(engine: str, case: Case) -> TokenizerManager | AsyncLLM | Router | None:
+    """What this node has for commanding its engine once that is up. verl has none on other nodes of a replica."""
+    if case.node != "0" or case.manager in (Manager.ABSENT, Manager.NEVER):
         return None
     if engine == "vllm":
-        return AsyncLLM(able=case.front != UNABLE)
-    return Router() if case.front in (ROUTER, UNABLE) else TokenizerManager()
+        return AsyncLLM(able=case.manager != Manager.UNABLE)
+    return Router() if case.manager in (Manager.ROUTER, Manager.UNABLE) else TokenizerManager()
 
 
 def _index(case: Case) -> int:
-    """Of the replica, or of the training rank."""
-    return 0 if case.ranks == NOBODY_FIRST else 1
+    """The index of the replica, or of the training rank."""
+    return 0 if case.ranks == Ranks.NOBODY_FIRST else 1
 
 
 def _no(*_: object, **__: object) -> None:
-    """Nothing comes of it."""
+    """Do nothing."""
 
 
 def _stage(worker: object) -> None:
     """One stage of a training step."""
 
 
-def _counted(what: Any, sent: list[str]) -> SimpleNamespace:
-    """The same two methods, noted in `sent`."""
+def _counted(target: Any, sent: list[str]) -> SimpleNamespace:
+    """The same two methods, which note their names in `sent`."""
 
-    def noted(name: str) -> Callable[..., None]:
+    def noting(name: str) -> Callable[..., None]:
         def call(*arguments: Any, **named: Any) -> None:
             sent.append(name)
-            getattr(what, name)(*arguments, **named)
+            getattr(target, name)(*arguments, **named)
 
         return call
 
-    return SimpleNamespace(start_profile=noted("start_profile"), stop_profile=noted("stop_profile"))
+    return SimpleNamespace(start_profile=noting("start_profile"), stop_profile=noting("stop_profile"))
