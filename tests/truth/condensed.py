@@ -33,13 +33,13 @@ def condensed(space: Space, answer: Callable[[Case], Answer]) -> list[Row[Answer
         for cells, value in zip(having, case, strict=True):
             cells[value] |= bit
     rows: list[Row[Answer]] = []
-    for value, area in answers.items():
+    for result, area in answers.items():
         for box, _ in _cover(area, [list(cells.values()) for cells in having]):
             values = {
                 field: tuple(name for place, name in enumerate(space[field]) if box[number] >> place & 1)
                 for number, field in enumerate(Case._fields)
             }
-            rows.append(Row(values, value))
+            rows.append(Row(values, result))
     return sorted(
         rows, key=lambda row: [[space[field].index(name) for name in row.values[field]] for field in row.values]
     )
