@@ -43,12 +43,9 @@ class ClockLine(Struct, frozen=True, kw_only=True):
     """What is known of the clocks of one agent's incarnation.
 
     Attributes:
-        agent: Its name.
-        incarnation: Its life.
         offset_ns: From its node's wall clock to the bus's, at the end of the log. None if it was never measured: the
             agent's events are then placed by commands and answers, and its node's traces keep their own times.
         error_ns: Bound of the error, there and where its traces begin; None if nothing is known.
-        estimates: Number of estimates that it reported.
     """
 
     agent: str
@@ -69,13 +66,8 @@ class Timeline(Struct, frozen=True, kw_only=True):
     """What was written.
 
     Attributes:
-        run: The run's id.
-        path: The file.
-        nbytes: Its size.
         control_events: Events from the log.
         traced_events: Events from `traces`, without names.
-        traces: The trace files in it.
-        clocks: Of every incarnation.
         warnings: What was left out or may be misplaced.
         whole: The log was read to its end.
     """

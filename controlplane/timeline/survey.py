@@ -57,7 +57,6 @@ class ReportedTrace(NamedTuple):
 
     Attributes:
         peer: `agent/incarnation`.
-        trace: Size, digest and rank.
         reported_ns: When it was first reported, on the bus's clock.
         paths: Relative to the traces root, the newest first; more than one if the file was moved.
         step: Training step of the session, if the log has it.

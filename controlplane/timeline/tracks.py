@@ -39,14 +39,7 @@ class TraceEvent(Struct, kw_only=True, omit_defaults=True):
 
 
 class ProcessTracks:
-    """One process and its threads.
-
-    Args:
-        pid: Its number.
-        title: Its name in the viewer.
-        sort: Its position among all processes.
-        zero_ns: Beginning of the timeline, on the bus's clock. All other moments are of that clock too.
-    """
+    """One process and its threads. Moments are on the bus's clock; the timeline begins at `zero_ns`."""
 
     def __init__(self, pid: int, title: str, sort: int, zero_ns: int) -> None:
         self.pid = pid
@@ -90,8 +83,8 @@ class ProcessTracks:
 
     def counter(self, name: str, value: int, at_ns: int) -> TraceEvent:
         """A counter of the process takes a value."""
-        ts, args = self.us(at_ns), {"value": value}
-        return TraceEvent(ph="C", pid=self.pid, tid=self.pid, name=name, cat=CATEGORY, ts=ts, args=dict(args))
+        ts = self.us(at_ns)
+        return TraceEvent(ph="C", pid=self.pid, tid=self.pid, name=name, cat=CATEGORY, ts=ts, args={"value": value})
 
     def us(self, at_ns: int) -> float:
         """Convert to the format's unit; exact to the nanosecond within a hundred days."""
@@ -104,10 +97,10 @@ class OpenSlice:
     Args:
         process: Where it is drawn.
         thread: Name of its thread.
-        name: Its own name.
+        name: Its own name; may change until it ends.
         at_ns: When it begins.
-        args: What the viewer shows when it is selected; may be added to until it ends.
-        inside: The slice that it is a part of; both are drawn on the same lane.
+        args: Details that viewers show; may grow until it ends.
+        inside: The slice that it is a part of. Both are drawn on the same lane.
     """
 
     def __init__(
