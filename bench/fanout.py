@@ -2,9 +2,9 @@
 
     python -m bench.fanout [--agents 1,8,32,64,256] [--rounds 200] [--systems ...] [--out FILE]
 
-Ours publishes, records, decides on every agent, journals, answers, concludes and reports; `rolloutctl` is that with
-engines which act on every command, `rolloutctl-skip` with agents that decide to skip it (node rank 1 and up). The
-peers only exchange. Agents of all systems but Ray live in two processes. Read ratios, not microseconds.
+Ours publishes, records, decides on every agent, journals, answers, concludes and reports. In `rolloutctl` the engines
+act on every command; in `rolloutctl-skip` the agents decide to skip it (node rank 1 and up). The peers only exchange.
+Agents of all systems but Ray live in two processes. Compare ratios, not microseconds.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from schemas.commands import EngineCommand
 from schemas.events import Call, Observation, Returned
 from schemas.identity import Identity, Operation
 
-RAY_MOST = 32
-"""Ray actors are processes; more of them than this measure the machine's memory."""
+RAY_MAX = 32
+"""Each Ray actor is a process; with more of them, the machine's memory is what is measured."""
 
 
 class NullEngine:
-    """An engine that has every operation and does nothing: what is measured is the way to it and back."""
+    """An engine that has every operation and does nothing, so that only the way to it and back is measured."""
 
     def __init__(self, tokenizer: bool) -> None:
         self._observation = Observation(
@@ -55,14 +55,14 @@ class NullEngine:
         return Returned()
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to close."""
 
 
 def our_agents(first: int, count: int, bus: str, nodes: str) -> None:
-    """`count` agents in this process, on one loop."""
+    """Run `count` agents in this process, on one event loop."""
     from workers.agent import Agent
 
-    async def one(number: int, state: Path) -> None:
+    async def run_agent(number: int, state: Path) -> None:
         rank = 0 if nodes == "1" else 1
         identity = Identity(replica=number, node_rank=rank, nnodes=int(nodes))
         async with Agent(bus=bus, identity=identity, engine=NullEngine(rank == 0), state_dir=state) as agent:
@@ -72,13 +72,13 @@ def our_agents(first: int, count: int, bus: str, nodes: str) -> None:
         with tempfile.TemporaryDirectory() as state:
             async with anyio.create_task_group() as group:
                 for number in range(first, first + count):
-                    group.start_soon(one, number, Path(state) / str(number))
+                    group.start_soon(run_agent, number, Path(state) / str(number))
 
     anyio.run(main, backend_options={"use_uvloop": True})
 
 
 def ours(nodes: int) -> Callable[[int], AbstractContextManager[Worker]]:
-    """Our exchange, with every agent on node rank 0 of a replica of one node, or on node rank 1 of one of two."""
+    """Our exchange, with every agent on node rank 0 (replicas of one node) or on node rank 1 (replicas of two)."""
 
     @contextmanager
     def exchange_with(agents: int) -> Iterator[Worker]:
@@ -110,7 +110,7 @@ SYSTEMS: dict[str, Callable[[int], AbstractContextManager[Worker]]] = {
 
 
 def measure(system: str, agents: int, rounds: int) -> dict[str, object]:
-    """One row: the median and the 99th percentile of `rounds` exchanges, in µs."""
+    """Return one row: the median and the 99th percentile of `rounds` exchanges, in µs."""
     with SYSTEMS[system](agents) as exchange:
         for _ in range(max(5, rounds // 10)):
             exchange()
@@ -124,7 +124,7 @@ def measure(system: str, agents: int, rounds: int) -> dict[str, object]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """The rows with each system's median as a multiple of bare pyzmq's, as text."""
+    """Return the rows as text, with each system's median as a multiple of bare pyzmq's."""
     bare = {row["agents"]: row["p50_us"] for row in rows if row["system"] == "pyzmq"}
     lines = [f"{'agents':>6}  {'system':<16} {'p50 µs':>10} {'p99 µs':>10}  {'x pyzmq':>8}"]
     for row in rows:
@@ -151,9 +151,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = []
-    for agents in (int(one) for one in options.agents.split(",")):
+    for agents in (int(count) for count in options.agents.split(",")):
         for system in options.systems.split(","):
-            if system == "ray" and agents > RAY_MOST:
+            if system == "ray" and agents > RAY_MAX:
                 continue
             rounds = options.rounds if agents <= 64 else max(20, options.rounds // 4)
             rows.append(measure(system, agents, rounds))

@@ -1,7 +1,8 @@
 """The same exchange (one command to N agents, N outcomes back) on the usual means: bare pyzmq, HTTP, Ray.
 
-Each peer is written as its users would write it, without recording, ordering, deadlines or membership: it is the floor
-that a control plane adds to. Agents live in the same number of processes as ours, except Ray's, which are processes.
+Each peer is written as its users would write it, without recording, ordering, deadlines or membership: this is the
+floor that a control plane adds to. Agents live in the same number of processes as ours, except Ray's, which are
+processes themselves.
 """
 
 import asyncio
@@ -150,9 +151,9 @@ def http_exchange(agents: int) -> Iterator[Worker]:
 
 def _free_ports(count: int) -> list[int]:
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
+    ports = [int(listener.getsockname()[1]) for listener in held]
+    for listener in held:
+        listener.close()
     return ports
 
 

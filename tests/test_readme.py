@@ -69,7 +69,7 @@ def checkpoints(folder: Path) -> None:
         save(TinyModel(TinyConfig(), seed=step), folder / f"ckpt/step_{step}")
 
 
-def test_what_the_readme_says_works(tmp_path: Path, bus: str) -> None:
+def test_the_readme_works(tmp_path: Path, bus: str) -> None:
     checkpoints(tmp_path)
     blocking, async_face, agent = (block.replace(BUS, bus) for block in PYTHON)
     starts = [shlex.split(line.replace(BUS, bus)) for line in SHELL if line.startswith("rolloutctl agent ")]

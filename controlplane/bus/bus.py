@@ -14,21 +14,18 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
 Rule 4  Every ticket ends: concluded, refused, or failed when the bus closes, however it ends.
 """
 
-import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, assert_never
+from typing import Any, Final, Self, assert_never
 
 import anyio
 import zmq
 from anyio import CancelScope, to_thread
-from msgspec.msgpack import Decoder
-from msgspec.structs import replace
 
+from controlplane.bus.callers import Callers, Order, checked_order
 from controlplane.bus.inbox import Inbox
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide, next_deadline
 from controlplane.machine.events import (
@@ -54,21 +51,17 @@ from controlplane.tickets import Ticket
 from schemas.carriers.edge_socket import Sent
 from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.carriers.wakeup import Wakeup
-from schemas.commands import Command, EngineCommand, Manifest, ProfileCommand, Source, Target
+from schemas.commands import Command, Manifest, Source, Target
 from schemas.config import BusConfig
 from schemas.errors import (
     AddressInUse,
     BusClosed,
     BusFaulted,
-    BusOverloaded,
-    CommandError,
     LogError,
-    SyncInProgress,
 )
 from schemas.identity import InFlight
 from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.wire import (
-    DECODE_ERRORS,
     MAX_BYTES,
     TOPIC_COMMAND,
     TOPIC_HEAD,
@@ -77,7 +70,6 @@ from schemas.wire import (
     Reply,
     RequestRejected,
     StatusRequest,
-    Submit,
     TimeReply,
     encode,
     encode_header,
@@ -93,34 +85,7 @@ ASLEEP_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
 BIND_TIMEOUT_S: Final = 0.5
 """How long an address may still be in use by a bus of this process that was just closed."""
-OPERATORS_MAX: Final = 64
-"""Commands of operators that may be open at once."""
-
 _NIL: Final = b"\xc0"
-BY_HAND: Final = (ProfileCommand, EngineCommand)
-NOT_BY_HAND: Final = (
-    "only a profile command or an engine command can be published by itself: a weight sync is a sequence of commands, "
-    "so call `sync_weights`; an epoch begins when a bus is opened"
-)
-
-_REFUSALS: Final = {"command": CommandError, "sync_in_progress": SyncInProgress, "closed": BusClosed}
-
-Order = Issued | SyncRequested
-_order_decoder: Decoder[Order] = Decoder(Issued | SyncRequested)
-
-
-class _OperatorTicket(NamedTuple):
-    """Stands for a caller that waits elsewhere: an operator, who gets one message."""
-
-    peer: str
-    reply: Callable[[str, Reply], None]
-
-    def resolve(self, report: Report | SyncReport) -> None:
-        assert isinstance(report, Report)  # no request of an operator starts a sync
-        self.reply(self.peer, report)
-
-    def fail(self, error: BaseException) -> None:
-        self.reply(self.peer, RequestRejected(reason=str(error)))
 
 
 class Bus:
@@ -155,9 +120,7 @@ class Bus:
         self._inbox = Inbox(log)
         self._skew_us = 0
         self._unreachable: list[str] = []
-        self._numbers = itertools.count(1)
-        self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
-        self._orders: deque[Order] = deque()
+        self._callers = Callers(self._config.queue, self._reply)
         self._closed = True
         self._next_head_us = 0
         self._flush_us: int | None = None
@@ -183,7 +146,7 @@ class Bus:
             CommandError: It is not a command that can be published.
             BusOverloaded, BusFaulted, BusClosed: Nothing was sent.
         """
-        ticket: Ticket[Report] = Ticket(next(self._numbers))
+        ticket: Ticket[Report] = self._callers.new_ticket()
         order = Issued(at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms)
         self._hand_over(ticket, order)
         return ticket
@@ -200,7 +163,7 @@ class Bus:
         timeout_ms: int,
     ) -> Ticket[SyncReport]:
         """Hand a weight sync to the bus. `timeout_ms` is for each phase. Otherwise like `publish`."""
-        ticket: Ticket[SyncReport] = Ticket(next(self._numbers))
+        ticket: Ticket[SyncReport] = self._callers.new_ticket()
         order = SyncRequested(
             at_us=0,
             at_ns=0,
@@ -228,27 +191,12 @@ class Bus:
         return self.state
 
     def _hand_over(self, ticket: Ticket[Any], order: Order) -> None:
-        # msgspec does not check a Struct that Python code builds, and a log with a wrong value in it can't be read any
-        # more. Decoding the order here costs the caller a few microseconds and gives the right traceback. The bus uses
-        # the decoded order: a list given for a set is now a set, and nobody else can change it.
-        if isinstance(order, Issued) and not isinstance(order.command, BY_HAND):
-            raise CommandError(f"{type(order.command).__name__}: {NOT_BY_HAND}. Nothing was sent")
-        try:
-            order = _order_decoder.decode(encode(order))
-        except (*DECODE_ERRORS, TypeError) as error:
-            raise CommandError(f"not a command that can be published: {error}. Nothing was sent") from None
+        order = checked_order(order)
         self._check()
-        if len(self._tickets) >= self._config.queue:
-            raise BusOverloaded(
-                f"{self._config.queue} commands are open (`queue` in BusConfig): wait for their tickets before "
-                "publishing more. Nothing was sent"
-            )
-        self._tickets[ticket.number] = ticket
-        self._orders.append(order)
+        self._callers.add(ticket, order)
         self._wakeup.notify()
         if self._closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
-            self._tickets.pop(ticket.number, None)
-            ticket.fail(self.fault or _closed(self.address))
+            self._callers.withdraw(ticket, self.fault or _closed(self.address))
 
     def _now_us(self) -> int:
         """The bus's monotonic clock, which agrees with the event loop's."""
@@ -343,15 +291,12 @@ class Bus:
             self._closed = True
             if self.fault is None:
                 at_us, at_ns = self._now_us(), time.time_ns()
-                orders = self._take_orders(at_us, at_ns)
+                orders = self._callers.take_orders(at_us, at_ns)
                 await self._process([*orders, Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
     def _fail_all(self) -> None:
         self._closed = True
-        error = self.fault or _closed(self.address)
-        while self._tickets:
-            _, ticket = self._tickets.popitem()
-            ticket.fail(error)
+        self._callers.fail_all(self.fault or _closed(self.address))
         self._wake_watchers()
 
     async def _close_log(self) -> None:
@@ -408,7 +353,7 @@ class Bus:
             if at_us >= self._next_head_us:
                 self._beat(at_us, drained)
             events = self._inbox.take_events()
-            events += self._take_orders(at_us, at_ns)
+            events += self._callers.take_orders(at_us, at_ns)
             if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
                 events.append(TimerFired(at_us=at_us))  # last, so that what arrived in time counts
             await self._process(events, at_us, at_ns)
@@ -424,12 +369,6 @@ class Bus:
                 return True
             receive(frames)
         return False
-
-    def _take_orders(self, at_us: int, at_ns: int) -> list[CoordinatorEvent]:
-        orders: list[CoordinatorEvent] = []
-        while self._orders:
-            orders.append(replace(self._orders.popleft(), at_us=at_us, at_ns=at_ns))
-        return orders
 
     def _beat(self, at_us: int, drained: bool) -> None:
         """Send the head beacon, and look for agents that fell silent."""
@@ -498,7 +437,6 @@ class Bus:
         logger.error("%s", self.fault)
         self._inbox.operators_only = True
         self._inbox.acks.clear()
-        self._orders.clear()
         self._fail_all()
 
     # --- effects ------------------------------------------------------------------------------------------------------
@@ -512,14 +450,10 @@ class Bus:
                 self._send(effect.peer, effect.epoch, effect.seq, effect.message)
             case Ping():
                 self._ping(effect.peer)
-            case Conclude(ticket=number, report=report):
-                ticket = self._tickets.pop(number, None) if number is not None else None
-                if ticket is not None:
-                    ticket.resolve(report)
-            case Refuse(ticket=number, kind=kind, reason=reason):
-                ticket = self._tickets.pop(number, None)
-                if ticket is not None:
-                    ticket.fail(_REFUSALS[kind](reason))
+            case Conclude():
+                self._callers.conclude(effect)
+            case Refuse():
+                self._callers.refuse(effect)
             case _:
                 assert_never(effect)
 
@@ -553,28 +487,11 @@ class Bus:
         for peer, request in self._inbox.requests:
             if isinstance(request, StatusRequest):
                 self._reply(peer, self.status())
-            elif (reason := self._reason_to_reject(request)) is not None:
+                continue
+            reason = str(self.fault) if self.fault is not None else self._callers.add_operator(peer, request)
+            if reason is not None:
                 self._reply(peer, RequestRejected(reason=reason))
-            else:
-                self._accept(peer, request)
         self._inbox.requests.clear()
-
-    def _accept(self, peer: str, request: Submit) -> None:
-        number = next(self._numbers)
-        self._tickets[number] = _OperatorTicket(peer, self._reply)
-        command, target, timeout_ms = request.command, request.target, request.timeout_ms
-        self._orders.append(
-            Issued(at_us=0, at_ns=0, ticket=number, command=command, target=target, timeout_ms=timeout_ms)
-        )
-
-    def _reason_to_reject(self, request: Submit) -> str | None:
-        if self.fault is not None:
-            return str(self.fault)
-        if not isinstance(request.command, BY_HAND):
-            return NOT_BY_HAND
-        if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
-            return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
-        return None
 
     def _reply(self, peer: str, reply: Reply) -> None:
         body = encode(reply)

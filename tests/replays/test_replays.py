@@ -32,12 +32,12 @@ def test_every_decision_comes_out_the_same(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
-def test_what_must_hold_in_every_run_held(path: Path) -> None:
-    assert [str(one) for one in verify(RecordedRun(path).entries)] == []
+def test_no_invariant_is_violated(path: Path) -> None:
+    assert [str(entry) for entry in verify(RecordedRun(path).entries)] == []
 
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
-def test_every_position_has_one_state(path: Path) -> None:
+def test_every_position_has_one_state_hash(path: Path) -> None:
     first, second = replayer_of_log(), replayer_of_log()
     for entry in RecordedRun(path).entries[:60]:
         first.feed(entry)
@@ -46,15 +46,15 @@ def test_every_position_has_one_state(path: Path) -> None:
 
 
 def test_a_training_run_syncs_each_step_and_profiles_two(run_of_training: RecordedRun) -> None:
-    assert [(one.version, one.status, one.loaded) for one in run_of_training.syncs] == [
+    assert [(sync.version, sync.status, sync.loaded) for sync in run_of_training.syncs] == [
         (version, "committed", (0, 1)) for version in range(1, 8)
     ]
-    profiled = {one.step for one in run_of_training.commands.values() if isinstance(one, ProfileCommand)}
+    profiled = {command.step for command in run_of_training.commands.values() if isinstance(command, ProfileCommand)}
     assert len(profiled) == 2
     assert not any(report.failed or report.missing for report in run_of_training.reports.values())
-    for agent in ("0.1", "1.1"):  # no tokenizer there: never called, and it says so each time but when it collects
-        said = set(run_of_training.answers(agent).values())
-        assert said == {Skipped(Reason.NOT_PRIMARY), Acted(calls=("collect_traces",))}
+    for agent in ("0.1", "1.1"):  # no tokenizer there: their engines are never called, except to collect traces
+        outcomes = set(run_of_training.answers(agent).values())
+        assert outcomes == {Skipped(Reason.NOT_PRIMARY), Acted(calls=("collect_traces",))}
 
 
 def test_both_replicas_traced_both_profiled_steps(run_of_training: RecordedRun) -> None:
@@ -71,13 +71,13 @@ def test_both_replicas_traced_both_profiled_steps(run_of_training: RecordedRun) 
 def test_a_killed_agent_is_missing_and_comes_back_to_the_newest_weights() -> None:
     killed = run("killed")
     missing = [
-        (report.seq, one.agent)
+        (report.seq, outcome.agent)
         for report in killed.reports.values()
-        for one in report.outcomes
-        if isinstance(one.conclusion, Missing)
+        for outcome in report.outcomes
+        if isinstance(outcome.conclusion, Missing)
     ]
     assert {agent for _, agent in missing} == {"1.0"}
-    assert [one.loaded for one in killed.syncs if one.loaded != (0, 1)] == [(0,)]
+    assert [sync.loaded for sync in killed.syncs if sync.loaded != (0, 1)] == [(0,)]
     assert killed.syncs[-1].loaded == (0, 1)
     lives = [event for event, _ in killed.decisions("1.0") if type(event).__name__ == "Started"]
     assert len(lives) == 2
@@ -85,12 +85,12 @@ def test_a_killed_agent_is_missing_and_comes_back_to_the_newest_weights() -> Non
 
 def test_a_torn_fleet_quarantines_one_replica_until_a_sync_heals_it() -> None:
     torn = run("torn-fleet")
-    assert [(one.version, one.status, one.loaded, one.quarantined) for one in torn.syncs] == [
+    assert [(sync.version, sync.status, sync.loaded, sync.quarantined) for sync in torn.syncs] == [
         (1, "committed", (0, 1), ()),
         (2, "committed", (0,), (1,)),
         (3, "committed", (0, 1), ()),
     ]
-    failures = [one for one in torn.answers("1.0").values() if isinstance(one, Failed)]
+    failures = [answer for answer in torn.answers("1.0").values() if isinstance(answer, Failed)]
     assert len(failures) == 1 and "cut off" in failures[0].message
 
 

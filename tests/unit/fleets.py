@@ -1,4 +1,4 @@
-"""A coordinator without a bus, and the agents' words that tests put into its ear."""
+"""A coordinator without a bus, which tests feed with the events of agents."""
 
 from typing import TypeVar
 
@@ -93,7 +93,7 @@ class Coordinator:
     def join(self, agent: str, incarnation: str = "a") -> None:
         self.feed(JoinReceived(at_us=0, peer=f"{agent}/{incarnation}"))
 
-    def say(self, agent: str, status: AgentStatus, seq: int = 0, incarnation: str = "a") -> None:
+    def status(self, agent: str, status: AgentStatus, seq: int = 0, incarnation: str = "a") -> None:
         self.feed(StatusReceived(at_us=0, peer=f"{agent}/{incarnation}", seq=seq, status=status))
 
     def lose(self, agent: str, why: str = "silent", at_us: int = 0) -> None:
@@ -136,10 +136,8 @@ class Coordinator:
         )
         return self.tickets
 
-    def answer(self, seq: int | None = None, *, at_us: int = 0, origin: int | None = None, **said: Outcome) -> None:
-        """One batch of answers to `seq`, the newest if None. Agents are keywords: `a0_1` is agent 0.1, `actor_1` too is
-        what it looks like.
-        """
+    def answer(self, seq: int | None = None, *, at_us: int = 0, origin: int | None = None, **outcomes: Outcome) -> None:
+        """One batch of answers to `seq`, the newest by default. Keywords: `a0_1` is agent 0.1, `actor_1` is actor.1."""
         batch = tuple(
             PeerAnswer(
                 peer=f"{(agent if agent.startswith('actor') else agent[1:]).replace('_', '.')}/a",
@@ -148,11 +146,11 @@ class Coordinator:
                 outcome=outcome,
                 rule=10,
             )
-            for agent, outcome in said.items()
+            for agent, outcome in outcomes.items()
         )
         self.feed(AnswersReceived(at_us=at_us, answers=batch))
 
-    def need(self, agent: str, first: int, credit: int = 64, at_us: int = 0) -> None:
+    def request_resend(self, agent: str, first: int, credit: int = 64, at_us: int = 0) -> None:
         self.feed(ResendRequested(at_us=at_us, peer=f"{agent}/a", first=first, credit=credit))
 
     def time(self, at_us: int) -> None:
@@ -162,41 +160,41 @@ class Coordinator:
 
     def of(self, kind: type[E]) -> list[E]:
         """The effects of this kind."""
-        return [one for one in self.effects if isinstance(one, kind)]
+        return [effect for effect in self.effects if isinstance(effect, kind)]
 
     @property
     def sent(self) -> list[tuple[str, Downward]]:
         """Control messages of the last event, with their receiver."""
-        return [(one.peer, one.message) for one in self.of(Send)]
+        return [(effect.peer, effect.message) for effect in self.of(Send)]
 
     @property
     def published(self) -> list[object]:
         """Commands of the last event."""
-        return [decode_command(one.envelope.body) for one in self.of(Publish)]
+        return [decode_command(effect.envelope.body) for effect in self.of(Publish)]
 
     @property
     def reports(self) -> list[Report]:
-        """Commands that the last event ended."""
-        return [one.report for one in self.of(Conclude) if isinstance(one.report, Report)]
+        """Reports of the commands that the last event ended."""
+        return [effect.report for effect in self.of(Conclude) if isinstance(effect.report, Report)]
 
     @property
     def synced(self) -> list[SyncReport]:
-        """Syncs that the last event ended."""
-        return [one.report for one in self.of(Conclude) if isinstance(one.report, SyncReport)]
+        """Reports of the syncs that the last event ended."""
+        return [effect.report for effect in self.of(Conclude) if isinstance(effect.report, SyncReport)]
 
     @property
     def refused(self) -> list[tuple[int, str, str]]:
         """Ticket, kind and reason of what was refused."""
-        return [(one.ticket, one.kind, one.reason) for one in self.of(Refuse)]
+        return [(effect.ticket, effect.kind, effect.reason) for effect in self.of(Refuse)]
 
     @property
-    def probed(self) -> list[str]:
-        return [one.peer for one in self.of(Ping)]
+    def pinged(self) -> list[str]:
+        return [effect.peer for effect in self.of(Ping)]
 
 
 def lines(report: Report) -> dict[str, object]:
     """What each agent concluded; a missing one by its reason."""
     return {
-        one.agent: one.conclusion.reason if isinstance(one.conclusion, Missing) else one.conclusion
-        for one in report.outcomes
+        outcome.agent: outcome.conclusion.reason if isinstance(outcome.conclusion, Missing) else outcome.conclusion
+        for outcome in report.outcomes
     }

@@ -1,4 +1,4 @@
-"""The bus on real sockets with real agents, on every event loop: commands, strangers, a full disk, two lives."""
+"""The bus on real sockets with real agents, on every event loop: commands, hostile peers, a full disk, restarts."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -90,19 +90,19 @@ async def reached(bus: Bus, holds: Callable[[CoordinatorState], bool]) -> Coordi
         return await bus.wait_until(holds)
 
 
-def said(report: Report) -> dict[str, str]:
-    """Each agent's outcome in a word."""
+def outcomes(report: Report) -> dict[str, str]:
+    """Each agent's outcome in one word."""
     words = {}
-    for one in report.outcomes:
-        match one.conclusion:
+    for outcome in report.outcomes:
+        match outcome.conclusion:
             case Acted():
-                words[one.agent] = "acted"
+                words[outcome.agent] = "acted"
             case Skipped(reason=reason):
-                words[one.agent] = reason
+                words[outcome.agent] = reason
             case Failed(error=error):
-                words[one.agent] = error
-            case Missing(reason=why):
-                words[one.agent] = why
+                words[outcome.agent] = error
+            case Missing(reason=reason):
+                words[outcome.agent] = reason
     return words
 
 
@@ -114,51 +114,49 @@ async def test_every_agent_answers_every_command(tmp_path: Path, context: Contex
             tickets = [bus.publish(command, ALL, 10_000) for command in (PAUSE, PAUSE, RESUME, FLUSH)]
             reports = [await ticket for ticket in tickets]
             named = await bus.publish(FLUSH, Target(replicas=frozenset({1})), 10_000)
-        assert [said(report) for report in reports] == [
+        assert [outcomes(report) for report in reports] == [
             {"0.0": "acted", "0.1": "not_primary", "1.0": "acted"},
             {"0.0": "already", "0.1": "not_primary", "1.0": "already"},
             {"0.0": "acted", "0.1": "not_primary", "1.0": "acted"},
             {"0.0": "acted", "0.1": "not_primary", "1.0": "acted"},
         ]
-        assert said(named) == {"0.0": "not_targeted", "0.1": "not_targeted", "1.0": "acted"}
+        assert outcomes(named) == {"0.0": "not_targeted", "0.1": "not_targeted", "1.0": "acted"}
         assert [report.seq for report in reports] == [2, 3, 4, 5]
         assert [len(engine.calls) for engine in engines] == [3, 0, 4]
         assert bus.safety_polls == bus.malformed == 0
         await reached(bus, lambda state: not live(state))
 
 
-async def test_what_was_decided_everywhere_is_in_the_log(tmp_path: Path, context: Context) -> None:
+async def test_the_log_has_the_decisions_of_every_agent(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         async with fleet(bus, context, tmp_path, PRIMARY, SECOND):
             await bus.publish(PAUSE, ALL, 10_000)
         await reached(bus, lambda state: not live(state))
     entries = list(RunLog.read(tmp_path / "run.db"))
-    assert [one.kind for one in entries if not one.agent].count("issued") == 1
+    assert [entry.kind for entry in entries if not entry.agent].count("issued") == 1
     for agent in ("0.0", "0.1"):
-        numbers = [one.number for one in entries if one.agent == agent]
+        numbers = [entry.number for entry in entries if entry.agent == agent]
         assert numbers == list(range(1, len(numbers) + 1))
-        assert "command" in {one.kind for one in entries if one.agent == agent}
+        assert "command" in {entry.kind for entry in entries if entry.agent == agent}
 
 
-async def test_a_fleet_of_nobody_answers_at_once(tmp_path: Path, context: Context) -> None:
+async def test_a_command_to_an_empty_fleet_ends_at_once(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         report = await bus.publish(PAUSE, ALL, 3_600_000)
     assert report.outcomes == ()
 
 
-async def test_who_does_not_answer_is_missing_at_the_deadline_and_the_others_are_not(
-    tmp_path: Path, context: Context
-) -> None:
+async def test_only_agents_that_do_not_answer_are_missing_at_the_deadline(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY, OTHER) as engines:
         engines[0].gate = gate = anyio.Event()
         report = await bus.publish(PAUSE, ALL, 300)
-        assert said(report)["1.0"] == "acted"
-        assert said(report)["0.0"] in ("engine_timeout", "deadline")
+        assert outcomes(report)["1.0"] == "acted"
+        assert outcomes(report)["0.0"] in ("engine_timeout", "deadline")
         gate.set()
         await bus.publish(FLUSH, ALL, 10_000)
 
 
-async def test_an_agent_that_comes_late_is_brought_to_what_holds(tmp_path: Path, context: Context) -> None:
+async def test_a_late_joiner_is_brought_to_the_desired_state(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
         await bus.publish(PAUSE, ALL, 10_000)
         engine = Engine()
@@ -168,7 +166,9 @@ async def test_an_agent_that_comes_late_is_brought_to_what_holds(tmp_path: Path,
             assert agent.state.seq == 2
 
 
-async def test_a_second_agent_in_one_place_is_turned_away_by_name(tmp_path: Path, context: Context) -> None:
+async def test_a_second_agent_with_one_identity_is_turned_away_and_told_who_holds_it(
+    tmp_path: Path, context: Context
+) -> None:
     quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, agent_timeout_ms=100)
     async with opened(tmp_path, context, config=quick) as bus, fleet(bus, context, tmp_path / "first", PRIMARY):
         second = Agent(
@@ -178,7 +178,7 @@ async def test_a_second_agent_in_one_place_is_turned_away_by_name(tmp_path: Path
             held = r"agent 0\.0 is running as incarnation \w+ on .*, pid \d+"
             with anyio.fail_after(20), pytest.raises(IdentityTaken, match=held):
                 await second.run()
-        assert said(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+        assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
 
 
 async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
@@ -190,7 +190,7 @@ async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Conte
             await reached(bus, lambda state: state.members["0.0"].state == "gone")
 
 
-async def test_agents_find_a_bus_that_starts_again_on_its_log(tmp_path: Path, context: Context) -> None:
+async def test_agents_rejoin_a_bus_that_restarts_on_its_log(tmp_path: Path, context: Context) -> None:
     address, engine = f"ipc://{tmp_path}/bus", Engine()
     async with running(address, context, engine, tmp_path, PRIMARY) as agent:
         async with opened(tmp_path, context, address) as first:
@@ -202,10 +202,10 @@ async def test_agents_find_a_bus_that_starts_again_on_its_log(tmp_path: Path, co
             await reached(second, lambda state: live(state) == {"0.0"})
             with anyio.fail_after(10):
                 await agent.wait_until(lambda state: engine.generating)  # the pause ended with its trainer
-            assert said(await second.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+            assert outcomes(await second.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
 
 
-# --- what must not get in ---------------------------------------------------------------------------------------------
+# --- hostile input ----------------------------------------------------------------------------------------------------
 
 
 def hostile(peer: bytes) -> list[tuple[str, list[bytes]]]:
@@ -229,14 +229,12 @@ def _hello(agent: str, peer: bytes) -> Hello:
 
 
 @pytest.mark.parametrize("what", [name for name, _ in hostile(b"")])
-async def test_what_can_not_be_read_is_counted_and_the_others_go_on(
-    tmp_path: Path, context: Context, what: str
-) -> None:
+async def test_a_malformed_message_is_counted_and_disturbs_nobody(tmp_path: Path, context: Context, what: str) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
         async with agent_dealer(context, bus.address, b"0.7/stranger") as dealer:
             await dealer.send(dict(hostile(b"stranger"))[what])
             report = await bus.publish(PAUSE, ALL, 10_000)
-            assert said(report) == {"0.0": "acted"}
+            assert outcomes(report) == {"0.0": "acted"}
             # The dealer's message and a question after it come in order, so the bus has seen both when it answers.
             await dealer.send([encode_header(1), encode(CommandOutcome(outcome=Acted(calls=()), rule=0))])
             with anyio.fail_after(10):
@@ -246,11 +244,11 @@ async def test_what_can_not_be_read_is_counted_and_the_others_go_on(
         assert bus.state.members.keys() == {"0.0"}
 
 
-async def test_a_frame_above_the_limit_cuts_its_sender_off(tmp_path: Path, context: Context) -> None:
+async def test_an_oversized_frame_disconnects_its_sender(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
         async with agent_dealer(context, bus.address, b"0.7/stranger") as dealer:
             await dealer.send([encode_header(1), b"x" * (MAX_BYTES + 1)])
-            assert said(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+            assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
         assert bus.state.members.keys() == {"0.0"}
 
 
@@ -259,31 +257,33 @@ async def test_a_frame_above_the_limit_cuts_its_sender_off(tmp_path: Path, conte
     [EpochStart(previous_epoch=0, logic=1), WeightSync(phase="prepare", version=1, source=Checkpoint("a"))],
     ids=["epoch", "phase of a sync"],
 )
-async def test_only_commands_that_stand_alone_are_published(tmp_path: Path, context: Context, command: Command) -> None:
+async def test_a_phase_of_a_sync_or_an_epoch_can_not_be_published(
+    tmp_path: Path, context: Context, command: Command
+) -> None:
     async with opened(tmp_path, context) as bus:
         with pytest.raises(CommandError, match="can be published by itself"):
             bus.publish(command, ALL, 1000)
         assert bus.state.seq == 1
 
 
-async def test_what_is_no_command_never_reaches_the_log(tmp_path: Path, context: Context) -> None:
+async def test_an_invalid_command_never_reaches_the_log(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         with pytest.raises(CommandError, match="not a command that can be published.*Nothing was sent"):
             bus.publish(EngineCommand(operation="explode"), ALL, 1000)  # type: ignore[arg-type]
         with pytest.raises(CommandError, match="not a command that can be published"):
             bus.publish(PAUSE, ALL, -5)
-    assert [one.kind for one in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
+    assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
 
 
-async def test_a_list_that_stands_for_a_set_is_one(tmp_path: Path, context: Context) -> None:
+async def test_a_list_given_for_a_set_becomes_a_set(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         plan = ProfilePlan(ranks=[0, 8])  # type: ignore[arg-type]
-        one = Target(replicas=[0])  # type: ignore[arg-type]
-        report = await bus.publish(ProfileCommand(action="check", step=1, plan=plan), one, 1000)
+        target = Target(replicas=[0])  # type: ignore[arg-type]
+        report = await bus.publish(ProfileCommand(action="check", step=1, plan=plan), target, 1000)
         assert report.command == ProfileCommand(action="check", step=1, plan=ProfilePlan(ranks=frozenset({0, 8})))
 
 
-async def test_handing_over_is_bounded(tmp_path: Path, context: Context) -> None:
+async def test_open_commands_are_bounded(tmp_path: Path, context: Context) -> None:
     config = BusConfig(queue=3)
     async with opened(tmp_path, context, config=config) as bus:
         tickets = [bus.publish(PAUSE, ALL, 1000) for _ in range(3)]
@@ -312,16 +312,14 @@ async def test_a_second_bus_on_one_log_is_refused(tmp_path: Path, context: Conte
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:5555", "http://127.0.0.1:1", "127.0.0.1:5555", ""])
-async def test_an_address_that_is_open_to_others_or_none_at_all_is_refused(
-    tmp_path: Path, context: Context, address: str
-) -> None:
+async def test_a_public_or_invalid_address_is_refused(tmp_path: Path, context: Context, address: str) -> None:
     with pytest.raises(BusAddressError):
         async with opened(tmp_path, context, address):
             pass
     RunLog.open(tmp_path / "run.db").close()  # and the log is free again
 
 
-async def test_a_bus_that_can_not_record_publishes_no_more(tmp_path: Path, context: Context) -> None:
+async def test_a_bus_that_can_not_record_stops_publishing(tmp_path: Path, context: Context) -> None:
     log = RunLog.open(tmp_path / "run.db")
     async with (
         Bus("tcp://127.0.0.1:0", log, QUICK, context=context) as bus,
@@ -341,7 +339,7 @@ async def test_a_bus_that_can_not_record_publishes_no_more(tmp_path: Path, conte
         assert (await ask_status(bus.address)).seq >= 2
         assert Resume() not in engines[0].calls  # the last flush may still be on its way
     entries = list(RunLog.read(tmp_path / "run.db"))
-    assert [one.kind for one in entries].count("issued") >= 1  # what was recorded stays readable
+    assert [entry.kind for entry in entries].count("issued") >= 1  # what was recorded stays readable
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -355,7 +353,7 @@ async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> No
             engine.gate = gate = anyio.Event()
             ticket = bus.publish(PAUSE, ALL, 60_000)
             await reached(bus, lambda state: state.seq == 2)
-        assert said(await ticket) == {"0.0": "bus_restarted"}
+        assert outcomes(await ticket) == {"0.0": "bus_restarted"}
         gate.set()
         with pytest.raises(BusClosed):
             bus.publish(PAUSE, ALL, 1000)
@@ -363,7 +361,7 @@ async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> No
             await bus.wait_until(lambda state: False)
 
 
-async def test_the_last_decisions_of_agents_that_live_on_are_in_the_log(tmp_path: Path, context: Context) -> None:
+async def test_the_log_has_the_last_decisions_of_agents_that_outlive_the_bus(tmp_path: Path, context: Context) -> None:
     address = f"ipc://{tmp_path}/bus"
     async with (
         running(address, context, Engine(), tmp_path, PRIMARY) as agent,
@@ -372,31 +370,31 @@ async def test_the_last_decisions_of_agents_that_live_on_are_in_the_log(tmp_path
         await reached(bus, lambda state: live(state) == {"0.0"})
         await bus.publish(PAUSE, ALL, 10_000)
         decided = agent._journal.number
-    assert decided in [one.number for one in RunLog.read(tmp_path / "run.db")]
+    assert decided in [entry.number for entry in RunLog.read(tmp_path / "run.db")]
 
 
-async def test_an_error_of_the_callers_is_not_wrapped(tmp_path: Path, context: Context) -> None:
+async def test_the_callers_own_error_is_not_wrapped(tmp_path: Path, context: Context) -> None:
     with pytest.raises(ZeroDivisionError):
         async with opened(tmp_path, context):
             raise ZeroDivisionError
-    assert [one.kind for one in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
+    assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_person_sees_the_fleet_and_drives_it(tmp_path: Path) -> None:
+async def test_an_operator_sees_the_fleet_and_publishes_a_command(tmp_path: Path) -> None:
     context: Context = zmq.Context.instance()
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY, SECOND):
         report = await submit(bus.address, PAUSE, ALL, 10.0)
-        assert said(report) == {"0.0": "acted", "0.1": "not_primary"}
+        assert outcomes(report) == {"0.0": "acted", "0.1": "not_primary"}
         await reached(bus, lambda state: (status := state.members["0.0"].status) is not None and not status.generating)
         fleet_seen = await ask_status(bus.address)
-        assert (fleet_seen.seq, [one.agent for one in fleet_seen.agents]) == (2, ["0.0", "0.1"])
+        assert (fleet_seen.seq, [line.agent for line in fleet_seen.agents]) == (2, ["0.0", "0.1"])
         with pytest.raises(CommandError, match="can be published by itself"):
             await submit(bus.address, EpochStart(previous_epoch=0, logic=1), ALL, 1.0)  # type: ignore[arg-type]
 
 
-async def test_nobody_at_an_address_is_said(tmp_path: Path) -> None:
+async def test_an_operator_without_a_bus_gets_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(BusUnreachable, match=r"no bus answered at ipc://.*within 0.1 s"):
         await ask_status(f"ipc://{tmp_path}/nobody", 0.1)

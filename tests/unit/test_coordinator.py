@@ -1,9 +1,8 @@
-"""Every command gets one seq and one end: issuing, answers, deadlines, repetition, and the lives of a bus."""
+"""Every command gets one seq and one end: issuing, answers, deadlines, retransmission, and the lives of a bus."""
 
 import pytest
 
-from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide
-from controlplane.machine.coordinator import next_deadline as wants
+from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide, next_deadline
 from controlplane.machine.events import Conclude, Publish
 from controlplane.machine.status import fleet_status
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
@@ -15,7 +14,7 @@ from schemas.wire import MAX_COMMAND_BYTES, Rejoin, Replay, Snapshot, decode_com
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
 from tests.unit.machines import START, STOP, sync
 
-PAUSE, RESUME, FLUSH = (EngineCommand(operation=one) for one in ("pause", "resume", "flush"))
+PAUSE, RESUME, FLUSH = (EngineCommand(operation=operation) for operation in ("pause", "resume", "flush"))
 
 
 # --- issuing ----------------------------------------------------------------------------------------------------------
@@ -38,14 +37,14 @@ def test_agents_have_a_little_less_time_than_the_trainer_waits(timeout_ms: int, 
     assert bus.of(Publish)[0].envelope.ttl_ms == ttl_ms
 
 
-def test_a_command_to_a_fleet_of_nobody_ends_at_once() -> None:
+def test_a_command_without_agents_ends_at_once() -> None:
     bus = Coordinator()
     ticket = bus.issue(PAUSE)
     (end,) = bus.of(Conclude)
     assert end.ticket == ticket and bus.state.open == ()
 
 
-def test_a_command_that_is_too_large_is_refused_and_leaves_no_mark() -> None:
+def test_a_command_that_is_too_large_is_refused_and_changes_nothing() -> None:
     bus = Coordinator("0.0")
     before = bus.state
     ticket = bus.issue(ProfileCommand(action="start", step=1, plan=ProfilePlan(ranks=frozenset(range(60_000)))))
@@ -55,14 +54,14 @@ def test_a_command_that_is_too_large_is_refused_and_leaves_no_mark() -> None:
     assert bus.state is before and bus.published == []
 
 
-def test_a_command_for_some_replicas_is_open_for_all_and_changes_what_is_desired_of_some() -> None:
+def test_a_targeted_command_is_open_for_all_and_changes_the_desired_state_of_its_targets() -> None:
     bus = Coordinator("0.0", "1.0")
     bus.issue(PAUSE, target=Target(replicas=frozenset({1})))
     assert bus.state.open[0].waiting == {"0.0", "1.0"}
     assert bus.state.desired == {0: Desired(), 1: Desired(generation="paused")}
 
 
-def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
+def test_a_decision_does_not_change_the_state_before_it() -> None:
     bus = Coordinator("0.0", "1.0")
     before = bus.state
     bus.issue(PAUSE)
@@ -82,7 +81,7 @@ def test_a_report_has_one_line_for_each_agent_of_the_fleet() -> None:
     (report,) = bus.reports
     assert bus.of(Conclude)[0].ticket == ticket
     assert lines(report) == {"0.0": DONE, "0.1": NOT_PRIMARY, "1.0": NO}
-    assert [one.latency_us for one in report.outcomes] == [250, 250, 300]
+    assert [outcome.latency_us for outcome in report.outcomes] == [250, 250, 300]
 
 
 def test_a_second_answer_of_the_same_agent_changes_nothing() -> None:
@@ -94,7 +93,7 @@ def test_a_second_answer_of_the_same_agent_changes_nothing() -> None:
     assert bus.state == before and bus.effects == ()
 
 
-def test_an_answer_to_another_epoch_s_record_of_that_seq_is_none() -> None:
+def test_an_answer_to_the_same_seq_of_another_epoch_is_ignored() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE)
     before = bus.state
@@ -102,17 +101,17 @@ def test_an_answer_to_another_epoch_s_record_of_that_seq_is_none() -> None:
     assert bus.state == before and bus.effects == ()
 
 
-def test_an_answer_to_what_nobody_asked_is_none() -> None:
+def test_an_answer_to_an_unknown_command_is_ignored() -> None:
     bus = Coordinator("0.0")
     bus.answer(77, a0_0=DONE)
     assert bus.effects == ()
 
 
-def test_an_answer_after_the_end_takes_nothing_back() -> None:
+def test_an_answer_after_the_end_changes_nothing() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE, timeout_ms=1000)
     bus.time(SECOND_US)
-    assert [lines(one) for one in bus.reports] == [{"0.0": "deadline"}]
+    assert [lines(report) for report in bus.reports] == [{"0.0": "deadline"}]
     bus.answer(a0_0=DONE)
     assert bus.effects == ()
 
@@ -121,12 +120,12 @@ def test_commands_end_in_the_order_in_which_their_answers_come() -> None:
     bus = Coordinator("0.0", "1.0")
     first, second = bus.issue(PAUSE), bus.issue(FLUSH)
     bus.answer(3, a0_0=DONE, a1_0=DONE)
-    assert [one.ticket for one in bus.of(Conclude)] == [second]
+    assert [effect.ticket for effect in bus.of(Conclude)] == [second]
     bus.answer(2, a0_0=DONE, a1_0=DONE)
-    assert [one.ticket for one in bus.of(Conclude)] == [first]
+    assert [effect.ticket for effect in bus.of(Conclude)] == [first]
 
 
-def test_only_a_start_that_failed_takes_its_session_out_of_what_is_desired_and_only_there() -> None:
+def test_a_failed_start_withdraws_the_session_from_that_replica_only() -> None:
     bus = Coordinator("0.0", "1.0")
     bus.issue(START)
     bus.answer(a0_0=NO, a1_0=Skipped(Reason.RANK_NOT_SELECTED))
@@ -143,39 +142,39 @@ def test_who_has_not_answered_by_the_deadline_is_missing_and_the_others_are_not(
     bus.time(5 * SECOND_US - 1)
     assert bus.reports == []
     bus.time(5 * SECOND_US)
-    assert [lines(one) for one in bus.reports] == [{"0.0": DONE, "1.0": "deadline"}]
+    assert [lines(report) for report in bus.reports] == [{"0.0": DONE, "1.0": "deadline"}]
 
 
-def test_a_command_is_repeated_to_those_who_are_late_ever_more_rarely() -> None:
+def test_a_command_is_retransmitted_to_late_agents_at_growing_intervals() -> None:
     bus = Coordinator("0.0", "1.0")
     bus.issue(PAUSE)
     bus.answer(a0_0=DONE)
-    repeated = []
+    retransmitted = []
     for second in range(1, 20):
         bus.time(second * SECOND_US)
         if bus.sent:
             ((peer, message),) = bus.sent
             assert peer == "1.0/a" and isinstance(message, Replay)
-            repeated.append((second, message.records[0].envelope.ttl_ms))
-    assert repeated == [(1, 28_000), (2, 27_000), (4, 25_000), (8, 21_000), (16, 13_000)]
+            retransmitted.append((second, message.records[0].envelope.ttl_ms))
+    assert retransmitted == [(1, 28_000), (2, 27_000), (4, 25_000), (8, 21_000), (16, 13_000)]
 
 
-def test_the_bus_wants_to_be_woken_for_the_next_repetition_or_the_next_deadline() -> None:
+def test_the_next_deadline_is_the_next_retransmission_or_the_end_of_a_command() -> None:
     bus = Coordinator("0.0")
-    assert wants(bus.state) is None
+    assert next_deadline(bus.state) is None
     bus.issue(PAUSE, timeout_ms=1500)
-    assert wants(bus.state) == SECOND_US
+    assert next_deadline(bus.state) == SECOND_US
     bus.time(SECOND_US)
-    assert wants(bus.state) == 1_500_000
+    assert next_deadline(bus.state) == 1_500_000
     bus.time(1_500_000)
-    assert wants(bus.state) is None
+    assert next_deadline(bus.state) is None
 
 
-def test_being_woken_late_never_leaves_a_moment_in_the_past() -> None:
+def test_a_late_timer_never_leaves_a_deadline_in_the_past() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE)
     bus.time(25 * SECOND_US)
-    moment = wants(bus.state)
+    moment = next_deadline(bus.state)
     assert moment is not None and moment > 25 * SECOND_US
 
 
@@ -190,7 +189,7 @@ def test_a_life_begins_with_an_epoch_s_start() -> None:
     assert published.envelope.ttl_ms == EPOCH_START_TIMEOUT_MS - 1000
 
 
-def test_the_next_life_goes_on_counting_in_the_next_epoch() -> None:
+def test_the_next_life_keeps_counting_in_the_next_epoch() -> None:
     bus = Coordinator("0.0")
     bus.issue(FLUSH)
     bus.open()
@@ -199,7 +198,7 @@ def test_the_next_life_goes_on_counting_in_the_next_epoch() -> None:
     assert bus.published == [EpochStart(previous_epoch=1, logic=1)]
 
 
-def test_what_an_earlier_life_left_open_is_missing() -> None:
+def test_commands_of_an_earlier_life_end_as_missing() -> None:
     bus = Coordinator("0.0", "1.0")
     ticket = bus.issue(PAUSE)
     bus.answer(a0_0=DONE)
@@ -217,15 +216,15 @@ def test_agents_of_an_earlier_life_must_say_hello_again_and_keep_their_incarnati
     assert isinstance(bus.sent[0][1], Snapshot)
 
 
-def test_who_left_in_good_order_is_not_looked_for_in_the_next_life() -> None:
+def test_an_agent_that_left_is_forgotten_in_the_next_life() -> None:
     bus = Coordinator("0.0", "1.0", "2.0")
     bus.lose("1.0", "left")
     bus.lose("2.0")
     bus.open()
-    assert {name: one.state for name, one in bus.state.members.items()} == {"0.0": "gone", "2.0": "gone"}
+    assert {name: member.state for name, member in bus.state.members.items()} == {"0.0": "gone", "2.0": "gone"}
 
 
-def test_a_new_life_ends_what_was_half_done_and_keeps_what_is_committed() -> None:
+def test_a_new_life_ends_unfinished_work_and_keeps_what_is_committed() -> None:
     bus = Coordinator("0.0")
     bus.sync(1)
     for _ in range(3):
@@ -246,13 +245,13 @@ def test_records_of_an_earlier_life_are_replayed_without_time_left() -> None:
     bus.open()
     bus.hello("0.0")
     bus.join("0.0")
-    bus.need("0.0", 2)
+    bus.request_resend("0.0", 2)
     message = bus.sent[0][1]
     assert isinstance(message, Replay)
-    assert [(one.origin, one.envelope.ttl_ms) for one in message.records] == [(1, 0), (2, 59_000)]
+    assert [(record.origin, record.envelope.ttl_ms) for record in message.records] == [(1, 0), (2, 59_000)]
 
 
-def test_folding_what_was_seen_gives_the_same_state_and_the_same_effects() -> None:
+def test_folding_the_events_again_gives_the_same_state_and_effects() -> None:
     bus = Coordinator("0.0", "1.0")
     bus.sync(1)
     bus.answer(a0_0=DONE, a1_0=NO)
@@ -264,11 +263,11 @@ def test_folding_what_was_seen_gives_the_same_state_and_the_same_effects() -> No
     assert (state, effects) == (bus.state, bus.effects)
 
 
-def test_closing_ends_what_is_open_and_publishes_nothing() -> None:
+def test_closing_ends_open_commands_and_publishes_nothing() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE)
     bus.close()
-    assert [lines(one) for one in bus.reports] == [{"0.0": "bus_restarted"}]
+    assert [lines(report) for report in bus.reports] == [{"0.0": "bus_restarted"}]
     assert bus.published == []
 
 
@@ -300,14 +299,14 @@ def test_a_command_in_a_few_words(body: Command, words: str) -> None:
     assert describe(body) == words
 
 
-def test_the_fleet_as_people_see_it() -> None:
+def test_the_status_of_the_fleet() -> None:
     bus = Coordinator("10.0", "2.0", "2.1")
-    bus.say("2.0", AgentStatus(ready=True), seq=1)
+    bus.status("2.0", AgentStatus(ready=True), seq=1)
     bus.lose("2.1")
     bus.issue(PAUSE)
     bus.answer(a2_0=DONE)
     seen = fleet_status(bus.state, 5_000_000, "run.db", {"2.0/a": 3_000_000})
-    assert [(one.agent, one.state, one.silent_ms, one.waits_for) for one in seen.agents] == [
+    assert [(line.agent, line.state, line.silent_ms, line.waits_for) for line in seen.agents] == [
         ("2.0", "live", 2000, ()),
         ("2.1", "gone", 0, ()),
         ("10.0", "live", 0, ("pause (seq 2)",)),

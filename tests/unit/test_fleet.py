@@ -1,4 +1,4 @@
-"""Who is in the fleet: hello, join, silence, two agents for one place, and records that somebody lacks."""
+"""Who is in the fleet: hello, join, silence, two agents with one identity, and records that an agent misses."""
 
 import pytest
 from msgspec.structs import replace
@@ -12,8 +12,10 @@ from schemas.wire import Rejoin, Replay, Snapshot, Welcome, decode_command
 from tests.unit.fleets import DONE, NO, SECOND_US, SETTINGS, Coordinator, lines
 from tests.unit.machines import START, STOP
 
-PAUSE, RESUME, FLUSH, SLEEP = (EngineCommand(operation=one) for one in ("pause", "resume", "flush", "sleep"))
-STRANGER = Rejoin(reason="the bus does not know you: say hello")
+PAUSE, RESUME, FLUSH, SLEEP = (
+    EngineCommand(operation=operation) for operation in ("pause", "resume", "flush", "sleep")
+)
+UNKNOWN = Rejoin(reason="the bus does not know you: say hello")
 
 
 def lives(bus: Coordinator) -> dict[str, str]:
@@ -21,7 +23,7 @@ def lives(bus: Coordinator) -> dict[str, str]:
 
 
 def snapshot(bus: Coordinator) -> Desired:
-    """What the last event told somebody to be."""
+    """The desired state that the last event sent."""
     ((_, message),) = bus.sent
     assert isinstance(message, Snapshot)
     return message.desired
@@ -31,59 +33,59 @@ def replayed(bus: Coordinator) -> list[int]:
     """The records that the last event sent."""
     ((_, message),) = bus.sent
     assert isinstance(message, Replay)
-    return [one.seq for one in message.records]
+    return [record.seq for record in message.records]
 
 
 # --- hello and join ---------------------------------------------------------------------------------------------------
 
 
-def test_a_hello_is_welcomed_with_all_that_an_agent_needs_to_know() -> None:
+def test_a_hello_is_answered_with_a_welcome() -> None:
     bus = Coordinator()
     bus.hello("0.1", recorded=17)
     welcome = Welcome(run="run", publish_port=7000, heartbeat_ms=1000, lease_ms=60_000, recorded_decisions=17)
     assert bus.sent == [("0.1/a", welcome)] and lives(bus) == {"0.1": "joining"}
 
 
-def test_nobody_owes_an_answer_before_the_join() -> None:
+def test_an_agent_owes_no_answer_before_it_joins() -> None:
     bus = Coordinator()
     bus.hello("0.0")
     bus.issue(PAUSE)
-    assert [lines(one) for one in bus.reports] == [{}]
+    assert [lines(report) for report in bus.reports] == [{}]
     bus.join("0.0")
     assert lives(bus) == {"0.0": "live"}
     bus.issue(RESUME)
     assert bus.reports == []
 
 
-@pytest.mark.parametrize("event", ["join", "status", "need", "answer", "lost"])
-def test_a_stranger_is_told_to_say_hello_and_changes_nothing(event: str) -> None:
+@pytest.mark.parametrize("event", ["join", "status", "resend", "answer", "lost"])
+def test_an_unknown_peer_is_told_to_say_hello_and_changes_nothing(event: str) -> None:
     bus = Coordinator("0.0")
     before = bus.state
     match event:
         case "join":
             bus.join("9.0")
         case "status":
-            bus.say("9.0", AgentStatus(ready=True))
-        case "need":
-            bus.need("9.0", 1)
+            bus.status("9.0", AgentStatus(ready=True))
+        case "resend":
+            bus.request_resend("9.0", 1)
         case "answer":
             bus.answer(a9_0=DONE)
         case _:
             bus.lose("9.0")
     assert bus.state == before
-    assert bus.sent == ([] if event == "lost" else [("9.0/a", STRANGER)])
+    assert bus.sent == ([] if event == "lost" else [("9.0/a", UNKNOWN)])
 
 
-def test_another_incarnation_of_a_member_is_a_stranger_until_its_hello() -> None:
+def test_another_incarnation_of_a_member_is_unknown_until_its_hello() -> None:
     bus = Coordinator("0.0")
     bus.join("0.0", "b")
-    assert bus.sent == [("0.0/b", STRANGER)]
+    assert bus.sent == [("0.0/b", UNKNOWN)]
 
 
 # --- late joiners -----------------------------------------------------------------------------------------------------
 
 
-def test_a_late_joiner_is_told_what_is_desired_as_of_the_head() -> None:
+def test_a_late_joiner_gets_the_desired_state_as_of_the_head() -> None:
     bus = Coordinator("0.0")
     for body in (SLEEP, FLUSH, PAUSE):
         bus.issue(body)
@@ -93,7 +95,7 @@ def test_a_late_joiner_is_told_what_is_desired_as_of_the_head() -> None:
     assert bus.effects[0].seq == bus.state.seq == 4  # type: ignore[union-attr]
 
 
-def test_a_late_joiner_is_not_asked_for_what_was_meant_for_others() -> None:
+def test_a_late_joiner_does_not_follow_commands_for_other_replicas() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE, target=Target(replicas=frozenset({0})))
     bus.hello("1.0")
@@ -102,7 +104,7 @@ def test_a_late_joiner_is_not_asked_for_what_was_meant_for_others() -> None:
     assert bus.state.desired[0] == Desired(generation="paused")
 
 
-def test_a_late_joiner_follows_what_was_committed_unless_it_never_syncs() -> None:
+def test_a_late_joiner_gets_the_committed_weights_unless_it_never_syncs() -> None:
     bus = Coordinator("0.0")
     bus.sync(1)
     for _ in range(3):
@@ -114,7 +116,7 @@ def test_a_late_joiner_follows_what_was_committed_unless_it_never_syncs() -> Non
         assert snapshot(bus).committed == (None if colocated else Committed(1, Checkpoint("v1"), None))
 
 
-def test_a_session_that_failed_to_open_is_not_tried_again_by_who_comes_later() -> None:
+def test_a_late_joiner_does_not_open_a_session_that_failed_to_open() -> None:
     bus = Coordinator("0.0")
     bus.issue(START)
     bus.answer(a0_0=NO)
@@ -123,7 +125,7 @@ def test_a_session_that_failed_to_open_is_not_tried_again_by_who_comes_later() -
     assert snapshot(bus).profile is None
 
 
-def test_a_session_that_is_open_is_desired_of_who_comes_later_until_it_is_stopped() -> None:
+def test_a_late_joiner_opens_the_open_session_until_it_is_stopped() -> None:
     bus = Coordinator("0.0")
     bus.issue(START)
     bus.answer(a0_0=DONE)
@@ -135,7 +137,7 @@ def test_a_session_that_is_open_is_desired_of_who_comes_later_until_it_is_stoppe
     assert snapshot(bus).profile is None
 
 
-def test_a_failed_stop_leaves_the_session_to_nobody() -> None:
+def test_a_session_is_not_desired_after_a_failed_stop() -> None:
     bus = Coordinator("0.0")
     bus.issue(ProfileCommand(action="stop", step=3))
     bus.answer(a0_0=NO)
@@ -146,7 +148,7 @@ def test_a_failed_stop_leaves_the_session_to_nobody() -> None:
 
 
 @pytest.mark.parametrize(("why", "life"), [("silent", "gone"), ("left", "left")])
-def test_what_a_lost_agent_owes_is_missing(why: str, life: str) -> None:
+def test_a_lost_agent_is_missing_from_open_commands(why: str, life: str) -> None:
     bus = Coordinator("0.0", "1.0")
     bus.issue(PAUSE, at_us=100)
     bus.answer(a0_0=DONE)
@@ -156,16 +158,16 @@ def test_what_a_lost_agent_owes_is_missing(why: str, life: str) -> None:
     assert lives(bus) == {"0.0": "live", "1.0": life}
 
 
-def test_a_lost_agent_owes_nothing_any_more_and_is_a_stranger() -> None:
+def test_a_lost_agent_owes_no_more_answers_and_must_say_hello() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
     bus.issue(PAUSE)
-    assert [lines(one) for one in bus.reports] == [{}]
+    assert [lines(report) for report in bus.reports] == [{}]
     bus.answer(a0_0=DONE)
-    assert bus.sent == [("0.0/a", STRANGER)]
+    assert bus.sent == [("0.0/a", UNKNOWN)]
 
 
-def test_a_second_loss_of_the_same_agent_says_nothing() -> None:
+def test_a_second_loss_of_the_same_agent_changes_nothing() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
     before = bus.state
@@ -173,7 +175,7 @@ def test_a_second_loss_of_the_same_agent_says_nothing() -> None:
     assert bus.state is before and bus.effects == ()
 
 
-def test_a_lost_agent_comes_back_as_another_incarnation_and_hears_what_it_missed_as_a_snapshot() -> None:
+def test_a_lost_agent_returns_as_a_new_incarnation_and_gets_a_snapshot() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
     bus.issue(PAUSE)
@@ -183,48 +185,48 @@ def test_a_lost_agent_comes_back_as_another_incarnation_and_hears_what_it_missed
     assert lives(bus) == {"0.0": "live"} and bus.state.members["0.0"].hello.incarnation == "b"
 
 
-def test_a_living_process_that_connects_again_still_owes_its_answer() -> None:
+def test_a_process_that_reconnects_still_owes_its_answer() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE)
     bus.hello("0.0")
     assert bus.reports == [] and lives(bus) == {"0.0": "joining"}
     bus.answer(a0_0=DONE)
-    assert [lines(one) for one in bus.reports] == [{"0.0": DONE}]
+    assert [lines(report) for report in bus.reports] == [{"0.0": DONE}]
 
 
 def test_a_status_is_kept_for_people() -> None:
     bus = Coordinator("0.0")
-    bus.say("0.0", AgentStatus(ready=True, version=4), seq=1)
+    bus.status("0.0", AgentStatus(ready=True, version=4), seq=1)
     member = bus.state.members["0.0"]
     assert (member.seq, member.status) == (1, AgentStatus(ready=True, version=4))
 
 
-# --- two agents for one place -----------------------------------------------------------------------------------------
+# --- two agents, one identity -----------------------------------------------------------------------------------------
 
 
-def test_a_second_agent_in_one_place_waits_while_the_holder_is_probed() -> None:
+def test_a_second_agent_with_one_identity_waits_while_the_holder_is_pinged() -> None:
     bus = Coordinator("0.0")
     bus.hello("0.0", "b", at_us=5)
-    assert bus.probed == ["0.0/a"]
+    assert bus.pinged == ["0.0/a"]
     ((peer, message),) = bus.sent
     assert peer == "0.0/b" and isinstance(message, Rejoin) and not message.give_up
     assert message.reason.startswith("agent 0.0 is running as incarnation a on node-1, pid 42.")
     assert bus.state.members["0.0"].hello.incarnation == "a"
 
 
-def test_a_holder_that_had_time_to_fall_silent_and_did_not_keeps_its_place() -> None:
+def test_a_holder_that_stays_alive_keeps_its_place() -> None:
     bus = Coordinator("0.0")
     over_us = (SETTINGS.agent_timeout_ms + SETTINGS.heartbeat_ms) * 1000
-    finals = []
+    give_ups = []
     for at_us in (5, 5 + over_us, 6 + over_us):
         bus.hello("0.0", "b", at_us=at_us)
         ((_, message),) = bus.sent
         assert isinstance(message, Rejoin)
-        finals.append(message.give_up)
-    assert finals == [False, False, True]
+        give_ups.append(message.give_up)
+    assert give_ups == [False, False, True]
 
 
-def test_the_late_hello_of_one_that_died_does_not_count_against_the_next() -> None:
+def test_the_claim_of_a_dead_incarnation_does_not_count_against_the_next() -> None:
     bus = Coordinator("0.0")
     bus.hello("0.0", "dead", at_us=5)
     bus.hello("0.0", "b", at_us=60_000_000)
@@ -232,12 +234,12 @@ def test_the_late_hello_of_one_that_died_does_not_count_against_the_next() -> No
     assert isinstance(message, Rejoin) and not message.give_up
 
 
-def test_a_holder_that_is_dead_makes_way() -> None:
+def test_a_dead_holder_loses_its_place() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE)
     bus.hello("0.0", "b")
     bus.lose("0.0")
-    assert [lines(one) for one in bus.reports] == [{"0.0": "restarted"}]
+    assert [lines(report) for report in bus.reports] == [{"0.0": "restarted"}]
     bus.hello("0.0", "b")
     assert isinstance(bus.sent[0][1], Welcome) and bus.state.claims == {}
 
@@ -246,7 +248,7 @@ def test_a_place_that_was_left_is_free_at_once() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0", "left")
     bus.hello("0.0", "b")
-    assert isinstance(bus.sent[0][1], Welcome) and bus.probed == []
+    assert isinstance(bus.sent[0][1], Welcome) and bus.pinged == []
 
 
 def test_a_holder_that_comes_back_is_not_a_rival_of_itself() -> None:
@@ -256,10 +258,10 @@ def test_a_holder_that_comes_back_is_not_a_rival_of_itself() -> None:
     assert isinstance(bus.sent[0][1], Welcome) and bus.state.claims == {}
 
 
-# --- what somebody lacks ----------------------------------------------------------------------------------------------
+# --- missed records --------------------------------------------------------------------------------------------------
 
 
-def talked(commands: int) -> Coordinator:
+def bus_with_commands(commands: int) -> Coordinator:
     """A bus with one agent and records 1 (the epoch's start) to `commands` + 1."""
     bus = Coordinator("0.0")
     for _ in range(commands):
@@ -271,57 +273,57 @@ def talked(commands: int) -> Coordinator:
     ("first", "credit", "seqs"),
     [(1, 64, [1, 2, 3, 4]), (3, 64, [3, 4]), (2, 2, [2, 3]), (4, 1, [4])],
 )
-def test_a_page_holds_what_is_missing_in_order_and_no_more_than_was_asked_for(
+def test_a_page_has_the_missing_records_in_order_and_no_more_than_the_credit(
     first: int, credit: int, seqs: list[int]
 ) -> None:
-    bus = talked(3)
-    bus.need("0.0", first, credit)
+    bus = bus_with_commands(3)
+    bus.request_resend("0.0", first, credit)
     assert replayed(bus) == seqs
 
 
-def test_who_lacks_nothing_is_sent_nothing() -> None:
-    bus = talked(3)
-    bus.need("0.0", 5)
+def test_an_agent_that_misses_nothing_is_sent_nothing() -> None:
+    bus = bus_with_commands(3)
+    bus.request_resend("0.0", 5)
     assert bus.effects == ()
 
 
-def test_what_is_older_than_the_ring_is_told_as_a_snapshot() -> None:
-    bus = talked(10)
+def test_records_older_than_the_history_are_replaced_by_a_snapshot() -> None:
+    bus = bus_with_commands(10)
     oldest = bus.state.history[0][0].seq
     assert oldest == 11 - SETTINGS.history + 1
-    bus.need("0.0", oldest)
+    bus.request_resend("0.0", oldest)
     assert replayed(bus) == list(range(oldest, 12))
-    bus.need("0.0", oldest - 1)
+    bus.request_resend("0.0", oldest - 1)
     assert snapshot(bus) == Desired()
 
 
-def test_a_record_in_a_page_has_the_time_that_is_left_of_it() -> None:
-    bus = talked(1)
+def test_a_replayed_record_carries_the_time_it_has_left() -> None:
+    bus = bus_with_commands(1)
     left = []
     for at_us in (0, 4 * SECOND_US, 19 * SECOND_US, 90 * SECOND_US):
-        bus.need("0.0", 2, at_us=at_us)
+        bus.request_resend("0.0", 2, at_us=at_us)
         message = bus.sent[0][1]
         assert isinstance(message, Replay)
         left.append(message.records[0].envelope.ttl_ms)
     assert left == [19_000, 15_000, 0, 0]
 
 
-def test_a_page_has_an_end_in_records_and_in_bytes() -> None:
+def test_a_page_is_bounded_in_records_and_in_bytes() -> None:
     bus = Coordinator("0.0", settings=replace(SETTINGS, history=200))
     for _ in range(100):
         bus.issue(FLUSH)
-    bus.need("0.0", 1, credit=1000)
+    bus.request_resend("0.0", 1, credit=1000)
     assert replayed(bus) == list(range(1, PAGE + 1))
     for _ in range(10):
         bus.issue(ProfileCommand(action="start", step=1, plan=ProfilePlan(ranks=frozenset(range(65_536, 73_536)))))
-    bus.need("0.0", 102)
+    bus.request_resend("0.0", 102)
     assert replayed(bus) == [102, 103, 104, 105]
 
 
 def test_a_replayed_record_is_the_command_that_was_published() -> None:
     bus = Coordinator("0.0")
     bus.issue(START)
-    bus.need("0.0", 2)
+    bus.request_resend("0.0", 2)
     message = bus.sent[0][1]
     assert isinstance(message, Replay)
     assert decode_command(message.records[0].envelope.body) == START and message.records[0].origin == 1

@@ -15,7 +15,7 @@ BROKEN = Failed(ErrorKind.ENGINE_ERROR, "it said [red] & <b>\nthen \x1b[31mthis"
 
 
 def report(outcomes: dict[str, Conclusion]) -> Report:
-    lines = tuple(AgentOutcome(agent=agent, conclusion=one, latency_us=1260) for agent, one in outcomes.items())
+    lines = tuple(AgentOutcome(agent=agent, conclusion=outcome, latency_us=1260) for agent, outcome in outcomes.items())
     return Report(seq=12, origin=1, command=EngineCommand(operation="pause"), outcomes=lines)
 
 

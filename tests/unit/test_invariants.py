@@ -1,4 +1,4 @@
-"""Each invariant is seen to be broken: a recorded run of real processes, with one thing in it made otherwise."""
+"""Each invariant is seen to be broken, in the record of a real run in which one thing is changed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +24,11 @@ TRAINED = RecordedRun(REPLAYS / "trained.db").entries
 KILLED = RecordedRun(REPLAYS / "killed.db").entries
 
 Edit = Callable[[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]] | None]
-"""Event and effects of a record, made otherwise; None for a record that is to be left as it is."""
+"""Returns changed event and effects of a record; None to leave it as it is."""
 
 
 def edited(entries: tuple[LogEntry, ...], edit: Edit, agent: str = "", times: int = 1) -> Iterator[LogEntry]:
-    """The log with the first records of one machine that `edit` takes made otherwise."""
+    """The log, with `edit` applied to the first `times` records of one machine that it changes."""
     left = times
     for entry in entries:
         if left and entry.agent == agent:
@@ -41,15 +41,19 @@ def edited(entries: tuple[LogEntry, ...], edit: Edit, agent: str = "", times: in
 
 
 def broken(entries: tuple[LogEntry, ...], edit: Edit, agent: str = "", times: int = 1) -> set[str]:
-    return {one.invariant for one in verify(edited(entries, edit, agent, times))}
+    return {entry.invariant for entry in verify(edited(entries, edit, agent, times))}
+
+
+def swapped(effects: tuple[Any, ...], old: object, new: object) -> tuple[Any, ...]:
+    return tuple(new if effect is old else effect for effect in effects)
 
 
 def see(**other: object) -> Edit:
-    """The engine, after the call that ended a command, is seen to be something else."""
+    """After the call that ended a command, the engine is observed in another state."""
 
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         seen = getattr(event, "observation", None)
-        ended = any(isinstance(one, Answer) for one in effects)
+        ended = any(isinstance(effect, Answer) for effect in effects)
         if not (isinstance(event, EngineReturned) and ended and seen is not None and seen.generating):
             return None
         return replace(event, observation=replace(seen, **other)), effects
@@ -57,7 +61,7 @@ def see(**other: object) -> Edit:
     return edit
 
 
-def test_the_runs_as_they_are_break_nothing() -> None:
+def test_the_unedited_runs_break_nothing() -> None:
     for entries in (TORN, TRAINED, KILLED):
         assert list(verify(entries)) == []
 
@@ -68,8 +72,10 @@ def test_i1_an_engine_left_on_other_weights() -> None:
 
 def test_i1_a_replica_out_of_service_that_generates() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        # replica 1 in quarantine is paused: its agent's last word on seq 6
-        if isinstance(event, EngineReturned) and any(isinstance(one, Answer) and one.seq == 6 for one in effects):
+        # replica 1 is quarantined and paused; this is its agent's answer to seq 6
+        if isinstance(event, EngineReturned) and any(
+            isinstance(effect, Answer) and effect.seq == 6 for effect in effects
+        ):
             assert event.observation is not None
             return replace(event, observation=replace(event.observation, generating=True)), effects
         return None
@@ -85,9 +91,9 @@ def test_i2_other_weights_under_the_right_number() -> None:
 
 def test_i3_two_outcomes_for_one_command() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        if not any(isinstance(one, Answer) and isinstance(one.outcome, Acted) for one in effects):
+        if not any(isinstance(effect, Answer) and isinstance(effect.outcome, Acted) for effect in effects):
             return None
-        (answer,) = (one for one in effects if isinstance(one, Answer))
+        (answer,) = (effect for effect in effects if isinstance(effect, Answer))
         other = replace(answer, outcome=Acted(calls=("something else",)))
         return event, (*effects, other)
 
@@ -97,26 +103,26 @@ def test_i3_two_outcomes_for_one_command() -> None:
 @pytest.mark.parametrize("other", [{"seq": 3}, {"seq": 1}, {"epoch": 1}], ids=["hole", "back", "older epoch"])
 def test_i4_seq_and_epoch_go_up(other: dict[str, int]) -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        wanted = next((one for one in effects if isinstance(one, Publish) and one.seq == 2), None)
+        wanted = next((effect for effect in effects if isinstance(effect, Publish) and effect.seq == 2), None)
         if "epoch" in other:  # the first command of a later epoch than all that follow
-            wanted = next((one for one in effects if isinstance(one, Publish) and one.seq == 1), None)
+            wanted = next((effect for effect in effects if isinstance(effect, Publish) and effect.seq == 1), None)
         if wanted is None:
             return None
         made = replace(wanted, epoch=9) if "epoch" in other else replace(wanted, **other)
-        return event, tuple(made if one is wanted else one for one in effects)
+        return event, swapped(effects, wanted, made)
 
     assert "I4" in broken(TRAINED, edit)
 
 
 def test_i4_a_committed_version_never_goes_back() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        for one in effects:
-            if isinstance(one, Publish):
-                command = decode_command(one.envelope.body)
+        for effect in effects:
+            if isinstance(effect, Publish):
+                command = decode_command(effect.envelope.body)
                 if isinstance(command, WeightSync) and command.phase == "commit":
                     body = Raw(encode(replace(command, version=99)))
-                    made = replace(one, envelope=replace(one.envelope, body=body))
-                    return event, tuple(made if effect is one else effect for effect in effects)
+                    made = replace(effect, envelope=replace(effect.envelope, body=body))
+                    return event, swapped(effects, effect, made)
         return None
 
     assert broken(TRAINED, edit) == {"I4"}
@@ -124,7 +130,9 @@ def test_i4_a_committed_version_never_goes_back() -> None:
 
 def test_i5_a_command_that_never_ends() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        kept = tuple(one for one in effects if not (isinstance(one, Conclude) and isinstance(one.report, Report)))
+        kept = tuple(
+            effect for effect in effects if not (isinstance(effect, Conclude) and isinstance(effect.report, Report))
+        )
         return (event, kept) if kept != effects and event.__struct_config__.tag == "answers" else None
 
     assert broken(TRAINED, edit) == {"I5"}
@@ -133,10 +141,10 @@ def test_i5_a_command_that_never_ends() -> None:
 @pytest.mark.parametrize("outcomes", [lambda o: o[1:], lambda o: (*o, o[0])], ids=["left out", "twice"])
 def test_i5_an_agent_without_exactly_one_outcome(outcomes: Callable[[Any], Any]) -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        for one in effects:
-            if isinstance(one, Conclude) and isinstance(one.report, Report) and one.report.outcomes:
-                made = replace(one, report=replace(one.report, outcomes=outcomes(one.report.outcomes)))
-                return event, tuple(made if effect is one else effect for effect in effects)
+        for effect in effects:
+            if isinstance(effect, Conclude) and isinstance(effect.report, Report) and effect.report.outcomes:
+                made = replace(effect, report=replace(effect.report, outcomes=outcomes(effect.report.outcomes)))
+                return event, swapped(effects, effect, made)
         return None
 
     assert broken(TRAINED, edit) == {"I5"}
@@ -144,19 +152,19 @@ def test_i5_an_agent_without_exactly_one_outcome(outcomes: Callable[[Any], Any])
 
 def test_i6_a_skip_without_a_rule() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        if any(isinstance(one, Answer) and isinstance(one.outcome, Skipped) for one in effects):
-            return event, tuple(replace(one, rule=0) for one in effects)
+        if any(isinstance(effect, Answer) and isinstance(effect.outcome, Skipped) for effect in effects):
+            return event, tuple(replace(effect, rule=0) for effect in effects)
         return None
 
     assert broken(TRAINED, edit, "0.1") == {"I6"}
 
 
-def test_i6_a_failure_without_a_word() -> None:
+def test_i6_a_failure_without_a_message() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        for one in effects:
-            if isinstance(one, Answer) and isinstance(one.outcome, Failed):
-                made = replace(one, outcome=replace(one.outcome, message=""))
-                return event, tuple(made if effect is one else effect for effect in effects)
+        for effect in effects:
+            if isinstance(effect, Answer) and isinstance(effect.outcome, Failed):
+                made = replace(effect, outcome=replace(effect.outcome, message=""))
+                return event, swapped(effects, effect, made)
         return None
 
     assert broken(TORN, edit, "1.0") == {"I6"}
@@ -164,7 +172,7 @@ def test_i6_a_failure_without_a_word() -> None:
 
 def test_i7_a_profile_left_open() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        stopped = any(isinstance(one, Answer) and getattr(one.outcome, "traces", ()) for one in effects)
+        stopped = any(isinstance(effect, Answer) and getattr(effect.outcome, "traces", ()) for effect in effects)
         if not (isinstance(event, EngineReturned) and event.observation is not None and stopped):
             return None
         return replace(event, observation=replace(event.observation, profiling=True)), effects
@@ -172,7 +180,7 @@ def test_i7_a_profile_left_open() -> None:
     assert broken(TRAINED, edit, "0.0") == {"I7"}
 
 
-def test_i8_who_was_lost_counts_for_nothing() -> None:
+def test_i8_messages_of_a_lost_agent() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         if isinstance(event, StatusReceived):
             return replace(event, peer="1.0/somebody-else"), effects
@@ -181,17 +189,17 @@ def test_i8_who_was_lost_counts_for_nothing() -> None:
     assert broken(TRAINED, edit) == {"I8"}
 
 
-def test_i8_a_stranger_that_is_told_so_is_no_trouble() -> None:
+def test_i8_an_unknown_peer_that_is_told_to_say_hello_is_no_violation() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         if isinstance(event, StatusReceived):
-            told = Send(peer="1.0/somebody-else", epoch=1, seq=1, message=Rejoin(reason="say hello"))
-            return replace(event, peer="1.0/somebody-else"), (told,)
+            rejected = Send(peer="1.0/somebody-else", epoch=1, seq=1, message=Rejoin(reason="say hello"))
+            return replace(event, peer="1.0/somebody-else"), (rejected,)
         return None
 
     assert broken(TRAINED, edit) == set()
 
 
-def test_answers_of_strangers_are_looked_at_too() -> None:
+def test_i8_answers_of_unknown_peers() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         if isinstance(event, AnswersReceived):
             return replace(event, answers=(*event.answers, replace(event.answers[0], peer="5.0/nobody"))), effects
@@ -202,22 +210,22 @@ def test_answers_of_strangers_are_looked_at_too() -> None:
 
 @pytest.mark.parametrize("entries", [TORN, TRAINED, KILLED], ids=["torn-fleet", "trained", "killed"])
 @pytest.mark.parametrize("missing", [1, 5])
-def test_a_hole_in_the_log_is_no_fault_of_the_run(entries: tuple[LogEntry, ...], missing: int) -> None:
-    journals = sorted({(one.agent, one.journal) for one in entries if one.agent})
+def test_a_hole_in_the_log_is_no_violation(entries: tuple[LogEntry, ...], missing: int) -> None:
+    journals = sorted({(entry.agent, entry.journal) for entry in entries if entry.agent})
     for journal in journals:
         for first in range(1, 30):
             hole = range(first, first + missing)
-            left = [one for one in entries if (one.agent, one.journal) != journal or one.number not in hole]
-            assert [str(one) for one in verify(left)] == [], f"without {hole} of {journal}"
+            left = [entry for entry in entries if (entry.agent, entry.journal) != journal or entry.number not in hole]
+            assert [str(violation) for violation in verify(left)] == [], f"without {hole} of {journal}"
 
 
-def test_what_needs_no_past_is_checked_behind_a_hole_too() -> None:
+def test_checks_that_need_no_history_go_on_after_a_hole() -> None:
     def edit(event: Any, effects: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        if any(isinstance(one, Answer) and isinstance(one.outcome, Skipped) for one in effects):
-            return event, tuple(replace(one, rule=0) for one in effects)
+        if any(isinstance(effect, Answer) and isinstance(effect.outcome, Skipped) for effect in effects):
+            return event, tuple(replace(effect, rule=0) for effect in effects)
         return None
 
-    left = tuple(one for one in TRAINED if not (one.agent == "0.1" and one.number == 2))
+    left = tuple(entry for entry in TRAINED if not (entry.agent == "0.1" and entry.number == 2))
     assert broken(left, edit, "0.1") == {"I6"}
 
 

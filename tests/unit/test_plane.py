@@ -1,4 +1,4 @@
-"""The trainer's handle, as a trainer uses it: blocking, async, in steps, and with things that go wrong."""
+"""The control plane as a trainer uses it: with and without an event loop, in steps, and when things go wrong."""
 
 import logging
 import threading
@@ -46,7 +46,7 @@ def agents(address: str, folder: Path, places: dict[Identity, Engine]) -> Iterat
     ended: list[anyio.CancelScope] = []
     begun = threading.Event()
 
-    async def one(place: Identity, engine: Engine) -> None:
+    async def run_agent(place: Identity, engine: Engine) -> None:
         config, left = AgentConfig(hello_retry_ms=20, observe_ms=20), NodeTraces(folder / "traces", place)
         async with Agent(
             bus=address, identity=place, engine=engine, state_dir=folder, traces=left, config=config
@@ -58,7 +58,7 @@ def agents(address: str, folder: Path, places: dict[Identity, Engine]) -> Iterat
             portals.append(portal)
             ended.append(tasks.cancel_scope)
             for place, engine in places.items():
-                tasks.start_soon(one, place, engine)
+                tasks.start_soon(run_agent, place, engine)
             begun.set()
             await anyio.sleep_forever()
 
@@ -83,7 +83,7 @@ def plane(tmp_path: Path) -> Iterator[ControlPlane]:
 
 
 def actions(plane: ControlPlane) -> list[str]:
-    """What was asked of the profilers, in order."""
+    """The profile commands that were published, in order."""
     return [report.command.action for report in plane.profile_reports]  # type: ignore[union-attr]
 
 
@@ -97,7 +97,7 @@ def test_every_operation_in_ten_lines(plane: ControlPlane, tmp_path: Path) -> No
     engine = Engine()
     with agents(plane.address, tmp_path, {PRIMARY: engine, SECOND: Engine()}):
         status = plane.wait_for_agents(2, timeout=20).wait()
-        assert [one.agent for one in status.agents] == ["0.0", "0.1"]
+        assert [line.agent for line in status.agents] == ["0.0", "0.1"]
         for operation in (plane.pause, plane.resume, plane.flush, plane.abort_requests):
             report = operation().wait()
             assert (report.acted, report.skipped) == (("0.0",), ("0.1",)), operation
@@ -154,7 +154,7 @@ def test_closing_closes_an_open_session(tmp_path: Path) -> None:
     assert actions(plane) == ["check", "start", "stop"]
 
 
-def test_agents_that_do_not_come_are_named(plane: ControlPlane, tmp_path: Path) -> None:
+def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
     engine = Engine()
     engine.tokenizer = "unknown"
     with agents(plane.address, tmp_path, {PRIMARY: engine}):
@@ -165,7 +165,7 @@ def test_agents_that_do_not_come_are_named(plane: ControlPlane, tmp_path: Path) 
     assert "0.0 on" in str(caught.value) and "not ready" in str(caught.value)
 
 
-def test_nobody_at_all_is_said_too(plane: ControlPlane) -> None:
+def test_an_empty_fleet_is_named_too(plane: ControlPlane) -> None:
     with pytest.raises(AgentsMissing, match="these registered:\n  none"):
         plane.wait_for_agents(1, timeout=0.05).wait()
 
@@ -206,7 +206,7 @@ def test_a_broadcast_needs_a_manifest_and_one_can_be_made_of_names_and_shapes(pl
     assert (made.tensors, made.nbytes, made.layout) == (2, 16, layout_digest(dict(sorted(layout.items()))))
 
 
-def test_nobody_sends_when_nobody_prepared(plane: ControlPlane, tmp_path: Path) -> None:
+def test_nothing_is_sent_when_no_replica_prepared(plane: ControlPlane, tmp_path: Path) -> None:
     asked: list[tuple[int, ...]] = []
     report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=asked.append, timeout=1).wait()
     assert report.status == "aborted" and asked == []
@@ -216,7 +216,7 @@ def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path)
     source = checkpoint(tmp_path / "one")
     engine, refused = Engine(), threading.Event()
-    engine.begun = lambda: refused.wait(20)  # the first sync is held in its first call
+    engine.begun = lambda: refused.wait(20)  # the first sync stays in its first engine call
     plane.open()
     try:
         with agents(plane.address, tmp_path, {PRIMARY: engine}):
@@ -248,7 +248,7 @@ def test_a_plane_that_is_not_open_says_so(tmp_path: Path) -> None:
         plane.address  # noqa: B018
 
 
-def test_what_stands_in_the_way_is_named_and_leaves_nothing_behind(plane: ControlPlane, tmp_path: Path) -> None:
+def test_a_failed_open_names_the_cause_and_leaves_nothing_behind(plane: ControlPlane, tmp_path: Path) -> None:
     with pytest.raises(LogLocked), ControlPlane(ADDRESS, log=tmp_path / "run.db"):
         pass
     with pytest.raises(AddressInUse), ControlPlane(plane.address, log=tmp_path / "other.db"):
@@ -258,7 +258,7 @@ def test_what_stands_in_the_way_is_named_and_leaves_nothing_behind(plane: Contro
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), 1e9])
-def test_a_timeout_that_makes_no_sense_is_refused(plane: ControlPlane, timeout: float) -> None:
+def test_an_invalid_timeout_is_refused(plane: ControlPlane, timeout: float) -> None:
     with pytest.raises(ConfigError, match="timeout"):
         plane.pause(timeout=timeout)
 
@@ -268,7 +268,7 @@ def test_a_step_below_zero_is_refused(plane: ControlPlane) -> None:
         plane.step(-1)
 
 
-def test_a_command_that_is_none_is_refused(plane: ControlPlane) -> None:
+def test_an_invalid_command_is_refused(plane: ControlPlane) -> None:
     with pytest.raises(CommandError):
         plane.publish("flush")  # type: ignore[arg-type]
     assert plane.publish(FLUSH).wait().outcomes == ()

@@ -22,13 +22,13 @@ from schemas.reports import AgentOutcome, Report
 
 def walk(config: ProfilerConfig, steps: list[int]) -> list[str]:
     """The commands of a trainer that goes through these steps."""
-    session, said = None, []
+    session, commands = None, []
     for step in steps:
-        for commands in (commands_before, commands_after):
-            for command in commands(config, session, step):
+        for decide in (commands_before, commands_after):
+            for command in decide(config, session, step):
                 session = session_after(session, command)
-                said.append(f"{command.action} {command.step} in {step}")
-    return said
+                commands.append(f"{command.action} {command.step} in {step}")
+    return commands
 
 
 def test_a_discrete_session_is_one_step() -> None:
@@ -52,7 +52,7 @@ def test_a_trainer_that_jumps_leaves_no_session_open() -> None:
     assert walk(config, [2, 7]) == ["start 2 in 2", "stop 2 in 7"]
 
 
-def test_a_plan_with_steps_of_its_own_has_them_in_sessions_of_their_own() -> None:
+def test_steps_of_a_plans_own_are_sessions_of_their_own() -> None:
     """Whoever takes part in a session is decided by the step that it is named by."""
     actor = ProfilePlan(steps=frozenset({3, 4, 9}))
     config = ProfilerConfig(steps=(1, 2, 3, 4, 5), continuous=True, roles={"actor": actor})
@@ -62,7 +62,7 @@ def test_a_plan_with_steps_of_its_own_has_them_in_sessions_of_their_own() -> Non
     assert sessions(config) == (1, 3, 5)
 
 
-def test_a_trainer_that_goes_back_begins_the_session_anew() -> None:
+def test_a_trainer_that_goes_back_opens_the_session_again() -> None:
     config = ProfilerConfig(steps=(1, 2, 3), continuous=True)
     assert walk(config, [1, 2, 1, 2, 3]) == ["start 1 in 1", "stop 1 in 1", "start 1 in 1", "stop 1 in 3"]
 
@@ -98,7 +98,7 @@ def test_training_ranks_alone_are_reason_enough() -> None:
 # --- before the first and after the last ------------------------------------------------------------------------------
 
 
-def test_the_question_whether_it_can_be_done_is_asked_once_something_is_to_be_done() -> None:
+def test_the_check_names_the_next_profiled_step() -> None:
     plan = ProfilePlan(with_stack=True)
     config = ProfilerConfig(steps=(7, 4), plan=plan)
     assert check_command(config, 0) == check_command(config, 4) == ProfileCommand(action="check", step=4, plan=plan)
@@ -106,7 +106,7 @@ def test_the_question_whether_it_can_be_done_is_asked_once_something_is_to_be_do
     assert check_command(config, 8) is None and check_command(ProfilerConfig(), 0) is None
 
 
-def test_the_finish_names_all_sessions_until_then_also_of_an_earlier_life_of_the_trainer() -> None:
+def test_the_finish_names_all_sessions_so_far_including_an_earlier_trainers() -> None:
     config = ProfilerConfig(steps=(1, 2, 5, 9), plan=ProfilePlan(finish=Finish(relocate=True)))
     finish = finish_command(config, {5})
     assert finish is not None and (finish.action, finish.step, finish.profiled_steps) == ("finish", 5, (1, 2, 5))
@@ -119,9 +119,9 @@ def test_nothing_is_finished_unless_it_is_asked_for() -> None:
     assert finish_command(ProfilerConfig(steps=(1,), roles={"actor": off}), {1}) is None
 
 
-def test_ranks_that_nobody_has_are_named() -> None:
-    fleet = [Identity(replica=one, node_rank=0, gpus_per_node=2) for one in range(4)]
-    actors = [Identity(replica=one, node_rank=0, role="actor") for one in range(2)]
+def test_absent_ranks_are_named() -> None:
+    fleet = [Identity(replica=number, node_rank=0, gpus_per_node=2) for number in range(4)]
+    actors = [Identity(replica=number, node_rank=0, role="actor") for number in range(2)]
     config = ProfilerConfig(
         plan=ProfilePlan(ranks=frozenset({7, 8})), roles={"actor": ProfilePlan(ranks=frozenset({1, 2}))}
     )
@@ -131,7 +131,7 @@ def test_ranks_that_nobody_has_are_named() -> None:
     assert ranks_absent(ProfilerConfig(plan=ProfilePlan(enabled=False, ranks=frozenset({99}))), fleet) == frozenset()
 
 
-def test_roles_that_nobody_has_are_named() -> None:
+def test_absent_roles_are_named() -> None:
     actors = [Identity(replica=0, node_rank=0, role="actor")]
     config = ProfilerConfig(roles={"actor": ProfilePlan(), "critic": ProfilePlan()})
     assert roles_absent(config, actors) == ["rollout", "critic"]
@@ -139,12 +139,12 @@ def test_roles_that_nobody_has_are_named() -> None:
     assert roles_absent(on_ranks_alone, actors) == [], "no engine would run it"
 
 
-def report(action: str, **said: Conclusion) -> Report:
+def report(action: str, **conclusions: Conclusion) -> Report:
     command = ProfileCommand(action=action, step=3)  # type: ignore[arg-type]
-    names = {name: name.replace("_", ".").removeprefix("a") for name in said}
+    names = {name: name.replace("_", ".").removeprefix("a") for name in conclusions}
     lines = tuple(
-        AgentOutcome(agent="actor.0" if name == "actor_0" else names[name], conclusion=one)
-        for name, one in said.items()
+        AgentOutcome(agent="actor.0" if name == "actor_0" else names[name], conclusion=conclusion)
+        for name, conclusion in conclusions.items()
     )
     return Report(seq=1, origin=1, command=command, outcomes=lines)
 

@@ -120,7 +120,7 @@ def test_a_page_needs_no_other_file(name: str) -> None:
 
 def test_text_from_a_log_stays_text() -> None:
     bus = Recorded("0.0")
-    bus.say("0.0", AgentStatus(ready=True, tokenizer="present", engine=HOSTILE, generating=True))
+    bus.status("0.0", AgentStatus(ready=True, tokenizer="present", engine=HOSTILE, generating=True))
     bus.issue(PAUSE)
     bus.answer(a0_0=Failed(ErrorKind.ENGINE_ERROR, HOSTILE))
     bus.issue(ProfileCommand(action="stop", step=1))
@@ -189,7 +189,7 @@ def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
 def test_an_agent_that_is_not_ready_at_the_end_is_a_warning() -> None:
     bus = Recorded("0.0", "1.0")
     for agent, ready in (("0.0", True), ("1.0", False)):
-        bus.say(agent, AgentStatus(ready=ready, tokenizer="present", engine="tiny", generating=ready))
+        bus.status(agent, AgentStatus(ready=ready, tokenizer="present", engine="tiny", generating=ready))
     report = bus.report()
     assert (report.tone, report.verdict) == ("warn", "1 not ready")
     page = bus.page()

@@ -58,7 +58,7 @@ def test_a_run_without_a_name_gets_one(tmp_path: Path) -> None:
         assert first.run != second.run
 
 
-def test_the_log_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_the_log_of_another_run_is_not_continued(tmp_path: Path) -> None:
     write(tmp_path / "run.db")
     with pytest.raises(ConfigError, match=r"run\.db is the log of run r, not of other: name another file"):
         RunLog.open(tmp_path / "run.db", "other")
@@ -78,7 +78,7 @@ def test_a_log_of_other_logic_is_read_and_not_continued(tmp_path: Path, key: str
     assert list(RunLog.read(tmp_path / "run.db")) == []
 
 
-def test_a_log_that_would_be_decided_otherwise_is_not_continued(tmp_path: Path) -> None:
+def test_a_log_that_this_version_would_decide_otherwise_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     with RunLog.open(path, "r") as log:
         log.append(events()[0], (), 1)  # an opening that published nothing
@@ -88,7 +88,7 @@ def test_a_log_that_would_be_decided_otherwise_is_not_continued(tmp_path: Path) 
         replay_log(RunLog.read(path))
 
 
-def test_a_record_that_is_no_decision_is_damage_at_its_position(tmp_path: Path) -> None:
+def test_a_record_that_is_no_decision_is_reported_at_its_position(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     write(path)
     with RecordFile.open(path) as file:
@@ -108,24 +108,24 @@ def test_reading_goes_on_while_it_is_written(tmp_path: Path) -> None:
         log.append(events()[0], effects, 1)
         assert log.pending == 1 and list(RunLog.read(tmp_path / "run.db")) == []
         log.commit()
-        assert [one.kind for one in RunLog.read(tmp_path / "run.db")] == ["opened"]
+        assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened"]
 
 
 # --- decisions of agents ----------------------------------------------------------------------------------------------
 
 
-def test_uploads_are_taken_once_however_often_they_come(tmp_path: Path) -> None:
+def test_a_decision_is_recorded_once_however_often_it_arrives(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
         assert log.append_batch("0.0", batch(1, 3), 1) == 3
         assert log.append_batch("0.0", batch(1, 3), 1) == 3
         assert log.append_batch("0.0", batch(2, 4), 1) == 5
         assert log.append_batch("0.1", batch(1, 1), 1) == 1
         assert log.recorded("0.0", "j") == 5 and log.recorded("0.0", "another") == 0
-    numbers = [(one.agent, one.number) for one in RunLog.read(tmp_path / "run.db")]
+    numbers = [(entry.agent, entry.number) for entry in RunLog.read(tmp_path / "run.db")]
     assert numbers == [("0.0", 1), ("0.0", 2), ("0.0", 3), ("0.0", 4), ("0.0", 5), ("0.1", 1)]
 
 
-def test_what_was_taken_is_known_after_a_restart(tmp_path: Path) -> None:
+def test_recorded_decisions_are_known_after_a_restart(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
         log.append_batch("0.0", batch(1, 3), 1)
     with RunLog.open(tmp_path / "run.db") as log:
@@ -133,12 +133,12 @@ def test_what_was_taken_is_known_after_a_restart(tmp_path: Path) -> None:
         assert log.append_batch("0.0", batch(3, 2), 1) == 4
 
 
-def test_a_hole_is_asked_for_and_stands_when_nothing_older_is_left(tmp_path: Path) -> None:
+def test_a_hole_is_asked_for_and_stays_when_the_agent_has_nothing_older(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
         log.append_batch("0.0", batch(1, 2), 1)
         assert log.append_batch("0.0", batch(5, 2), 1) == 2  # not taken: go on after 2
         assert log.append_batch("0.0", batch(5, 2), 1) == 6  # it has nothing older any more
-    assert [one.number for one in RunLog.read(tmp_path / "run.db")] == [1, 2, 5, 6]
+    assert [entry.number for entry in RunLog.read(tmp_path / "run.db")] == [1, 2, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_hole_is_asked_for_and_stands_when_nothing_older_is_left(tmp_path: Pat
     ],
     ids=["no kind", "beyond belief"],
 )
-def test_what_is_no_decision_is_refused_whole(tmp_path: Path, bad: DecisionBatch) -> None:
+def test_a_batch_with_an_invalid_decision_is_refused_completely(tmp_path: Path, bad: DecisionBatch) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
         with pytest.raises(WireError):
             log.append_batch("0.0", bad, 1)
@@ -159,9 +159,9 @@ def test_what_is_no_decision_is_refused_whole(tmp_path: Path, bad: DecisionBatch
 # --- replaying a log with holes ---------------------------------------------------------------------------------------
 
 
-def test_what_a_hole_keeps_from_being_compared_is_said() -> None:
+def test_the_result_names_holes_that_could_not_be_compared() -> None:
     entries = RecordedRun(REPLAYS / "torn-fleet.db").entries
-    kept = [one for one in entries if not (one.agent == "0.0" and one.number in (5, 6))]
+    kept = [entry for entry in entries if not (entry.agent == "0.0" and entry.number in (5, 6))]
     replayed = replay_log(kept)
     assert replayed.holes == ("agent 0.0 from 5 to 6",)
     assert replayed.compared < replayed.records == len(kept)

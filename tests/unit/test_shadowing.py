@@ -60,7 +60,7 @@ def test_workers_refuse_foreign_schemas_too(tmp_path: Path, kind: str) -> None:
     assert str(file) in run.stderr
 
 
-def test_a_directory_without_init_does_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_a_directory_without_init_is_no_foreign_package(tmp_path: Path) -> None:
     (tmp_path / "workers").mkdir()
     (tmp_path / "schemas").mkdir()
     run = in_folder(tmp_path, "import controlplane, workers; print(workers.__file__)")

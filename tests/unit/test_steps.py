@@ -34,7 +34,7 @@ class Bus:
         self.published.append(f"{command.action} {command.step}")
         self.times[command.action] = timeout_ms
         ticket: Ticket[Report] = Ticket(len(self.published))
-        lines = tuple(AgentOutcome(agent=one.agent, conclusion=self._says(command.action)) for one in FLEET)
+        lines = tuple(AgentOutcome(agent=identity.agent, conclusion=self._says(command.action)) for identity in FLEET)
         report = Report(seq=ticket.number, origin=1, command=command, outcomes=lines)
         if command.action in self.held:
             self.open.append((ticket, report))
@@ -62,7 +62,7 @@ def test_the_whole_course_of_a_run() -> None:
     profiling = trained(config, bus, range(6))
     profiling.close()
     assert bus.published == ["check 2", "start 2", "stop 2", "collect 2", "start 4", "stop 4", "collect 4", "finish 4"]
-    assert [one.command.action for one in profiling.reports][-1] == "finish"  # type: ignore[union-attr]
+    assert [report.command.action for report in profiling.reports][-1] == "finish"  # type: ignore[union-attr]
 
 
 def test_nothing_is_published_when_nothing_is_profiled() -> None:
@@ -91,8 +91,8 @@ def test_a_trainer_that_ends_early_finishes_what_it_profiled() -> None:
         pass
     profiling.close()
     assert bus.published == ["check 1", "start 1", "stop 1", "collect 1", "finish 1"]
-    commands = [one.command for one in profiling.reports if isinstance(one.command, ProfileCommand)]
-    assert [one.plan for one in commands] == [plan] * 5, "the other nodes look for traces where the plan says"
+    commands = [report.command for report in profiling.reports if isinstance(report.command, ProfileCommand)]
+    assert [command.plan for command in commands] == [plan] * 5, "the other nodes look for traces where the plan says"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_finish_comes_after_the_last_profiled_step_wherever_its_session_bega
     assert bus.published == published
 
 
-def test_what_can_not_be_honoured_is_said_before_the_first_step_is_profiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_that_can_not_be_recorded_is_reported_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     refused = Failed(ErrorKind.UNSUPPORTED, "sglang 0.5.23 can't record memory, and it runs on a CPU.")
     bus = Bus(says=lambda action: refused if action == "check" else DONE)
     with caplog.at_level(logging.WARNING):
@@ -123,21 +123,23 @@ def test_what_can_not_be_honoured_is_said_before_the_first_step_is_profiled(capl
     assert "profile check step 500 on agent 0.0" in caplog.text and "can't record memory" in caplog.text
 
 
-def test_ranks_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_at_the_first_step_names_absent_ranks(caplog: pytest.LogCaptureFixture) -> None:
     config = ProfilerConfig(steps=(5,), plan=ProfilePlan(ranks=frozenset({1, 8})))
     with caplog.at_level(logging.WARNING):
         trained(config, Bus(), [0, 1])
     assert caplog.text.count("ranks [8] are selected for profiling, and no agent has them") == 1
 
 
-def test_roles_that_nobody_has_are_told_at_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_at_the_first_step_names_absent_roles(caplog: pytest.LogCaptureFixture) -> None:
     roles = {"critic": ProfilePlan(), "ref": ProfilePlan(enabled=False)}
     with caplog.at_level(logging.WARNING):
         trained(ProfilerConfig(steps=(5,), roles=roles), Bus(), [0, 1])
-    assert [one.message for one in caplog.records] == ["role critic is selected for profiling, and no agent has it"]
+    assert [record.message for record in caplog.records] == [
+        "role critic is selected for profiling, and no agent has it"
+    ]
 
 
-def test_ranks_that_left_no_trace_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_names_ranks_that_left_no_trace(caplog: pytest.LogCaptureFixture) -> None:
     empty = Acted(calls=("stop_profile",), ranks_without_trace=(1,))
     bus = Bus(says=lambda action: empty if action == "collect" else DONE)
     with caplog.at_level(logging.WARNING):
@@ -156,7 +158,7 @@ def test_a_bus_that_can_not_publish_is_a_warning(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("the disk is full") == 3 and "the step goes on" in caplog.text
 
 
-def test_an_error_of_the_step_is_its_own_and_the_session_is_closed() -> None:
+def test_an_error_in_the_step_propagates_and_the_session_is_closed() -> None:
     bus = Bus(says=lambda _: Missing("deadline"))
     profiling = Profiling(ProfilerConfig(steps=(0,)), bus.publish, lambda: FLEET)
     with pytest.raises(ZeroDivisionError), Step(profiling, 0):
@@ -164,7 +166,7 @@ def test_an_error_of_the_step_is_its_own_and_the_session_is_closed() -> None:
     assert bus.published == ["check 0", "start 0", "stop 0"]
 
 
-def test_the_work_of_a_step_begins_when_everybody_records_and_the_step_ends_when_everybody_has_written() -> None:
+def test_a_step_starts_when_all_agents_record_and_ends_when_all_have_written() -> None:
     """Whatever is generated in a profiled step is in its trace, and nothing of the next step is."""
     bus = Bus(held=["start", "stop"])
     course: list[str] = []
@@ -204,12 +206,12 @@ def test_the_work_of_a_step_begins_when_everybody_records_and_the_step_ends_when
         ({"roles": {"Actor": ProfilePlan()}}, "Expected `str` matching regex"),
     ],
 )
-def test_no_step_finds_out_that_a_configuration_is_wrong(wrong: dict[str, object], why: str) -> None:
+def test_a_wrong_configuration_is_refused_before_any_step(wrong: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"not a configuration of profiling: {why}")):
         Profiling(ProfilerConfig(**wrong), Bus().publish, lambda: FLEET)  # type: ignore[arg-type]
 
 
-def test_a_list_that_stands_for_a_set_is_one() -> None:
+def test_a_list_given_for_a_set_becomes_a_set() -> None:
     plan = ProfilePlan(ranks=[0, 8])  # type: ignore[arg-type]
     profiling = Profiling(ProfilerConfig(steps=[1], plan=plan), Bus().publish, lambda: FLEET)  # type: ignore[arg-type]
     assert profiling.config == ProfilerConfig(steps=(1,), plan=ProfilePlan(ranks=frozenset({0, 8})))

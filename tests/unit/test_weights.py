@@ -1,4 +1,4 @@
-"""A weight sync from its request to its report: who takes part, who drops out, and when there are enough."""
+"""A weight sync from its request to its report: who takes part, who drops out, and what meets the quorum."""
 
 import pytest
 
@@ -25,8 +25,8 @@ def phase(bus: Coordinator) -> WeightSync:
 
 
 def run_phases(bus: Coordinator, *phases: dict[str, Outcome]) -> None:
-    for said in phases:
-        bus.answer(a0_0=said["0"], a1_0=said["1"], a2_0=said["2"])
+    for outcomes in phases:
+        bus.answer(a0_0=outcomes["0"], a1_0=outcomes["1"], a2_0=outcomes["2"])
 
 
 def fleet() -> Coordinator:
@@ -38,7 +38,7 @@ ALL: dict[str, Outcome] = {"0": DONE, "1": DONE, "2": DONE}
 BUT_2: dict[str, Outcome] = {"0": DONE, "1": DONE, "2": NO}
 ONLY_0: dict[str, Outcome] = {"0": DONE, "1": NO, "2": NO}
 
-# --- the good end -----------------------------------------------------------------------------------------------------
+# --- committed --------------------------------------------------------------------------------------------------------
 
 
 def test_a_sync_goes_from_prepare_over_load_to_commit() -> None:
@@ -56,20 +56,20 @@ def test_a_sync_goes_from_prepare_over_load_to_commit() -> None:
     ]
     (report,) = bus.synced
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1, 2), ())
-    assert [one.command for one in report.phases] == seen
+    assert [phase.command for phase in report.phases] == seen
     assert bus.effects[-1].ticket == ticket and bus.state.sync is None  # type: ignore[union-attr]
     assert bus.state.default_desired == Desired(committed=Committed(1, V1, None))
     report.raise_for_failures()
 
 
-def test_who_holds_it_already_has_followed() -> None:
+def test_a_replica_that_has_the_version_already_counts_as_loaded() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL, {**ALL, "2": ALREADY}, ALL)
     assert bus.synced[0].loaded == (0, 1, 2)
 
 
-def test_only_the_first_node_speaks_for_its_replica() -> None:
+def test_only_the_primary_speaks_for_its_replica() -> None:
     bus = Coordinator("0.0", "0.1", "1.0", "1.1")
     bus.sync(1)
     for _ in range(3):
@@ -77,18 +77,18 @@ def test_only_the_first_node_speaks_for_its_replica() -> None:
     assert (bus.synced[0].loaded, bus.synced[0].quarantined) == ((0, 1), ())
 
 
-@pytest.mark.parametrize("apart", [NEVER, OTHERS], ids=["never", "others"])
-def test_who_takes_no_part_is_not_counted_and_not_left_out(apart: Skipped) -> None:
+@pytest.mark.parametrize("skip", [NEVER, OTHERS], ids=["never", "others"])
+def test_a_replica_that_takes_no_part_is_neither_counted_nor_quarantined(skip: Skipped) -> None:
     bus = fleet()
     bus.sync(1, quorum=2)
-    run_phases(bus, *[{**ALL, "2": apart}] * 3)
+    run_phases(bus, *[{**ALL, "2": skip}] * 3)
     assert (bus.synced[0].loaded, bus.synced[0].quarantined) == ((0, 1), ())
 
 
 # --- dropping out -----------------------------------------------------------------------------------------------------
 
 
-def test_who_can_not_prepare_is_left_out_before_the_others_load() -> None:
+def test_a_replica_that_can_not_prepare_is_quarantined_before_the_others_load() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, BUT_2)
@@ -101,14 +101,14 @@ def test_who_can_not_prepare_is_left_out_before_the_others_load() -> None:
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1), (2,))
 
 
-def test_who_can_not_load_is_left_out_of_the_commit() -> None:
+def test_a_replica_that_can_not_load_is_quarantined_by_the_commit() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL, BUT_2)
     assert phase(bus) == WeightSync(phase="commit", version=1, source=V1, quarantine=frozenset({2}))
 
 
-def test_who_fails_the_commit_is_named_though_no_phase_comes_after_it() -> None:
+def test_a_replica_that_fails_the_commit_is_named_in_the_report() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL, ALL, BUT_2)
@@ -118,7 +118,7 @@ def test_who_fails_the_commit_is_named_though_no_phase_comes_after_it() -> None:
         report.raise_for_failures()
 
 
-def test_who_died_on_the_way_has_dropped_out() -> None:
+def test_a_replica_that_dies_during_a_sync_drops_out() -> None:
     bus = fleet()
     bus.sync(1)
     bus.answer(a0_0=DONE, a1_0=DONE)
@@ -126,17 +126,17 @@ def test_who_died_on_the_way_has_dropped_out() -> None:
     assert phase(bus).quarantine == {2}
 
 
-def test_once_out_always_out_of_this_sync() -> None:
+def test_a_replica_that_dropped_out_stays_out_of_this_sync() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, BUT_2, ALL)
     assert phase(bus).quarantine == {2}
 
 
-# --- enough -----------------------------------------------------------------------------------------------------------
+# --- quorum -----------------------------------------------------------------------------------------------------------
 
 
-ENOUGH: list[tuple[int | None, dict[str, Outcome], bool]] = [
+QUORUMS: list[tuple[int | None, dict[str, Outcome], bool]] = [
     (None, BUT_2, True),
     (None, ONLY_0, False),
     (1, ONLY_0, True),
@@ -145,22 +145,24 @@ ENOUGH: list[tuple[int | None, dict[str, Outcome], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("quorum", "said", "goes_on"), [*ENOUGH, (4, ALL, False)])
-def test_enough_prepared_is_more_than_half_or_what_the_trainer_says(
-    quorum: int | None, said: dict[str, Outcome], goes_on: bool
+@pytest.mark.parametrize(("quorum", "outcomes", "continues"), [*QUORUMS, (4, ALL, False)])
+def test_the_quorum_to_prepare_is_more_than_half_or_as_given(
+    quorum: int | None, outcomes: dict[str, Outcome], continues: bool
 ) -> None:
     bus = fleet()
     bus.sync(1, quorum=quorum)
-    run_phases(bus, said)
-    assert phase(bus).phase == ("load" if goes_on else "abort")
+    run_phases(bus, outcomes)
+    assert phase(bus).phase == ("load" if continues else "abort")
 
 
-@pytest.mark.parametrize(("quorum", "said", "goes_on"), ENOUGH)
-def test_enough_loaded_is_counted_anew(quorum: int | None, said: dict[str, Outcome], goes_on: bool) -> None:
+@pytest.mark.parametrize(("quorum", "outcomes", "continues"), QUORUMS)
+def test_the_quorum_is_counted_again_after_the_load(
+    quorum: int | None, outcomes: dict[str, Outcome], continues: bool
+) -> None:
     bus = fleet()
     bus.sync(1, quorum=quorum)
-    run_phases(bus, ALL, said)
-    assert phase(bus).phase == ("commit" if goes_on else "abort")
+    run_phases(bus, ALL, outcomes)
+    assert phase(bus).phase == ("commit" if continues else "abort")
 
 
 def test_half_is_not_enough() -> None:
@@ -170,15 +172,15 @@ def test_half_is_not_enough() -> None:
     assert phase(bus) == WeightSync(phase="abort", version=1)
 
 
-def test_nobody_at_all_is_never_enough() -> None:
+def test_an_empty_fleet_never_meets_the_quorum() -> None:
     bus = Coordinator()
     bus.sync(1)
-    assert [one.status for one in bus.synced] == ["aborted"]
-    assert [getattr(one, "phase", None) for one in bus.published] == ["prepare", "abort"]
+    assert [report.status for report in bus.synced] == ["aborted"]
+    assert [getattr(command, "phase", None) for command in bus.published] == ["prepare", "abort"]
     assert bus.state.default_desired == Desired()
 
 
-def test_an_aborted_sync_leaves_nobody_out_of_service_and_says_who_failed() -> None:
+def test_an_aborted_sync_quarantines_nobody_and_names_who_failed() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL, ONLY_0, ALL)
@@ -191,7 +193,7 @@ def test_an_aborted_sync_leaves_nobody_out_of_service_and_says_who_failed() -> N
     assert "1.0, 2.0: failed engine_error: It burns." in str(caught.value)
 
 
-def test_a_version_that_was_aborted_may_be_tried_again_from_another_place() -> None:
+def test_an_aborted_version_may_be_tried_again_from_another_source() -> None:
     bus = fleet()
     bus.sync(1, path="a")
     run_phases(bus, ONLY_0, ALL)
@@ -201,11 +203,11 @@ def test_a_version_that_was_aborted_may_be_tried_again_from_another_place() -> N
     assert bus.state.default_desired.committed == Committed(1, Checkpoint("b"), None)
 
 
-def test_a_version_that_all_hold_or_passed_ends_as_stale() -> None:
+def test_a_version_that_all_replicas_have_or_passed_ends_as_stale() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, dict.fromkeys("012", STALE))
-    assert [one.status for one in bus.synced] == ["stale"] and bus.published == []
+    assert [report.status for report in bus.synced] == ["stale"] and bus.published == []
     assert bus.state.sync is None
 
 
@@ -219,7 +221,7 @@ def test_a_version_that_is_stale_for_one_is_not_stale_for_the_fleet() -> None:
 # --- beside a sync ----------------------------------------------------------------------------------------------------
 
 
-def test_a_second_sync_is_refused_while_one_is_under_way() -> None:
+def test_a_second_sync_is_refused_while_one_is_in_progress() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL)
@@ -230,7 +232,7 @@ def test_a_second_sync_is_refused_while_one_is_under_way() -> None:
     assert bus.state.seq == seq
 
 
-def test_another_command_in_the_middle_does_not_move_the_sync() -> None:
+def test_another_command_does_not_advance_the_sync() -> None:
     bus = fleet()
     bus.sync(1)
     bus.issue(EngineCommand(operation="flush"))
@@ -240,7 +242,7 @@ def test_another_command_in_the_middle_does_not_move_the_sync() -> None:
     assert phase(bus).phase == "load"
 
 
-def test_who_comes_in_the_middle_is_told_of_the_sync_and_follows_the_commit() -> None:
+def test_an_agent_that_joins_during_a_sync_follows_the_commit() -> None:
     bus = fleet()
     bus.sync(1)
     bus.hello("3.0")
@@ -253,7 +255,7 @@ def test_who_comes_in_the_middle_is_told_of_the_sync_and_follows_the_commit() ->
     assert bus.synced[0].loaded == (0, 1, 2, 3)
 
 
-def test_who_starts_anew_in_the_middle_is_not_put_in_quarantine() -> None:
+def test_a_replica_that_restarts_during_a_sync_is_not_quarantined() -> None:
     bus = fleet()
     bus.sync(1)
     bus.answer(a0_0=DONE, a1_0=DONE)
@@ -267,30 +269,30 @@ def test_who_starts_anew_in_the_middle_is_not_put_in_quarantine() -> None:
     assert phase(bus) == WeightSync(phase="commit", version=1, source=V1)
 
 
-def test_a_new_start_leads_out_of_an_older_quarantine_and_a_new_connection_does_not() -> None:
+def test_a_restart_ends_a_quarantine_and_a_reconnect_does_not() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, BUT_2, BUT_2, BUT_2)
-    told = []
+    desired = []
     for incarnation in ("a", "b"):
         bus.lose("2.0")
         bus.hello("2.0", incarnation)
         bus.join("2.0", incarnation)
         message = bus.sent[0][1]
         assert isinstance(message, Snapshot)
-        told.append(message.desired)
+        desired.append(message.desired)
     committed = Committed(1, V1, None)
-    assert told == [Desired(committed=committed, quarantined=1), Desired(committed=committed)]
+    assert desired == [Desired(committed=committed, quarantined=1), Desired(committed=committed)]
 
 
-def test_the_next_sync_takes_in_who_was_left_out() -> None:
+def test_the_next_sync_includes_quarantined_replicas() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, BUT_2, BUT_2, BUT_2)
     bus.sync(2)
     run_phases(bus, ALL, ALL, ALL)
     assert bus.synced[0].quarantined == ()
-    assert {one.quarantined for one in bus.state.desired.values()} == {0}
+    assert {desired.quarantined for desired in bus.state.desired.values()} == {0}
 
 
 def test_a_sync_of_some_replicas_leaves_the_others_where_they_are() -> None:
@@ -298,11 +300,11 @@ def test_a_sync_of_some_replicas_leaves_the_others_where_they_are() -> None:
     bus.sync(1, target=Target(replicas=frozenset({0, 1})))
     run_phases(bus, *[{**ALL, "2": OTHERS}] * 3)
     assert bus.synced[0].loaded == (0, 1)
-    assert [bus.state.desired[one].version for one in (0, 1, 2)] == [1, 1, 0]
+    assert [bus.state.desired[replica].version for replica in (0, 1, 2)] == [1, 1, 0]
     assert bus.state.default_desired.version == 0
 
 
-def test_a_judge_that_comes_in_the_middle_is_told_of_no_sync() -> None:
+def test_a_colocated_replica_that_joins_during_a_sync_takes_no_part() -> None:
     bus = fleet()
     bus.sync(1)
     bus.hello("3.0", mode=RolloutMode.COLOCATED)
@@ -314,8 +316,11 @@ def test_a_judge_that_comes_in_the_middle_is_told_of_no_sync() -> None:
 # --- the phases by themselves -----------------------------------------------------------------------------------------
 
 
-def report(**said: Conclusion) -> Report:
-    outcomes = tuple(AgentOutcome(agent=name[1:].replace("_", "."), conclusion=one) for name, one in said.items())
+def report(**conclusions: Conclusion) -> Report:
+    outcomes = tuple(
+        AgentOutcome(agent=name[1:].replace("_", "."), conclusion=conclusion)
+        for name, conclusion in conclusions.items()
+    )
     return Report(seq=1, origin=1, command=WeightSync(phase="load", version=1), outcomes=outcomes)
 
 
@@ -333,12 +338,12 @@ SYNC = Sync(
 )
 
 
-def test_the_word_of_a_replica_is_that_of_its_first_node() -> None:
+def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
     assert primary_conclusions(report(a0_0=DONE, a0_1=NOT_PRIMARY, a12_0=NO)) == {0: DONE, 12: NO}
 
 
 @pytest.mark.parametrize(
-    ("said", "follows"),
+    ("conclusion", "succeeded"),
     [
         (Acted(calls=()), True),
         (ALREADY, True),
@@ -347,23 +352,23 @@ def test_the_word_of_a_replica_is_that_of_its_first_node() -> None:
         (Missing("gone"), False),
     ],
 )
-def test_only_who_acted_or_holds_it_already_has_followed(said: Conclusion, follows: bool) -> None:
-    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=said))
-    assert sync.lost == (frozenset() if follows else {2})
+def test_only_acted_and_already_count_as_success(conclusion: Conclusion, succeeded: bool) -> None:
+    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=conclusion))
+    assert sync.lost == (frozenset() if succeeded else {2})
 
 
-def test_a_replica_of_which_nothing_was_heard_has_dropped_out() -> None:
+def test_a_replica_without_an_outcome_has_dropped_out() -> None:
     sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE))
     assert sync.lost == {2}
 
 
-def test_who_came_later_is_a_member_from_then_on() -> None:
+def test_a_replica_that_joins_later_is_a_member_from_then_on() -> None:
     sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NO))
     assert sync.members == {0, 1, 2, 3} and sync.lost == {3}
 
 
-def test_a_replica_that_came_back_and_does_not_serve_is_told() -> None:
-    """It is in no quarantine, since a new start follows the commit by itself; this one never said that it did."""
+def test_a_replica_that_restarted_and_does_not_serve_is_named() -> None:
+    """A restarted agent follows the commit by itself, so it is not quarantined. This one never reported that it did."""
     bus = Coordinator("0.0", "1.0", "2.0")
     bus.sync(1)
     bus.answer(a0_0=DONE, a1_0=DONE)

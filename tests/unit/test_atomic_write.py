@@ -1,4 +1,4 @@
-"""What reports and timelines are written to: whole or not at all, and never over what they are made from."""
+"""Reports and timelines are written completely or not at all, and never over their inputs."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_log_itself_is_never_written_over(command: str, log: Path, tmp_path: Path) -> None:
+def test_the_log_itself_is_never_overwritten(command: str, log: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(log)
     os.link(log, tmp_path / "same")
     for out in (log, tmp_path / "link", tmp_path / "same"):
@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_nothing_behind(command: str, name: str, log: Path, t
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_draft_of_a_killed_process_is_in_nobodys_way(command: str, log: Path, tmp_path: Path) -> None:
+def test_the_draft_of_a_killed_process_does_not_disturb(command: str, log: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     # Run as the first process of a container, each time with the same id.
     left = f"import os, sys; open('{tmp_path}/.out.json.%d.partial' % os.getpid(), 'x')"
@@ -61,7 +61,7 @@ def test_a_draft_of_a_killed_process_is_in_nobodys_way(command: str, log: Path, 
     assert out.exists()
 
 
-def test_a_file_system_without_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -71,7 +71,7 @@ def test_a_file_system_without_links_will_do(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "out").read_bytes() == b"new"
     with pytest.raises(PermissionError), atomic_write(tmp_path / "out", force=False) as file:
         file.write(b"newer")
-    assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"new"]
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"new"]
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:

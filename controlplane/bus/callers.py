@@ -1,0 +1,136 @@
+"""Who waits for the bus: callers in this process, who hold a ticket, and operators, who get one message.
+
+Every ticket ends: concluded or refused by the coordinator, or failed when the bus closes.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
+from controlplane.machine.events import Conclude, CoordinatorEvent, Issued, Refuse, SyncRequested
+from controlplane.tickets import Ticket
+from schemas.commands import EngineCommand, ProfileCommand
+from schemas.errors import BusClosed, BusOverloaded, CommandError, SyncInProgress
+from schemas.reports import Report, SyncReport
+from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Submit, encode
+
+OPERATORS_MAX: Final = 64
+"""Commands of operators that may be open at once."""
+BY_HAND: Final = (ProfileCommand, EngineCommand)
+NOT_BY_HAND: Final = (
+    "only a profile command or an engine command can be published by itself: a weight sync is a sequence of commands, "
+    "so call `sync_weights`; an epoch begins when a bus is opened"
+)
+_REFUSALS: Final = {"command": CommandError, "sync_in_progress": SyncInProgress, "closed": BusClosed}
+
+Order = Issued | SyncRequested
+_order_decoder: Decoder[Order] = Decoder(Issued | SyncRequested)
+
+
+def checked_order(order: Order) -> Order:
+    """Return the order as decoded from its own encoding. Raises CommandError.
+
+    msgspec does not check a Struct that Python code builds, and a log with a wrong value in it can't be read any more.
+    The check costs the caller a few microseconds and gives the right traceback. In the decoded order, a list given for
+    a set is a set, and nobody else can change it.
+    """
+    if isinstance(order, Issued) and not isinstance(order.command, BY_HAND):
+        raise CommandError(f"{type(order.command).__name__}: {NOT_BY_HAND}. Nothing was sent")
+    try:
+        return _order_decoder.decode(encode(order))
+    except (*DECODE_ERRORS, TypeError) as error:
+        raise CommandError(f"not a command that can be published: {error}. Nothing was sent") from None
+
+
+class _OperatorTicket(NamedTuple):
+    """Stands for an operator, who waits in another process."""
+
+    peer: str
+    reply: Callable[[str, Reply], None]
+
+    def resolve(self, report: Report | SyncReport) -> None:
+        assert isinstance(report, Report)  # no request of an operator starts a sync
+        self.reply(self.peer, report)
+
+    def fail(self, error: BaseException) -> None:
+        self.reply(self.peer, RequestRejected(reason=str(error)))
+
+
+class Callers:
+    """Orders handed over, and the tickets of those that have not ended.
+
+    `new_ticket`, `add` and `withdraw` may be called from any thread, everything else in the loop of the bus.
+
+    Args:
+        limit: Tickets that may be open at once.
+        reply: Sends a message to an operator.
+    """
+
+    def __init__(self, limit: int, reply: Callable[[str, Reply], None]) -> None:
+        self._limit, self._reply = limit, reply
+        self._numbers = itertools.count(1)
+        self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
+        self._orders: deque[Order] = deque()
+
+    def new_ticket(self) -> Ticket[Any]:
+        """Return a ticket with a number of its own."""
+        return Ticket(next(self._numbers))
+
+    def add(self, ticket: Ticket[Any], order: Order) -> None:
+        """Queue an order for the next turn. Raises BusOverloaded."""
+        if len(self._tickets) >= self._limit:
+            raise BusOverloaded(
+                f"{self._limit} commands are open (`queue` in BusConfig): wait for their tickets before publishing "
+                "more. Nothing was sent"
+            )
+        self._tickets[ticket.number] = ticket
+        self._orders.append(order)
+
+    def withdraw(self, ticket: Ticket[Any], error: BaseException) -> None:
+        """Fail a ticket that was added when the bus had already closed."""
+        self._tickets.pop(ticket.number, None)
+        ticket.fail(error)
+
+    def add_operator(self, peer: str, request: Submit) -> str | None:
+        """Queue an operator's command, or return the reason why not."""
+        if not isinstance(request.command, BY_HAND):
+            return NOT_BY_HAND
+        if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
+            return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
+        number = next(self._numbers)
+        self._tickets[number] = _OperatorTicket(peer, self._reply)
+        command, target, timeout_ms = request.command, request.target, request.timeout_ms
+        self._orders.append(
+            Issued(at_us=0, at_ns=0, ticket=number, command=command, target=target, timeout_ms=timeout_ms)
+        )
+        return None
+
+    def take_orders(self, at_us: int, at_ns: int) -> list[CoordinatorEvent]:
+        """Return the queued orders as events of this moment."""
+        events: list[CoordinatorEvent] = []
+        while self._orders:
+            events.append(replace(self._orders.popleft(), at_us=at_us, at_ns=at_ns))
+        return events
+
+    def conclude(self, effect: Conclude) -> None:
+        """Resolve the ticket of a command or sync, if anybody waits for it."""
+        ticket = self._tickets.pop(effect.ticket, None) if effect.ticket is not None else None
+        if ticket is not None:
+            ticket.resolve(effect.report)
+
+    def refuse(self, effect: Refuse) -> None:
+        """Fail the ticket of a command or sync that was refused."""
+        ticket = self._tickets.pop(effect.ticket, None)
+        if ticket is not None:
+            ticket.fail(_REFUSALS[effect.kind](effect.reason))
+
+    def fail_all(self, error: BaseException) -> None:
+        """Drop the queued orders and fail every ticket."""
+        self._orders.clear()
+        while self._tickets:
+            _, ticket = self._tickets.popitem()
+            ticket.fail(error)
