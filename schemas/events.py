@@ -154,7 +154,7 @@ class Fault(Struct, frozen=True, tag="fault"):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-class Settings(Struct, frozen=True, kw_only=True):
+class MachineSettings(Struct, frozen=True, kw_only=True):
     """Limits of one machine.
 
     Attributes:
@@ -172,7 +172,7 @@ class Started(Struct, frozen=True, kw_only=True, tag="started"):
     at_ms: int
     identity: Identity
     incarnation: Name
-    settings: Settings = Settings()
+    settings: MachineSettings = MachineSettings()
 
 
 class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):

@@ -33,11 +33,11 @@ from schemas.events import (
     Effect,
     Event,
     HeadSeen,
+    MachineSettings,
     Perform,
     RequestResend,
     RequestSnapshot,
     Restart,
-    Settings,
     Started,
     Tick,
 )
@@ -191,7 +191,7 @@ class Agent:
         )
         driver = EngineDriver(self._engine, self._traces, self._config.observe_ms, lambda: self.state, self._step)
         self._life = _Life(link, driver)
-        settings = Settings(reconcile_timeout_ms=self._config.reconcile_timeout_ms)
+        settings = MachineSettings(reconcile_timeout_ms=self._config.reconcile_timeout_ms)
         self._step(Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))
 
     async def _serve(self, life: _Life) -> None:

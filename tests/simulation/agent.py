@@ -18,13 +18,13 @@ from schemas.events import (
     Event,
     HeadSeen,
     LeaseExpired,
+    MachineSettings,
     Observation,
     Perform,
     RequestResend,
     RequestSnapshot,
     Restart,
     Returned,
-    Settings,
     SnapshotReceived,
     Started,
     Tick,
@@ -140,7 +140,7 @@ class Process:
             state, _effects = self.world.laws.agent(state, event_decoder.decode(event))
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
-        settings = Settings(max_buffered=HOLD, reconcile_timeout_ms=5000)
+        settings = MachineSettings(max_buffered=HOLD, reconcile_timeout_ms=5000)
         started = Started(
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
         )

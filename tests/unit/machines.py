@@ -14,12 +14,12 @@ from schemas.events import (
     Event,
     Fault,
     Load,
+    MachineSettings,
     Observation,
     Pause,
     Perform,
     Resume,
     Returned,
-    Settings,
     Sleep,
     SnapshotReceived,
     Started,
@@ -66,7 +66,7 @@ def agent(
     """Return an agent that has observed its engine and has a snapshot of the desired state as of `seq`."""
     state, _ = fold(
         AgentState(),
-        Started(at_ms=0, identity=identity, incarnation="a", settings=Settings(max_buffered=4)),
+        Started(at_ms=0, identity=identity, incarnation="a", settings=MachineSettings(max_buffered=4)),
         EngineObserved(at_ms=0, observation=seen),
         SnapshotReceived(at_ms=0, epoch=epoch, seq=seq, desired=desired or Desired()),
     )

@@ -14,11 +14,11 @@ from schemas.events import (
     Fault,
     HeadSeen,
     Load,
+    MachineSettings,
     Observation,
     Pause,
     Perform,
     Returned,
-    Settings,
     SnapshotReceived,
     Started,
 )
@@ -39,7 +39,7 @@ def observed(observation: Observation) -> EngineObserved:
     return EngineObserved(at_ms=0, observation=observation)
 
 
-STARTED = Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=Settings(max_buffered=4))
+STARTED = Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=MachineSettings(max_buffered=4))
 PAUSE = EngineCommand(operation="pause")
 RESUME = EngineCommand(operation="resume")
 

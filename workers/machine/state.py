@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from msgspec import Struct
 
 from schemas.desired import Committed, Desired, ProfileSession
-from schemas.events import Answer, Call, CommandReceived, FinishProfile, Returned, Settings
+from schemas.events import Answer, Call, CommandReceived, FinishProfile, MachineSettings, Returned
 from schemas.identity import Count, Identity, Operation, Positive, Tag
 
 REMEMBERED = 16
@@ -120,7 +120,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
 
     identity: Identity = Identity(replica=0, node_rank=0)
     incarnation: str = ""
-    settings: Settings = Settings()
+    settings: MachineSettings = MachineSettings()
     epoch: Count = 0
     seq: Count = 0
     desired: Desired = Desired()
