@@ -214,7 +214,7 @@ class Trainer:
         """What became of it, by agent, when nobody failed."""
         report = await self.bus.publish(command, Target(), 60_000)
         report.raise_for_failures()
-        return {one.agent: one.conclusion for one in report.outcomes}
+        return {outcome.agent: outcome.conclusion for outcome in report.outcomes}
 
     async def sync(self, version: int, seed: int, way: str = "checkpoint") -> None:
         """New weights, all over the fleet."""
@@ -298,7 +298,11 @@ class Trainer:
             with anyio.fail_after(30):
                 for request in requests:
                     await request.done.wait()
-        return {"aborted": [[one.answer.finish, len(one.tokens)] for one in requests if one.answer is not None]}
+        return {
+            "aborted": [
+                [request.answer.finish, len(request.tokens)] for request in requests if request.answer is not None
+            ]
+        }
 
     async def sleep(self) -> dict[str, object]:
         """A request sent to a sleeping engine: tokens before it is awake, and after."""
@@ -320,7 +324,7 @@ class Trainer:
             await self.command(ProfileCommand(action="start", step=step, plan=plan))
             await self.rollout.generate()
             outcome = await self.command(ProfileCommand(action="stop", step=step, plan=plan))
-            sessions.append({"files": [one.path for one in outcome.traces], "ended": outcome.auto_stopped})
+            sessions.append({"files": [trace.path for trace in outcome.traces], "ended": outcome.auto_stopped})
         return {"sessions": sessions}
 
 
@@ -382,8 +386,8 @@ async def run(kind: str, folder: Path) -> None:
                 *(trainer.weights_change, trainer.flush, trainer.turns_count, trainer.pause),
                 *(trainer.abort, trainer.sleep, trainer.profile),
             )
-            for one in tried:
-                report |= await one()
+            for attempt in tried:
+                report |= await attempt()
             observed = await rollout.adapter.observe()
             report |= {
                 "calls": trainer.calls,

@@ -31,7 +31,7 @@ def told(outcome: object) -> list[object]:
     """A conclusion as JSON: what it is, and what there is to say of it."""
     match outcome:
         case Acted():
-            return ["acted", list(outcome.calls), [one.path for one in outcome.traces]]
+            return ["acted", list(outcome.calls), [trace.path for trace in outcome.traces]]
         case Skipped():
             return ["skipped", outcome.reason]
     return [str(outcome)]
@@ -41,7 +41,7 @@ async def everybody_is_there(bus: Bus) -> None:
     """Both agents have told what engine they have."""
 
     def there(_: object) -> bool:
-        seen = [one.status.tokenizer for one in bus.status().agents if one.status is not None]
+        seen = [agent.status.tokenizer for agent in bus.status().agents if agent.status is not None]
         return sorted(seen) == ["absent", "present"]
 
     with anyio.fail_after(120):

@@ -133,7 +133,7 @@ def _install_router(place: Path) -> None:
 
 def _pip(place: Path, *arguments: object) -> None:
     command = [place / "bin" / "python", "-m", "pip", "--quiet", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run([str(one) for one in command], check=True)
+    subprocess.run([str(word) for word in command], check=True)
 
 
 def _requires(wheel: Path) -> list[str]:

@@ -72,7 +72,7 @@ def work(generate: Generate) -> None:
 
 def of_rank(said: Acted, rank: int | None, kind: str = ".trace.json") -> list[Trace]:
     """Those of an outcome's traces that are of this rank; None for a front end's."""
-    return [one for one in said.traces if one.rank == rank and kind in one.path and "merged-" not in one.path]
+    return [trace for trace in said.traces if trace.rank == rank and kind in trace.path and "merged-" not in trace.path]
 
 
 def look(root: Path, trace: Trace) -> Found:
@@ -82,14 +82,14 @@ def look(root: Path, trace: Trace) -> Found:
 
 def look_into(file: Path) -> Found:
     """What is in a trace."""
-    events = sorted(read_events(file), key=lambda one: float(str(one.get("ts", 0))))
-    arguments = [one["args"] for one in events if isinstance(one.get("args"), dict)]
+    events = sorted(read_events(file), key=lambda event: float(str(event.get("ts", 0))))
+    arguments = [event["args"] for event in events if isinstance(event.get("args"), dict)]
     return Found(
         passes=_passes(events),
-        stacks=any(one.get("cat") == "python_function" for one in events),
-        modules=any(str(one.get("name")).startswith("nn.Module: ") for one in events),
-        shapes=any(isinstance(one, dict) and one.get("Input Dims") for one in arguments),
-        memory=any(one.get("name") == "[memory]" for one in events),
+        stacks=any(event.get("cat") == "python_function" for event in events),
+        modules=any(str(event.get("name")).startswith("nn.Module: ") for event in events),
+        shapes=any(isinstance(argument, dict) and argument.get("Input Dims") for argument in arguments),
+        memory=any(event.get("name") == "[memory]" for event in events),
     )
 
 
@@ -101,12 +101,12 @@ def read_events(file: Path) -> Events:
 
 
 def _passes(events: Iterable[dict[str, object]]) -> list[str]:
-    events = [one for one in events if one.get("ph") == "X"]
-    forwards = [one for one in events if one.get("name") == FORWARD]
+    events = [event for event in events if event.get("ph") == "X"]
+    forwards = [event for event in events if event.get("name") == FORWARD]
     if forwards:
-        return [_tiny_pass(one, events) for one in forwards]
-    found = (pattern.fullmatch(str(one.get("name"))) for one in events for pattern in _NAMES)
-    return [_pass(one.groupdict()) for one in found if one]
+        return [_tiny_pass(forward, events) for forward in forwards]
+    found = (pattern.fullmatch(str(event.get("name"))) for event in events for pattern in _NAMES)
+    return [_pass(match.groupdict()) for match in found if match]
 
 
 def _pass(said: dict[str, str]) -> str:
@@ -118,9 +118,9 @@ def _pass(said: dict[str, str]) -> str:
 def _tiny_pass(forward: dict[str, object], events: Events) -> str:
     """By the shape of what is embedded in it; `?` where shapes were not recorded."""
     start, lasts = float(str(forward["ts"])), float(str(forward["dur"]))
-    for one in events:
-        if one.get("name") == "aten::embedding" and start <= float(str(one["ts"])) <= start + lasts:
-            arguments = one.get("args")
+    for event in events:
+        if event.get("name") == "aten::embedding" and start <= float(str(event["ts"])) <= start + lasts:
+            arguments = event.get("args")
             dims = arguments.get("Input Dims") if isinstance(arguments, dict) else None
             if dims:
                 tokens = dims[1][1]

@@ -36,7 +36,7 @@ def parameters(surface: Surface, method: str) -> list[str]:
 def query(surface: Surface, path: str) -> dict[str, object]:
     """The query parameters of what is posted to a path with their defaults, those read by hand too."""
     route = surface.route("POST", path)
-    return {} if route is None else {one.name: one.default for one in (*route.query, *route.query_by_hand)}
+    return {} if route is None else {field.name: field.default for field in (*route.query, *route.query_by_hand)}
 
 
 def body(surface: Surface, path: str) -> dict[str, Field]:

@@ -100,7 +100,7 @@ class Reader:
         key = (found.module.name, found.node.lineno, place.conditions)
         if key not in self._called:
             self._called.add(key)
-            local = dict(pair for one in flat(found.node.body) for pair in found.module.imported(one))
+            local = dict(pair for statement in flat(found.node.body) for pair in found.module.imported(statement))
             self._statements(Place(found.module, local, place.conditions), found.node.body)
 
     def _statements(self, place: Place, body: list[ast.stmt]) -> None:
@@ -209,10 +209,10 @@ class Reader:
         reads = [node for node in ast.walk(handler) if called(node) == "json" and not getattr(node, "args", [0])]
         if not reads:
             return None
-        local = dict(pair for one in flat(handler.body) for pair in place.module.imported(one))
+        local = dict(pair for statement in flat(handler.body) for pair in place.module.imported(statement))
         for call in ast.walk(handler):
-            spread = [one for one in call.keywords if one.arg is None] if isinstance(call, ast.Call) else []
-            if isinstance(call, ast.Call) and any(reads[0] in ast.walk(one) for one in spread):
+            spread = [keyword for keyword in call.keywords if keyword.arg is None] if isinstance(call, ast.Call) else []
+            if isinstance(call, ast.Call) and any(reads[0] in ast.walk(keyword) for keyword in spread):
                 shape = self._class(replace(place, local=local), call.func)
                 if shape:
                     return Body(shape, listed=False)
@@ -245,12 +245,12 @@ def marks(handler: Handler) -> Iterator[Mark]:
     for call in handler.decorator_list:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args:
             verb, owner, path = call.func.attr, dotted(call.func.value), route_path(call.args[0])
-            said = {one.arg: one.value for one in call.keywords}
-            hides = "include_in_schema" in said and not literal(said["include_in_schema"])
+            options = {keyword.arg: keyword.value for keyword in call.keywords}
+            hides = "include_in_schema" in options and not literal(options["include_in_schema"])
             if verb in VERBS and path is not None:
                 yield Mark(path, frozenset({verb.upper()}), owner, not hides)
             elif verb == "api_route" and path is not None:
-                methods: object = ast.literal_eval(said["methods"]) if "methods" in said else ["GET"]
+                methods: object = ast.literal_eval(options["methods"]) if "methods" in options else ["GET"]
                 assert isinstance(methods, list)
                 yield Mark(path, frozenset(methods), owner, not hides)
 
@@ -266,8 +266,10 @@ def prefix(module: Module, router: str) -> str:
     """What `APIRouter(prefix=...)` puts before its paths."""
     found = module.definitions.get(router)
     made = found.node.value if found is not None and isinstance(found.node, ast.Assign) else None
-    said = [one.value for one in made.keywords if one.arg == "prefix"] if isinstance(made, ast.Call) else []
-    return str(ast.literal_eval(said[0])) if said else ""
+    prefixes = (
+        [keyword.value for keyword in made.keywords if keyword.arg == "prefix"] if isinstance(made, ast.Call) else []
+    )
+    return str(ast.literal_eval(prefixes[0])) if prefixes else ""
 
 
 def opposite(test: ast.expr) -> str:
@@ -285,9 +287,9 @@ def written(args: ast.arguments) -> Iterator[tuple[str, ast.expr | None, ast.exp
         yield arg.arg, arg.annotation, default
 
 
-def embeds(said: list[ast.expr | None]) -> bool:
-    """Whether `Body(embed=True)` is among what is said of a parameter."""
-    return any(keyword.arg == "embed" for one in said if isinstance(one, ast.Call) for keyword in one.keywords)
+def embeds(extras: list[ast.expr | None]) -> bool:
+    """Whether `Body(embed=True)` is among the extras of a parameter."""
+    return any(keyword.arg == "embed" for extra in extras if isinstance(extra, ast.Call) for keyword in extra.keywords)
 
 
 def named(node: ast.expr | None) -> str:

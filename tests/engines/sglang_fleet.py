@@ -50,7 +50,7 @@ class SGLangFleet:
 
     def tokenizers(self) -> dict[str, str]:
         """What each agent last saw."""
-        return {one.agent: one.status.tokenizer for one in self.plane.status().agents if one.status is not None}
+        return {agent.agent: agent.status.tokenizer for agent in self.plane.status().agents if agent.status is not None}
 
     def label(self) -> str:
         """Which weights the engine says that it serves."""

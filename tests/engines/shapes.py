@@ -192,7 +192,7 @@ def decorator_keywords(node: ast.ClassDef) -> list[ast.keyword]:
 
 
 def says_keyword_only(keywords: list[ast.keyword]) -> bool:
-    return any(one.arg == "kw_only" and getattr(one.value, "value", False) is True for one in keywords)
+    return any(keyword.arg == "kw_only" and getattr(keyword.value, "value", False) is True for keyword in keywords)
 
 
 def field_default(value: ast.expr | None) -> tuple[object, bool]:
@@ -201,12 +201,12 @@ def field_default(value: ast.expr | None) -> tuple[object, bool]:
         return REQUIRED, False
     if not isinstance(value, ast.Call) or called(value) not in {"field", "Field", "Query", "Body", "Form", "File"}:
         return literal(value), False
-    said = {keyword.arg: keyword.value for keyword in value.keywords}
+    options = {keyword.arg: keyword.value for keyword in value.keywords}
     keyword_only = says_keyword_only(value.keywords)
-    if "default_factory" in said:
-        return Made(ast.unparse(said["default_factory"])), keyword_only
+    if "default_factory" in options:
+        return Made(ast.unparse(options["default_factory"])), keyword_only
     positional = None if called(value) == "field" or not value.args else value.args[0]
-    default = said.get("default", positional)
+    default = options.get("default", positional)
     if default is None or (isinstance(default, ast.Constant) and default.value is ...):
         return REQUIRED, keyword_only
     return literal(default), keyword_only

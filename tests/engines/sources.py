@@ -62,13 +62,13 @@ class Module:
     def imported(self, statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str | None]]]:
         """The local names that an import statement binds."""
         if isinstance(statement, ast.Import):
-            for one in statement.names:
-                yield one.asname or one.name, (one.name, None)
+            for alias in statement.names:
+                yield alias.asname or alias.name, (alias.name, None)
         elif isinstance(statement, ast.ImportFrom):
             above = self._package[: len(self._package) - statement.level + 1] if statement.level else ()
             module = ".".join((*above, *(statement.module.split(".") if statement.module else ())))
-            for one in statement.names:
-                yield (f"* of {module}" if one.name == "*" else one.asname or one.name), (module, one.name)
+            for alias in statement.names:
+                yield (f"* of {module}" if alias.name == "*" else alias.asname or alias.name), (module, alias.name)
 
 
 class Tree:
@@ -101,8 +101,8 @@ class Tree:
             return None if found is None or inner is None else self.follow(found, inner)
         if name in module.definitions:
             return module.definitions[name]
-        starred = [one for one in map(self.module, module.stars) if one is not None]
-        return next((one for star in starred if (one := self.follow(star, name)) is not None), None)
+        starred = [star for star in map(self.module, module.stars) if star is not None]
+        return next((meaning for star in starred if (meaning := self.follow(star, name)) is not None), None)
 
 
 def flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

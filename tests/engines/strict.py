@@ -123,8 +123,8 @@ class App:
                 yield from faults("body field", self._surface.body_fields(route), body, strict=True)
 
     async def _answer(self, path: str, body: Any) -> Reply:
-        said = await given(self.answers.get(path, {}), (body,), {})
-        return said if isinstance(said, Reply) else Reply(200, said)
+        answer = await given(self.answers.get(path, {}), (body,), {})
+        return answer if isinstance(answer, Reply) else Reply(200, answer)
 
 
 def strict_app(
@@ -139,7 +139,7 @@ def path_pattern(path: str) -> re.Pattern[str]:
     parts = re.split(r"{(\w+)(?::(path))?}", path)
     text = [re.escape(plain) for plain in parts[::3]]
     holes = [".*" if kind == "path" else "[^/]+" for kind in parts[2::3]]
-    return re.compile("".join(one for pair in zip(text, [*holes, ""], strict=True) for one in pair))
+    return re.compile("".join(piece for pair in zip(text, [*holes, ""], strict=True) for piece in pair))
 
 
 def query_faults(route: Route, query: tuple[tuple[str, str], ...]) -> Iterator[str]:
@@ -245,15 +245,15 @@ def strict_async_llm(surface: Surface, answers: Mapping[str, Answer] | None = No
 
 def in_process(surface: Surface, answers: Mapping[str, Answer] | None, attributes: Mapping[str, object]) -> StandIn:
     calls: list[Called] = []
-    said: dict[str, Answer] = dict(answers or {})
-    unknown = sorted({*said} - {*surface.methods}) + sorted({*attributes} - surface.attributes)
+    replies: dict[str, Answer] = dict(answers or {})
+    unknown = sorted({*replies} - {*surface.methods}) + sorted({*attributes} - surface.attributes)
     assert not unknown, f"{surface.engine} of {surface.kind} {surface.version} has no {', '.join(unknown)}"
     methods = {
-        name: method_like(method, calls, said)
+        name: method_like(method, calls, replies)
         for name, method in surface.methods.items()
         if not (name.startswith("__") and name.endswith("__"))
     }
-    return StandIn(type(surface.engine, (), {**methods, **attributes})(), calls, said)
+    return StandIn(type(surface.engine, (), {**methods, **attributes})(), calls, replies)
 
 
 def method_like(method: Method, calls: list[Called], answers: Mapping[str, Answer]) -> Callable[..., Any]:

@@ -42,7 +42,11 @@ async def test_every_call_fits_the_release(
                 assert (bool(made), refusal == "") == (can, can), f"{call}: made {made}, refused with {refusal!r}"
         if isinstance(engine, OverHTTP):
             ignores = kind == "vllm" and number(version) < (0, 17)
-            refused = [one for one in engine.app.asked if one.status != 200 and not (ignores and one.path == "/sleep")]
+            refused = [
+                request
+                for request in engine.app.asked
+                if request.status != 200 and not (ignores and request.path == "/sleep")
+            ]
             assert refused == []
         else:
             assert seen.generating is (kind == "sglang" or number(version) >= (0, 17))

@@ -88,8 +88,8 @@ def test_tokens_change_with_the_weights_and_come_back_with_them(seen: Seen) -> N
         assert new["tokens"] == later[0]["tokens"]
         assert back["tokens"] == launched["tokens"]
     every = seen.report["weights"]
-    assert [one["version"] for one in every] == list(range(len(every)))  # as the engine itself tells it
-    assert all(one["generating"] for one in every)
+    assert [entry["version"] for entry in every] == list(range(len(every)))  # as the engine itself tells it
+    assert all(entry["generating"] for entry in every)
 
 
 def test_nothing_but_a_load_changes_the_tokens(seen: Seen) -> None:
@@ -127,7 +127,7 @@ def test_each_session_leaves_traces_of_its_own_that_parse(seen: Seen) -> None:
     sessions = seen.report["sessions"]
     assert len(sessions) == 2
     for step, session in zip((3, 4), sessions, strict=True):
-        assert all(one.startswith(f"global_step_{step}/replica_0/") for one in session["files"])
+        assert all(entry.startswith(f"global_step_{step}/replica_0/") for entry in session["files"])
         assert spans(seen, session)
 
 

@@ -54,7 +54,7 @@ COMMANDS: tuple[Command, ...] = (
     profile("start"),
     profile("stop"),
     profile("finish"),
-    *(EngineCommand(operation=one) for one in ("pause", "flush", "sleep", "wake", "resume", "abort")),
+    *(EngineCommand(operation=entry) for entry in ("pause", "flush", "sleep", "wake", "resume", "abort")),
 )
 
 

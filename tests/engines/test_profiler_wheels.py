@@ -38,11 +38,11 @@ def parameters(file: Path, *names: str) -> list[str]:
     scope: list[ast.stmt] = ast.parse(file.read_text("utf-8")).body
     found: ast.stmt | None = None
     for name in names:
-        found = next(one for one in ast.walk(ast.Module(scope, [])) if getattr(one, "name", None) == name)  # type: ignore[assignment]
+        found = next(node for node in ast.walk(ast.Module(scope, [])) if getattr(node, "name", None) == name)  # type: ignore[assignment]
         scope = getattr(found, "body", [])
     assert isinstance(found, ast.FunctionDef)
     every = [*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs]
-    return [one.arg for one in every if one.arg not in ("self", "cls")]
+    return [entry.arg for entry in every if entry.arg not in ("self", "cls")]
 
 
 CASES: list[tuple[str, str, tuple[str, ...], Callable[..., Any]]] = [
@@ -75,7 +75,7 @@ CASES: list[tuple[str, str, tuple[str, ...], Callable[..., Any]]] = [
 def test_a_stand_in_takes_what_the_package_takes(
     sources: dict[str, Path], package: str, file: str, names: tuple[str, ...], stand_in: Callable[..., Any]
 ) -> None:
-    ours = [one for one in inspect.signature(stand_in).parameters if one != "self"]
+    ours = [parameter for parameter in inspect.signature(stand_in).parameters if parameter != "self"]
     assert ours == parameters(sources[package] / file, *names)
 
 

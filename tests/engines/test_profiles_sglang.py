@@ -1,4 +1,4 @@
-"""Profiles of a real SGLang over two nodes: each plan by what the traces of both ranks hold, or refused in words."""
+"""Profiles of a real SGLang over two nodes: each plan by what the traces of both ranks hold, or refused with advice."""
 
 import shutil
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class Bench:
         acted(self.plane.start_profile(self.step, plan, replicas=[0]).wait())
 
     def stop(self, plan: ProfilePlan) -> tuple[Acted, Acted]:
-        """What node rank 0 says of the end, and node rank 1 of what it left."""
+        """The outcomes of node rank 0 for the stop, and of node rank 1 for the traces that it left."""
         stopped = acted(self.plane.stop_profile(self.step, replicas=[0], timeout=60).wait())
         return stopped, acted(self.plane.collect_traces(self.step, plan, replicas=[0]).wait(), "0.1")
 
@@ -79,13 +79,13 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row
             assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message
         return
     acted(bench.plane.publish(ProfileCommand(action="check", step=0, plan=row.plan), replicas=[0]).wait())
-    said = bench.session(row.plan)
-    for rank, one in enumerate(said):
-        (trace,) = of_rank(one, rank)
+    outcomes = bench.session(row.plan)
+    for rank, outcome in enumerate(outcomes):
+        (trace,) = of_rank(outcome, rank)
         found = look(bench.root, trace)
         assert found.passes == row.passes and found.contents == row.wanted
-    assert said[0].auto_stopped == (row.window is not None)
-    merged = [trace for trace in said[0].traces if "merged-" in trace.path]
+    assert outcomes[0].auto_stopped == (row.window is not None)
+    merged = [trace for trace in outcomes[0].traces if "merged-" in trace.path]
     assert len(merged) == row.plan.merge
     for trace in merged:
         assert sorted(look(bench.root, trace).passes) == sorted([*row.passes] * 2)  # of both ranks
@@ -102,20 +102,21 @@ def test_stages_are_recorded_apart_or_the_plan_is_refused(bench: Bench, row: Row
     bench.generate([7] * 5, 8)
     assert row.window is not None
     passes = {"EXTEND": ["P5"], "DECODE": ["D"] * row.window[1]}
-    said = bench.stop(row.plan)
-    for rank, one in enumerate(said):
-        stages = {stage: look(bench.root, of_rank(one, rank, stage)[0]) for stage in passes}
+    outcomes = bench.stop(row.plan)
+    for rank, outcome in enumerate(outcomes):
+        stages = {stage: look(bench.root, of_rank(outcome, rank, stage)[0]) for stage in passes}
         assert {stage: found.passes for stage, found in stages.items()} == passes
         assert {found.contents for found in stages.values()} == {row.wanted}
-    assert said[0].auto_stopped
-    for trace in (one for one in said[0].traces if "merged-" in one.path):
+    assert outcomes[0].auto_stopped
+    merged = [trace for trace in outcomes[0].traces if "merged-" in trace.path]
+    for trace in merged:
         assert sorted(look(bench.root, trace).passes) == sorted((passes["EXTEND"] + passes["DECODE"]) * 2)
-    assert row.plan.merge == any("merged-" in one.path for one in said[0].traces)
+    assert row.plan.merge == bool(merged)
 
 
 @pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
 def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
-    """SGLang profiles the whole group; of rank 1 alone, only the trace of the second node is told."""
+    """SGLang profiles the whole group; of rank 1 alone, only the trace of the second node is reported."""
     window = FEW if contents == "detailed" else None
     plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks, window=window)
     plan = replace(plan, steps=frozenset({2}))
@@ -125,11 +126,11 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     bench.work()
     stopped = acted(bench.plane.stop_profile(2, replicas=[0], timeout=60).wait())
     collected = acted(bench.plane.collect_traces(2, plan, replicas=[0]).wait(), "0.1")
-    told = (*stopped.traces, *collected.traces)
-    assert [one.rank for one in told] == [*(ranks or (0, 1))]
+    traces = (*stopped.traces, *collected.traces)
+    assert [trace.rank for trace in traces] == [*(ranks or (0, 1))]
     assert (stopped.ranks_without_trace, collected.ranks_without_trace) == ((), ())
-    for one in told:
-        found = look(bench.root, one)
+    for trace in traces:
+        found = look(bench.root, trace)
         assert found.passes == (PASSES[slice(*FEW)] if window else PASSES)
         assert found.contents == frozenset(CONTENTS[contents]) - {"cpu"}
     assert len(list((bench.root / "global_step_2" / "replica_0").iterdir())) == 2, "the other rank's stays where it is"
@@ -159,8 +160,8 @@ def test_modules_are_named_by_stacks(bench: Bench) -> None:
 
 def test_window_that_is_not_filled_leaves_no_session(bench: Bench) -> None:
     plan = ProfilePlan(window=Window(0, 50))
-    for one, passes in ((plan, PASSES), (replace(plan, window=Window(0, 1)), PASSES[:1])):
-        stopped, _ = bench.session(one)
+    for filled, passes in ((plan, PASSES), (replace(plan, window=Window(0, 1)), PASSES[:1])):
+        stopped, _ = bench.session(filled)
         assert look(bench.root, stopped.traces[0]).passes == passes
         assert stopped.auto_stopped == (passes != PASSES)
 
@@ -173,8 +174,8 @@ def test_stages_that_never_came_are_recorded_in_no_later_step(bench: Bench) -> N
     assert (stopped.traces, stopped.ranks_without_trace, stopped.auto_stopped) == ((), (0,), False)
     bench.work()
     place = bench.root / f"global_step_{bench.step}" / "replica_0"
-    said, _ = bench.session(ProfilePlan())
-    assert look(bench.root, said.traces[0]).passes == PASSES
+    later, _ = bench.session(ProfilePlan())
+    assert look(bench.root, later.traces[0]).passes == PASSES
     assert list(place.iterdir()) == []
 
 
@@ -186,9 +187,9 @@ def test_stage_that_came_alone_leaves_the_other_unarmed(bench: Bench) -> None:
     (trace,) = stopped.traces
     assert look(bench.root, trace).passes == ["P5"] and not stopped.auto_stopped
     bench.work()
-    assert [one.name for one in (bench.root / trace.path).parent.glob("*DECODE*")] == []
-    said, _ = bench.session(ProfilePlan())
-    assert look(bench.root, said.traces[0]).passes == PASSES
+    assert [file.name for file in (bench.root / trace.path).parent.glob("*DECODE*")] == []
+    later, _ = bench.session(ProfilePlan())
+    assert look(bench.root, later.traces[0]).passes == PASSES
 
 
 # --- where traces lie, and end up ------------------------------------------------------------------------------------
@@ -197,20 +198,20 @@ def test_stage_that_came_alone_leaves_the_other_unarmed(bench: Bench) -> None:
 @pytest.mark.parametrize("layout", ["verl", "verl_step"])
 def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: Bench, layout: str) -> None:
     plan = ProfilePlan(layout=layout, finish=Finish(relocate=True))  # type: ignore[arg-type]
-    left = [trace for _ in range(2) for said in bench.session(plan) for trace in said.traces]
+    left = [trace for _ in range(2) for outcome in bench.session(plan) for trace in outcome.traces]
     steps = (bench.step - 1, bench.step)
     places = ["agent_loop_rollout_replica_0"] * 4
     if layout == "verl_step":
         places = [f"rollout_step_{step}/agent_loop_replica_0" for step in steps for _ in range(2)]
-    assert [one.path.rpartition("/")[0] for one in left] == places
-    assert len({one.path for one in left}) == 4
-    content = {(one.rank, one.path.rpartition("/")[2]): (bench.root / one.path).read_bytes() for one in left}
+    assert [entry.path.rpartition("/")[0] for entry in left] == places
+    assert len({entry.path for entry in left}) == 4
+    content = {(entry.rank, entry.path.rpartition("/")[2]): (bench.root / entry.path).read_bytes() for entry in left}
     report = bench.plane.publish(
         ProfileCommand(action="finish", step=bench.step, plan=plan, profiled_steps=steps), [0]
     ).wait()
-    for one in (trace for node in NODES for trace in acted(report, node).traces):
-        name = one.path.removeprefix(f"rollout-replica0-globalrank{one.rank}_")
-        assert (bench.root / one.path).read_bytes() == content.pop((one.rank, name))
+    for trace in (trace for node in NODES for trace in acted(report, node).traces):
+        name = trace.path.removeprefix(f"rollout-replica0-globalrank{trace.rank}_")
+        assert (bench.root / trace.path).read_bytes() == content.pop((trace.rank, name))
     assert content == {} and not any((bench.root / place).exists() for place in places)
 
 
@@ -218,8 +219,8 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
 
 
 def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Bench) -> None:
-    theirs = bench.root.parent / "theirs"
-    asked = {"output_dir": str(theirs), "activities": ["CPU"], "with_stack": False}
+    foreign = bench.root.parent / "foreign"
+    asked = {"output_dir": str(foreign), "activities": ["CPU"], "with_stack": False}
     httpx.post(f"{bench.url}/start_profile", json=asked).raise_for_status()
     Bench.step += 1
     refused = failed(bench.plane.start_profile(bench.step, replicas=[0]).wait())
@@ -229,6 +230,6 @@ def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Benc
         Reason.NOT_PROFILING
     )
     httpx.post(f"{bench.url}/stop_profile", timeout=60).raise_for_status()
-    assert [look_into(one).passes for one in theirs.iterdir()] == [PASSES] * 2
-    said, _ = bench.session(ProfilePlan())
-    assert look(bench.root, said.traces[0]).passes == PASSES
+    assert [look_into(file).passes for file in foreign.iterdir()] == [PASSES] * 2
+    later, _ = bench.session(ProfilePlan())
+    assert look(bench.root, later.traces[0]).passes == PASSES

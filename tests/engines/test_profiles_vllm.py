@@ -1,4 +1,4 @@
-"""Profiles of a real vLLM on the CPU: each plan by what its traces hold, or refused in words that say what to do.
+"""Profiles of a real vLLM on the CPU: each plan by what its traces hold, or refused with advice.
 
 Replica 0 was launched to record nothing but the passes, replica 1 with stacks, shapes and memory as well, which vLLM
 then records whoever asks.
@@ -59,7 +59,7 @@ class Bench:
         acted(self.plane.start_profile(self.step, plan, replicas=[replica]).wait(), f"{replica}.0")
         self.work(replica)
         stopped = self.stop(replica)
-        return stopped, [look(self.root, one) for one in of_rank(stopped, replica * WORLD[replica])]
+        return stopped, [look(self.root, trace) for trace in of_rank(stopped, replica * WORLD[replica])]
 
     def stop(self, replica: int = 0) -> Acted:
         return acted(self.plane.stop_profile(self.step, replicas=[replica], timeout=120).wait(), f"{replica}.0")
@@ -107,8 +107,8 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     assert conclusions(early)[agent] == Skipped(Reason.STEP_NOT_SELECTED)
     acted(bench.plane.start_profile(2, plan, replicas=[replica]).wait(), agent)
     bench.work(replica)
-    said = acted(bench.plane.stop_profile(2, replicas=[replica], timeout=120).wait(), agent)
-    (found,) = (look(bench.root, one) for one in of_rank(said, replica))
+    stopped = acted(bench.plane.stop_profile(2, replicas=[replica], timeout=120).wait(), agent)
+    (found,) = (look(bench.root, trace) for trace in of_rank(stopped, replica))
     assert found.passes == within(VLLM_PASSES, window)
     assert found.contents == (EVERYTHING if replica else frozenset())
     shutil.rmtree(bench.root / "global_step_2")
@@ -142,7 +142,7 @@ def test_window_that_is_not_filled_leaves_no_session(
     bench: Bench, window: tuple[int, int], passes: list[str] | None
 ) -> None:
     stopped, found = bench.session(torch_plan("cpu", window=window))
-    assert [one.passes for one in found] == ([passes] if passes else [])
+    assert [content.passes for content in found] == ([passes] if passes else [])
     assert not stopped.auto_stopped and stopped.ranks_without_trace == (() if passes else (0,))
     _, (after,) = bench.session(ProfilePlan())
     assert after.passes == VLLM_PASSES
@@ -156,13 +156,13 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
     plan = ProfilePlan(layout=layout, finish=Finish(relocate=True))  # type: ignore[arg-type]
     left = [trace for _ in range(2) for trace in bench.session(plan)[0].traces]
     steps = (bench.step - 1, bench.step)
-    assert len({one.path for one in left}) == len(left)
-    content = {one.path.rpartition("/")[2]: (bench.root / one.path).read_bytes() for one in left}
+    assert len({entry.path for entry in left}) == len(left)
+    content = {entry.path.rpartition("/")[2]: (bench.root / entry.path).read_bytes() for entry in left}
     finish = ProfileCommand(action="finish", step=bench.step, plan=plan, profiled_steps=steps)
     ended = acted(bench.plane.publish(finish, replicas=[0]).wait()).traces
-    for one in ended:
-        name = one.path.removeprefix("rollout-replica0-globalrank0_")
-        assert (bench.root / one.path).read_bytes() == content.pop(name)
+    for trace in ended:
+        name = trace.path.removeprefix("rollout-replica0-globalrank0_")
+        assert (bench.root / trace.path).read_bytes() == content.pop(name)
     assert content == {}
 
 
@@ -171,7 +171,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
 
 def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Bench) -> None:
     url = bench.fleet.first.url
-    assert httpx.post(f"{url}/start_profile", json={"profile_prefix": "theirs"}).status_code == 200
+    assert httpx.post(f"{url}/start_profile", json={"profile_prefix": "foreign"}).status_code == 200
     Bench.step += 1
     refused = failed(bench.plane.start_profile(bench.step, replicas=[0]).wait())
     assert refused.error is ErrorKind.ENGINE_ERROR and "already active" in refused.message
@@ -181,10 +181,10 @@ def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Benc
     )
     assert httpx.post(f"{url}/stop_profile", timeout=120).status_code == 200
     raw = bench.fleet.folder / "raw-0"
-    (theirs,) = raw.glob("theirs_rank0*.json.gz")
-    assert look_into(theirs).passes == VLLM_PASSES
+    (foreign,) = raw.glob("foreign_rank0*.json.gz")
+    assert look_into(foreign).passes == VLLM_PASSES
     _, (ours,) = bench.session(ProfilePlan())
-    assert ours.passes == VLLM_PASSES and theirs.exists()  # theirs is not brought home with ours
+    assert ours.passes == VLLM_PASSES and foreign.exists()  # foreign is not brought home with ours
     shutil.rmtree(raw)
     raw.mkdir()
 
@@ -193,7 +193,7 @@ def test_disk_that_is_full_fails_the_stop_and_nothing_else(bench: Bench) -> None
     Bench.step += 1
     acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]).wait())
     bench.work(0)
-    worker = next(one for one in bench.fleet.first.family() if "Worker" in one.name())
+    worker = next(process for process in bench.fleet.first.family() if "Worker" in process.name())
     no_limit = worker.rlimit(psutil.RLIMIT_FSIZE)
     worker.rlimit(psutil.RLIMIT_FSIZE, (4096, no_limit[1]))
     try:

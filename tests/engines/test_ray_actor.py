@@ -402,15 +402,15 @@ async def test_the_traces_of_a_session_are_brought_to_its_directory(profiled: Be
     # Both nodes' ranks are there, since these share a disk; each node tells of its own.
     at = "global_step_{0}/replica_0/{1}{0}-TP-{2}.trace.json.gz"
     moved = "rollout-replica0-globalrank0_"
-    assert [one.path for one in first.traces] == [at.format(1, "", 0)]
-    assert [one.path for one in second.traces] == [at.format(2, moved, 0)]
+    assert [trace.path for trace in first.traces] == [at.format(1, "", 0)]
+    assert [trace.path for trace in second.traces] == [at.format(2, moved, 0)]
     other = NodeTraces(tmp_path / "traces", SECOND)
     for step, before in ((1, ""), (2, moved)):
         session = ProfileSession(step, ProfilePlan())
         collected = await other.perform(CollectTraces(session, f"global_step_{step}/replica_0"))
-        assert [one.path for one in collected.traces] == [at.format(step, before, 1)]
+        assert [trace.path for trace in collected.traces] == [at.format(step, before, 1)]
     # verl's own hooks find theirs where they were.
-    assert sorted(one.name for one in own.iterdir()) == ["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"]
+    assert sorted(file.name for file in own.iterdir()) == ["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"]
     assert len(list((tmp_path / "save").glob(f"{moved}2-TP-*"))) == 2
     with pytest.raises(EngineError, match="holds files already"):
         await profiled.do(start(1))
@@ -440,7 +440,7 @@ async def test_a_stop_that_is_repeated_writes_over_nothing(profiled: Bench, tmp_
 async def test_vllm_is_given_no_word_that_it_does_not_know(vllm: Bench) -> None:
     await vllm.do(start())
     assert vllm.within(lambda server: server.engine.given) == [{}]
-    assert [one.path for one in (await vllm.do(stop())).traces] == ["global_step_1/replica_0/1-TP-0.trace.json.gz"]
+    assert [trace.path for trace in (await vllm.do(stop())).traces] == ["global_step_1/replica_0/1-TP-0.trace.json.gz"]
 
 
 async def test_a_server_without_a_profiler_of_its_own_is_given_the_plan(sglang: Bench, tmp_path: Path) -> None:
@@ -453,7 +453,8 @@ async def test_a_server_without_a_profiler_of_its_own_is_given_the_plan(sglang: 
         "record_shapes": False,
         "merge_profiles": True,
     }
-    assert [one.path for one in (await sglang.do(stop(4))).traces] == ["global_step_4/replica_0/1-TP-0.trace.json.gz"]
+    (trace,) = (await sglang.do(stop(4))).traces
+    assert trace.path == "global_step_4/replica_0/1-TP-0.trace.json.gz"
     assert sglang.called == ["start_profile", "stop_profile"]
     await sglang.refuses(start(5, window=Window(0, 3)), "take no window")
 

@@ -202,7 +202,7 @@ def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_n
     flushed = fleet.plane.flush(timeout=5).wait()
     assert failed(flushed).error is ErrorKind.ENGINE_BUSY
     assert isinstance(conclusions(flushed)["1.0"], Acted)
-    assert not any(isinstance(one, Missing) for one in conclusions(flushed).values())
+    assert not any(isinstance(conclusion, Missing) for conclusion in conclusions(flushed).values())
 
 
 def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: SGLangFleet, blocks_it: None) -> None:

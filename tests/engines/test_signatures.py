@@ -40,7 +40,7 @@ async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, ve
         assert of_request == (number(version) >= (0, 5, 15))
         names = ("output_dir", "activities", "start_step")
         never, words = (
-            {name: getattr(one["req"], name) for name in names} if of_request else one for one in (armed, started)
+            {name: getattr(entry["req"], name) for name in names} if of_request else entry for entry in (armed, started)
         )
         assert (never["start_step"], never["activities"]) == (1 << 60, [])  # tells whether a session is open
         assert words["output_dir"] == str(tmp_path / "traces" / "s4") and words["activities"] == ["CPU"]
@@ -50,7 +50,7 @@ async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, ve
         assert loaded["obj"].model_path.endswith("/step_7") and loaded["obj"].flush_cache is False
         assert bench.arguments("abort_request") == []  # though a new label asks for it by default
         if "update_weight_version" in bench.standin.engine.__class__.__dict__:
-            assert [one["obj"].new_version for one in bench.arguments("update_weight_version")] == ["7"]
+            assert [argument["obj"].new_version for argument in bench.arguments("update_weight_version")] == ["7"]
         else:
             assert (await bench.adapter.observe()).version == 7
 

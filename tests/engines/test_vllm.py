@@ -65,7 +65,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
         assert httpx.get(f"{url}/weight_info").json() == {"weight_version": str(fleet.version)}
     loads = conclusions(report.phases[1])
     assert loads["0.1"] == Skipped(Reason.NOT_PRIMARY)
-    digests = {one.digest for one in loads.values() if isinstance(one, Acted)}
+    digests = {load.digest for load in loads.values() if isinstance(load, Acted)}
     assert len(digests) == 1 and str(*digests).startswith("vllm:")  # both engines hold the same tensors
     assert fleet.sync("a").status == "committed"
     assert fleet.tokens() == launched
@@ -200,7 +200,7 @@ def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VL
     assert conclusions(again)["0.0"] == Skipped(Reason.ALREADY_PROFILING)
     fleet.first.complete(tokens=6)
     stopped = acted(fleet.plane.stop_profile(1, replicas=[0], timeout=120).wait())
-    assert all(one.path.startswith("global_step_1/replica_0/") for one in stopped.traces)
+    assert all(trace.path.startswith("global_step_1/replica_0/") for trace in stopped.traces)
     (worker,) = of_rank(stopped, 0)
     passes = look(fleet.folder / "traces", worker).passes
     assert Counter(name[0] for name in passes) >= Counter(P=1, D=5)
@@ -242,7 +242,9 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
 def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: VLLMFleet) -> None:
     assert fleet.sync("a").status == "committed"
     agent = fleet.agents[2]
-    server = next(one for one in agent.family() if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
+    server = next(
+        process for process in agent.family() if process.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    )
     before = fleet.tokens()
     server.send_signal(signal.SIGKILL)
     wait_for("its agent sees that it is gone", lambda: not fleet.status("1.0").ready)

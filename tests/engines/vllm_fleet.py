@@ -80,7 +80,7 @@ class VLLMFleet:
 
     def status(self, agent: str) -> AgentStatus:
         """What an agent last said of itself."""
-        (line,) = (one for one in self.plane.status().agents if one.agent == agent)
+        (line,) = (entry for entry in self.plane.status().agents if entry.agent == agent)
         assert line.status is not None
         return line.status
 

@@ -1,4 +1,4 @@
-"""Servers that an agent launches: real guards, real processes; whatever is killed, nothing is left behind."""
+"""Servers that an agent launches: real guards and processes; whatever is killed, nothing is left behind."""
 
 import ast
 import json
@@ -58,7 +58,7 @@ async def main():
         os._exit(0)
     while not (status := server.status()).log_tail[-1:] or status.log_tail[-1].startswith("---"):
         await anyio.sleep(0.01)
-    print(json.dumps({"pid": status.pid, "said": status.log_tail[-1], "child": child}), flush=True)
+    print(json.dumps({"pid": status.pid, "last_line": status.log_tail[-1], "child": child}), flush=True)
     await anyio.sleep_forever()
 anyio.run(main)
 """
@@ -77,7 +77,7 @@ async def status_when(server: ServerProcess, holds: Callable[[ServerStatus], boo
             await anyio.sleep(0.01)
 
 
-def said(word: str) -> Callable[[ServerStatus], bool]:
+def printed(word: str) -> Callable[[ServerStatus], bool]:
     return lambda status: status.state == "running" and any(line.startswith(word) for line in status.log_tail)
 
 
@@ -85,7 +85,7 @@ def tree(status: ServerStatus) -> list[psutil.Process]:
     """The processes of TREE: the server, its child in another session, and the orphan, which has no environment."""
     pids = next(line for line in status.log_tail if line.startswith("tree")).split()[1:]
     found = [psutil.Process(int(pid)) for pid in pids]
-    assert len(found) == 3 and len({os.getsid(one.pid) for one in found}) == 3
+    assert len(found) == 3 and len({os.getsid(process.pid) for process in found}) == 3
     return found
 
 
@@ -94,7 +94,7 @@ async def gone(processes: Sequence[psutil.Process]) -> None:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs. When its zombie is buried is the business of the machine's init."""
+    """Whether it runs. When its zombie is reaped is up to the machine's init."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -131,10 +131,10 @@ class Attached:
 
     def __init__(self, sign: Path) -> None:
         self.sign = sign
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     async def open(self) -> None:
-        self.told.append("open")
+        self.calls.append("open")
 
     async def observe(self) -> Observation:
         instance = self.sign.read_text() if self.sign.exists() else None
@@ -142,11 +142,11 @@ class Attached:
         return Observation(engine="attached 1", instance=instance, tokenizer=tokenizer, generating=True)
 
     async def perform(self, call: Call, timeout_s: float) -> Returned:
-        self.told.append(f"{type(call).__name__} {timeout_s:g}")
+        self.calls.append(f"{type(call).__name__} {timeout_s:g}")
         return Returned()
 
     async def close(self) -> None:
-        self.told.append("close")
+        self.calls.append("close")
 
 
 # --- start and end ----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> N
     assert server.status().state == "ended"
     server.start()
     server.start()
-    status = await status_when(server, said("tree"))
+    status = await status_when(server, printed("tree"))
     processes = tree(status)
     assert (status.pid, status.launches, status.exit_code) == (processes[0].pid, 1, None)
     ended = await server.end()
@@ -169,11 +169,11 @@ async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> N
 
 
 @pytest.mark.anyio
-async def test_an_ended_server_can_be_started_once_more(servers: Servers) -> None:
+async def test_an_ended_server_can_be_started_again(servers: Servers) -> None:
     server = servers(QUIET)
     for launch in (1, 2):
         server.start()
-        await status_when(server, said("up"))
+        await status_when(server, printed("up"))
         assert (await server.end()).launches == launch
 
 
@@ -181,12 +181,12 @@ async def test_an_ended_server_can_be_started_once_more(servers: Servers) -> Non
 async def test_a_server_that_ignores_sigterm_is_killed_when_the_grace_is_over(servers: Servers) -> None:
     server = servers(STUBBORN, grace_s=0.2)
     server.start()
-    await status_when(server, said("up"))
+    await status_when(server, printed("up"))
     assert (await server.end()).exit_code == -signal.SIGKILL
 
 
 @pytest.mark.anyio
-async def test_the_server_is_asked_before_its_children_are(servers: Servers) -> None:
+async def test_the_server_gets_sigterm_before_its_children(servers: Servers) -> None:
     orderly = """
 import signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"])
@@ -200,15 +200,15 @@ while True:
 """
     server = servers(orderly)
     server.start()
-    await status_when(server, said("up"))
+    await status_when(server, printed("up"))
     assert (await server.end()).exit_code == 7
 
 
 @pytest.mark.anyio
-async def test_an_end_that_nobody_waits_for_goes_on(servers: Servers) -> None:
+async def test_an_end_that_nobody_waits_for_continues(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await status_when(server, said("tree")))
+    processes = tree(await status_when(server, printed("tree")))
     with anyio.CancelScope() as scope:
         scope.cancel()
         await server.end()
@@ -216,17 +216,17 @@ async def test_an_end_that_nobody_waits_for_goes_on(servers: Servers) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_a_server_says_is_appended_and_never_stops_it(servers: Servers) -> None:
+async def test_the_output_of_a_server_is_appended_and_never_blocks_it(servers: Servers) -> None:
     (servers.folder / "server.log").write_text("of yesterday\n")
     server = servers(f"import sys; sys.stdout.write('x' * 300_000 + '\\n'); {QUIET}")
     server.start()
-    status = await status_when(server, said("up"))
+    status = await status_when(server, printed("up"))
     assert "of yesterday" not in status.log_tail and max(map(len, status.log_tail)) == 300
     assert (servers.folder / "server.log").read_text().startswith("of yesterday\n--- rolloutctl: launch 1 at ")
 
 
 @pytest.mark.anyio
-async def test_what_can_not_be_launched_is_said(servers: Servers, tmp_path: Path) -> None:
+async def test_what_cannot_be_launched_is_an_error(servers: Servers, tmp_path: Path) -> None:
     for command in ((), ("no-such-server", "--port", "1")):
         with pytest.raises(ConfigError, match="no program"):
             ServerProcess(command, log=tmp_path / "log").start()
@@ -247,14 +247,14 @@ async def test_what_can_not_be_launched_is_said(servers: Servers, tmp_path: Path
 
 @asynccontextmanager
 async def agent_process(folder: Path, code: str, how: str) -> AsyncIterator[tuple[Process, dict[str, Any]]]:
-    """A process that holds a server, and what it tells once that runs. It is killed at the end, if not before."""
+    """A process that holds a server, and its report once that runs. It is killed at the end, if not before."""
     command = [*python(AGENT), str(folder / "server.log"), how, *python(code)]
     async with await anyio.open_process(command, stderr=None) as agent:
         assert agent.stdout is not None
         try:
             with anyio.fail_after(LONGEST_S):
-                told = await BufferedByteReceiveStream(agent.stdout).receive_until(b"\n", 1000)
-            yield agent, json.loads(told)
+                report = await BufferedByteReceiveStream(agent.stdout).receive_until(b"\n", 1000)
+            yield agent, json.loads(report)
         finally:
             with suppress(ProcessLookupError):
                 agent.kill()
@@ -262,8 +262,8 @@ async def agent_process(folder: Path, code: str, how: str) -> AsyncIterator[tupl
 
 @pytest.mark.anyio
 async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
-    async with agent_process(tmp_path, TREE, "alone") as (agent, told):
-        processes = [psutil.Process(int(pid)) for pid in told["said"].split()[1:]]
+    async with agent_process(tmp_path, TREE, "alone") as (agent, report):
+        processes = [psutil.Process(int(pid)) for pid in report["last_line"].split()[1:]]
         processes.append(guard_of(processes[0]))
         agent.kill()
         await gone(processes)
@@ -271,17 +271,17 @@ async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_child_of_the_agent_keeps_no_server_alive(tmp_path: Path) -> None:
-    async with agent_process(tmp_path, QUIET, "fork") as (agent, told):
-        server = psutil.Process(told["pid"])
+    async with agent_process(tmp_path, QUIET, "fork") as (agent, report):
+        server = psutil.Process(report["pid"])
         agent.kill()
         await gone([server])
-        assert lives(psutil.Process(told["child"]))
+        assert lives(psutil.Process(report["child"]))
 
 
 @pytest.mark.anyio
 async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(servers: Servers) -> None:
-    async with agent_process(servers.folder, STUBBORN, "alone") as (agent, told):
-        former = psutil.Process(told["pid"])
+    async with agent_process(servers.folder, STUBBORN, "alone") as (agent, report):
+        former = psutil.Process(report["pid"])
         agent.kill()
         server = servers(QUIET)
         server.start()
@@ -289,7 +289,7 @@ async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(se
         assert waited.state == "starting" and "another server still runs" in waited.note
         assert lives(former)
         former.kill()
-        status = await status_when(server, said("up"))
+        status = await status_when(server, printed("up"))
         assert not lives(former) and status.launches == 1
 
 
@@ -297,9 +297,9 @@ async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(se
 async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await status_when(server, said("tree")))
+    processes = tree(await status_when(server, printed("tree")))
     guard_of(processes[0]).kill()
-    status = await status_when(server, lambda status: status.launches == 2 and said("tree")(status))
+    status = await status_when(server, lambda status: status.launches == 2 and printed("tree")(status))
     assert not any(lives(process) for process in processes)
     assert not {process.pid for process in processes} & {process.pid for process in tree(status)}
 
@@ -310,7 +310,7 @@ async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: 
     server.start()
     killed: list[psutil.Process] = []
     while len(killed) < 2:
-        status = await status_when(server, lambda status: status.launches > len(killed) and said("up")(status))
+        status = await status_when(server, lambda status: status.launches > len(killed) and printed("up")(status))
         killed.append(psutil.Process(status.pid))
         guard_of(killed[-1]).kill()
         await gone(killed)
@@ -319,10 +319,10 @@ async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: 
 
 
 @pytest.mark.anyio
-async def test_a_guard_that_is_told_to_end_ends_the_server(servers: Servers) -> None:
+async def test_a_guard_that_gets_sigterm_ends_the_server(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await status_when(server, said("tree")))
+    processes = tree(await status_when(server, printed("tree")))
     guard_of(processes[0]).terminate()
     status = await status_when(server, lambda status: status.state == "ended")
     assert status.note == "the guard received SIGTERM"
@@ -337,7 +337,7 @@ def test_a_guard_without_an_order_ends() -> None:
 
 def test_a_guard_needs_nothing_but_psutil() -> None:
     nodes = list(ast.walk(ast.parse(Path(guard.__file__).read_text())))
-    modules = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     assert {module.partition(".")[0] for module in modules} - sys.stdlib_module_names == {"psutil"}
 
@@ -346,12 +346,12 @@ def test_a_guard_needs_nothing_but_psutil() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_server_that_ends_is_started_again_when_its_tree_is_gone(servers: Servers) -> None:
+async def test_a_server_that_ends_is_restarted_once_its_tree_is_gone(servers: Servers) -> None:
     server = servers(TREE)
     server.start()
-    processes = tree(await status_when(server, said("tree")))
+    processes = tree(await status_when(server, printed("tree")))
     processes[0].kill()
-    status = await status_when(server, lambda status: status.launches == 2 and said("tree")(status))
+    status = await status_when(server, lambda status: status.launches == 2 and printed("tree")(status))
     assert status.exit_code == -signal.SIGKILL and status.pid != processes[0].pid
     assert not any(lives(process) for process in processes)
 
@@ -440,13 +440,13 @@ async def test_an_engine_lives_with_its_server(servers: Servers, tmp_path: Path)
     inner.sign.write_text("somebody else's server")
     os.kill(pid or pytest.fail("it does not run"), signal.SIGKILL)
     second = await observed(engine, lambda seen: seen.instance != first.instance)
-    await status_when(server, lambda status: status.launches == 2 and said("loads")(status))
+    await status_when(server, lambda status: status.launches == 2 and printed("loads")(status))
     third = await observed(engine, lambda seen: (seen.instance or "").endswith(".server"))
     assert second.tokenizer == "unknown" or server.status().launches == 2
     assert third.instance != first.instance
 
     await engine.close()
-    assert inner.told == ["open", "Flush 2.5", "close"]
+    assert inner.calls == ["open", "Flush 2.5", "close"]
     assert server.status().state == "ended"
     assert (await engine.observe()).tokenizer == "unknown"
 
@@ -464,7 +464,7 @@ async def test_an_engine_that_does_not_open_leaves_no_server(servers: Servers, t
 
 
 @pytest.mark.anyio
-async def test_how_a_start_goes_is_told_now_and_then(
+async def test_a_long_start_is_logged_now_and_then(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rolloutctl.launch")
@@ -479,7 +479,7 @@ async def test_how_a_start_goes_is_told_now_and_then(
 
     engine = LaunchedEngine(inner, server, clock=clock)
     await engine.open()
-    await status_when(server, said("loads"))
+    await status_when(server, printed("loads"))
     for skipped_s in (0.0, 9.9, 10.0, 12.0, 19.9, 20.0):  # noqa: B007 (the clock reads it)
         assert (await engine.observe()).tokenizer == "unknown"
     go.write_text("")
@@ -498,7 +498,7 @@ async def test_how_a_start_goes_is_told_now_and_then(
 
 
 @pytest.mark.anyio
-async def test_a_server_that_does_not_come_up_in_time_is_started_again(
+async def test_a_server_that_does_not_come_up_in_time_is_restarted(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = Attached(tmp_path / "sign")
@@ -519,9 +519,9 @@ async def test_a_server_that_does_not_come_up_in_time_is_started_again(
     status = server.status()
     assert (status.state, status.launches, status.exit_code) == ("running", 2, -signal.SIGTERM)
     server.restart(1)
-    told = [record.message for record in caplog.records]
-    assert told[0] == "tiny server is not up after 300 s: restarting it"
-    assert len([line for line in told if "not up" in line]) == 1
+    lines = [record.message for record in caplog.records]
+    assert lines[0] == "tiny server is not up after 300 s: restarting it"
+    assert len([line for line in lines if "not up" in line]) == 1
     await engine.close()
     assert server.status().launches == 2
 
@@ -533,7 +533,7 @@ async def test_no_two_launches_look_the_same(servers: Servers, tmp_path: Path) -
     for _ in range(3):
         engine = LaunchedEngine(Attached(tmp_path / "sign"), server)
         await engine.open()
-        await status_when(server, said("up"))
+        await status_when(server, printed("up"))
         seen |= {(await engine.observe()).instance, (await engine.observe()).instance}
         await engine.close()
         seen.add((await engine.observe()).instance)
@@ -541,7 +541,7 @@ async def test_no_two_launches_look_the_same(servers: Servers, tmp_path: Path) -
 
 
 @pytest.mark.anyio
-async def test_that_a_server_stays_down_is_told_once(
+async def test_that_a_server_stays_down_is_logged_once(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = servers("import sys; sys.exit('no such model')", restarts=RestartPolicy(most=0))

@@ -69,7 +69,7 @@ def process(actor: Any) -> tuple[int, str]:
 
 
 def incarnations(plane: ControlPlane) -> dict[str, str]:
-    return {one.agent: one.incarnation for one in plane.status().agents}
+    return {agent.agent: agent.incarnation for agent in plane.status().agents}
 
 
 def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
@@ -88,7 +88,9 @@ def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
         paused = plane.pause().wait()
         assert (sorted(paused.acted), paused.skipped) == (["0.0", "1.0"], ("0.1",))
         placement.stop()
-        assert {one.agent: one.state for one in plane.status().agents} == dict.fromkeys(("0.0", "0.1", "1.0"), "left")
+        assert {agent.agent: agent.state for agent in plane.status().agents} == dict.fromkeys(
+            ("0.0", "0.1", "1.0"), "left"
+        )
         with pytest.raises(AgentError, match="was stopped|can't be kept running"):
             placement.wait_ready()
 
@@ -111,7 +113,7 @@ def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_a
             placement.wait_ready()
             plane.wait_for_agents(2).wait()
             after = incarnations(plane)
-            assert {one for one in after if after[one] != before[one]} == {name}
+            assert {entry for entry in after if after[entry] != before[entry]} == {name}
         # Its engine died with it, and begins as the trainer wanted it: paused. What is asked next reaches it.
         resumed = plane.resume().wait()
         assert (resumed.acted, resumed.skipped) == (("0.0",), ("0.1",))
@@ -143,9 +145,9 @@ def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
         stopped = plane.stop_profile(3).wait()
         for report in (started, stopped):
             assert (report.acted, report.skipped) == (("0.0",), ("0.1",))
-        (outcome,) = (one.conclusion for one in stopped.outcomes if one.agent == "0.0")
+        (outcome,) = (entry.conclusion for entry in stopped.outcomes if entry.agent == "0.0")
         assert isinstance(outcome, Acted)
-        assert [one.path for one in outcome.traces] == ["global_step_3/replica_0/1-TP-0.trace.json.gz"]
+        assert [trace.path for trace in outcome.traces] == ["global_step_3/replica_0/1-TP-0.trace.json.gz"]
     called = [ray.get(server.__ray_call__.remote(lambda own: own.called)) for server in servers]
     assert called == [["start_profile", "stop_profile"], []]
 
