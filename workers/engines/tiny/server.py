@@ -103,6 +103,7 @@ class TinyServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
 
     def __init__(self, address: str, respond: Callable[[Request], Answer]) -> None:
         path = _path(address)
