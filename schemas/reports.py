@@ -113,10 +113,14 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         """What the agent is doing, in a few words; of one that is gone, what it was doing."""
         if self.state == "left":
             return "left"
-        last = self.status.condition(identity_of(self.agent).role) if self.status is not None else None
-        if self.state == "gone":
-            return "gone" if last is None else f"gone (was: {last})"
-        return last if last is not None else "no heartbeat yet"
+        identity = identity_of(self.agent)
+        if self.status is None:
+            return "gone" if self.state == "gone" else "no heartbeat yet"
+        condition = self.status.condition(identity.role)
+        if self.state != "gone":
+            return condition
+        was = f"a healthy follower, node rank {identity.node_rank}" if condition == "follower" else condition
+        return f"gone (was {was})"
 
     @property
     def in_trouble(self) -> bool:

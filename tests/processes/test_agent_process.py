@@ -74,7 +74,7 @@ def test_it_joins_answers_and_leaves(plane: ControlPlane, tmp_path: Path, ended_
         assert node.end(ended_by) == code
         assert plane.flush(timeout=10).wait().outcomes == ()  # it said that it leaves, so nobody waits for it
         assert lives(plane) == {"0.1": "left"}
-        assert "Traceback" not in node.said and "ending in good order" in node.said
+        assert "Traceback" not in node.said and "shutting down" in node.said
 
 
 def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:

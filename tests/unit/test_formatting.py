@@ -102,7 +102,7 @@ def test_a_fleet_shows_agents_in_trouble_first_and_groups_the_others() -> None:
     )
     assert str(fleet).splitlines() == [
         "run r, epoch 1, seq 7, weights v3, log run.db, 6 agents",
-        "  1.1: gone (was: follower) on vm",
+        "  1.1: gone (was a healthy follower, node rank 1) on vm",
         "  0.0 … 2.0: v3, generating",
         "  0.1: follower",
         "  actor.0: training, profiling step 4",
