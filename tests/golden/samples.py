@@ -12,125 +12,43 @@ from typing import get_args
 import msgspec
 from msgspec import Raw, Struct
 
-from controlplane.machine.events import (
-    AnswersReceived,
-    Closed,
-    Conclude,
-    CoordinatorSettings,
-    HelloReceived,
-    Issued,
-    JoinReceived,
-    Opened,
-    PeerAnswer,
-    PeerLost,
-    Ping,
-    Publish,
-    Refuse,
-    ResendRequested,
-    Send,
-    StatusReceived,
-    SyncRequested,
-    TimerFired,
-)
-from schemas.commands import (
-    Checkpoint,
-    EngineCommand,
-    EpochStart,
-    Manifest,
-    ProfileCommand,
-    ProfilePlan,
-    Target,
-    WeightSync,
-    Window,
-)
+from controlplane.machine import events as bus
+from schemas import commands, wire
+from schemas import events as agent
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
-from schemas.events import (
-    Abort,
-    Answer,
-    CheckSource,
-    CommandReceived,
-    Decision,
-    EngineObserved,
-    EngineReturned,
-    Fault,
-    Flush,
-    HeadSeen,
-    LeaseExpired,
-    Load,
-    Observation,
-    Pause,
-    Perform,
-    RequestResend,
-    RequestSnapshot,
-    Restart,
-    Resume,
-    Returned,
-    Sleep,
-    SnapshotReceived,
-    Started,
-    StartProfile,
-    StopProfile,
-    Tick,
-    Wake,
-)
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped, Trace
 from schemas.reports import AgentLine, AgentOutcome, AgentStatus, Clock, FleetStatus, Report, SyncReport
-from schemas.wire import (
-    MAGIC,
-    MAJOR,
-    MINOR,
-    Ack,
-    CommandOutcome,
-    CommandRecord,
-    DecisionBatch,
-    Envelope,
-    Goodbye,
-    Header,
-    Hello,
-    Join,
-    Rejoin,
-    Replay,
-    RequestRejected,
-    ResendRequest,
-    Snapshot,
-    StatusRequest,
-    Submit,
-    TimeReply,
-    TimeRequest,
-    Welcome,
-    encode,
-)
 
 FILE = Path(__file__).with_name("wire.json")
 
 PLACE = Identity(replica=1, node_rank=0, nnodes=2, gpus_per_node=8, mode=RolloutMode.HYBRID)
-PLAN = ProfilePlan(
+PLAN = commands.ProfilePlan(
     steps=frozenset({3, 1}),
     ranks=frozenset({0, 8}),
-    window=Window(2, 5),
+    window=commands.Window(2, 5),
     activities=frozenset({"cuda", "cpu"}),
     with_stack=True,
 )
-SOURCE = Checkpoint("run/step_5")
-MANIFEST = Manifest(tensors=3, nbytes=1024, layout="aa", content="bb")
+SOURCE = commands.Checkpoint("run/step_5")
+MANIFEST = commands.Manifest(tensors=3, nbytes=1024, layout="aa", content="bb")
 SESSION = ProfileSession(3, PLAN)
-PROFILE = ProfileCommand(action="start", step=3, plan=PLAN)
-SYNC = WeightSync(phase="commit", version=5, source=SOURCE, manifest=MANIFEST, quarantine=frozenset({2, 0}))
+PROFILE = commands.ProfileCommand(action="start", step=3, plan=PLAN)
+SYNC = commands.WeightSync(phase="commit", version=5, source=SOURCE, manifest=MANIFEST, quarantine=frozenset({2, 0}))
 TRACE = Trace("global_step_3/replica_1/a.json", 99, "cc")
-ENVELOPE = Envelope(
+ENVELOPE = wire.Envelope(
     run="run-1",
     issued_at_ns=1_700_000_000_000_000_000,
     ttl_ms=29_000,
-    body=Raw(encode(PROFILE)),
-    target=Target(replicas=frozenset({1, 0})),
+    body=Raw(wire.encode(PROFILE)),
+    target=commands.Target(replicas=frozenset({1, 0})),
 )
 DESIRED = Desired(
     generation="paused",
     pause_mode="keep",
     asleep=frozenset({"weights", "kv_cache"}),
     profile=SESSION,
-    committed=Committed(4, Checkpoint("run/step_4"), None),
+    committed=Committed(4, commands.Checkpoint("run/step_4"), None),
     sync=Syncing(5, SOURCE, MANIFEST, "wait", "load"),
     quarantined=3,
 )
@@ -138,7 +56,7 @@ CLOCK = Clock(at_ms=5_000, wall_ns=1_700_000_000_000_000_000, offset_ns=-250_000
 STATUS = AgentStatus(
     ready=True, tokenizer="present", engine="tiny 1", generating=True, version=4, digest="dd", queued=1
 )
-OBSERVATION = Observation(
+OBSERVATION = agent.Observation(
     engine="tiny 1",
     instance="one",
     tokenizer="present",
@@ -160,35 +78,39 @@ REPORT = Report(
 )
 
 SAMPLES: tuple[Struct, ...] = (
-    Header(MAGIC, MAJOR, MINOR, 3, 2, 70_000),
+    wire.Header(wire.MAGIC, wire.MAJOR, wire.MINOR, 3, 2, 70_000),
     ENVELOPE,
     # commands
     PROFILE,
     SYNC,
-    EngineCommand(operation="sleep", tags=frozenset({"weights", "kv_cache"})),
-    EpochStart(previous_epoch=2, logic=1),
+    commands.EngineCommand(operation="sleep", tags=frozenset({"weights", "kv_cache"})),
+    commands.EpochStart(previous_epoch=2, logic=1),
     # agent to bus
-    Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
-    Join(),
+    wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
+    wire.Join(),
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
-    TimeRequest(sent_ns=5_000_000_000),
-    CommandOutcome(outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10),
-    CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6),
-    CommandOutcome(outcome=Failed(ErrorKind.ENGINE_ERROR, "what was seen"), rule=10),
-    ResendRequest(first=8, credit=64),
-    DecisionBatch(journal="j", first=12, decisions=(Decision(Raw(encode(Tick(at_ms=1))), Raw(encode(()))),)),
-    Goodbye(),
+    wire.TimeRequest(sent_ns=5_000_000_000),
+    wire.CommandOutcome(
+        outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10
+    ),
+    wire.CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6),
+    wire.CommandOutcome(outcome=Failed(ErrorKind.ENGINE_ERROR, "what was seen"), rule=10),
+    wire.ResendRequest(first=8, credit=64),
+    wire.DecisionBatch(
+        journal="j", first=12, decisions=(agent.Decision(Raw(wire.encode(agent.Tick(at_ms=1))), Raw(wire.encode(()))),)
+    ),
+    wire.Goodbye(),
     # bus to agent
-    Welcome(run="run-1", publish_port=5556, heartbeat_ms=2000, lease_ms=60_000, recorded_decisions=11),
-    Snapshot(desired=DESIRED),
-    Replay(records=(CommandRecord(origin=2, seq=7, envelope=ENVELOPE),)),
-    Ack(journal="j", through=12),
-    Rejoin(reason="say hello", give_up=True),
-    TimeReply(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
+    wire.Welcome(run="run-1", publish_port=5556, heartbeat_ms=2000, lease_ms=60_000, recorded_decisions=11),
+    wire.Snapshot(desired=DESIRED),
+    wire.Replay(records=(wire.CommandRecord(origin=2, seq=7, envelope=ENVELOPE),)),
+    wire.Ack(journal="j", through=12),
+    wire.Rejoin(reason="say hello", give_up=True),
+    wire.TimeReply(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
     # operators
-    StatusRequest(),
-    Submit(command=PROFILE, target=Target(), timeout_ms=30_000),
+    wire.StatusRequest(),
+    wire.Submit(command=PROFILE, target=commands.Target(), timeout_ms=30_000),
     FleetStatus(
         run="run-1",
         epoch=2,
@@ -210,38 +132,40 @@ SAMPLES: tuple[Struct, ...] = (
         open=("pause (seq 7) waits for 1.0",),
     ),
     REPORT,
-    RequestRejected(reason="not by hand"),
+    wire.RequestRejected(reason="not by hand"),
     # events of an agent's machine
-    Started(at_ms=1, identity=PLACE, incarnation="i"),
-    CommandReceived(at_ms=2, epoch=3, origin=2, seq=7, ttl_ms=900, command=PROFILE, target=Target()),
-    HeadSeen(at_ms=3, epoch=3, seq=9),
-    SnapshotReceived(at_ms=4, epoch=3, seq=9, desired=DESIRED),
-    EngineObserved(at_ms=5, observation=OBSERVATION),
-    EngineReturned(at_ms=6, call_id=1, result=Returned(digest="dd", traces=(TRACE,)), observation=OBSERVATION),
-    EngineReturned(at_ms=6, call_id=2, result=Fault("engine_error", "no")),
-    LeaseExpired(at_ms=7),
-    Tick(at_ms=8),
+    agent.Started(at_ms=1, identity=PLACE, incarnation="i"),
+    agent.CommandReceived(at_ms=2, epoch=3, origin=2, seq=7, ttl_ms=900, command=PROFILE, target=commands.Target()),
+    agent.HeadSeen(at_ms=3, epoch=3, seq=9),
+    agent.SnapshotReceived(at_ms=4, epoch=3, seq=9, desired=DESIRED),
+    agent.EngineObserved(at_ms=5, observation=OBSERVATION),
+    agent.EngineReturned(
+        at_ms=6, call_id=1, result=agent.Returned(digest="dd", traces=(TRACE,)), observation=OBSERVATION
+    ),
+    agent.EngineReturned(at_ms=6, call_id=2, result=agent.Fault("engine_error", "no")),
+    agent.LeaseExpired(at_ms=7),
+    agent.Tick(at_ms=8),
     # its effects
-    Perform(call_id=1, call=CheckSource(SOURCE, MANIFEST, 5)),
-    Perform(call_id=2, call=Pause("wait")),
-    Perform(call_id=3, call=Resume()),
-    Perform(call_id=4, call=Sleep(frozenset({"weights"}))),
-    Perform(call_id=5, call=Wake(frozenset({"kv_cache", "weights"}))),
-    Perform(call_id=6, call=Load(5, SOURCE, MANIFEST)),
-    Perform(call_id=7, call=Flush()),
-    Perform(call_id=8, call=Abort()),
-    Perform(call_id=9, call=StartProfile(SESSION, "global_step_3/replica_1")),
-    Perform(call_id=10, call=StopProfile(SESSION, "global_step_3/replica_1")),
-    Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
-    RequestResend(8),
-    RequestSnapshot(),
-    Restart(),
+    agent.Perform(call_id=1, call=agent.CheckSource(SOURCE, MANIFEST, 5)),
+    agent.Perform(call_id=2, call=agent.Pause("wait")),
+    agent.Perform(call_id=3, call=agent.Resume()),
+    agent.Perform(call_id=4, call=agent.Sleep(frozenset({"weights"}))),
+    agent.Perform(call_id=5, call=agent.Wake(frozenset({"kv_cache", "weights"}))),
+    agent.Perform(call_id=6, call=agent.Load(5, SOURCE, MANIFEST)),
+    agent.Perform(call_id=7, call=agent.Flush()),
+    agent.Perform(call_id=8, call=agent.Abort()),
+    agent.Perform(call_id=9, call=agent.StartProfile(SESSION, "global_step_3/replica_1")),
+    agent.Perform(call_id=10, call=agent.StopProfile(SESSION, "global_step_3/replica_1")),
+    agent.Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
+    agent.RequestResend(8),
+    agent.RequestSnapshot(),
+    agent.Restart(),
     # events of the coordinator
-    Opened(
+    bus.Opened(
         at_us=1,
         at_ns=2,
         run="run-1",
-        settings=CoordinatorSettings(
+        settings=bus.CoordinatorSettings(
             heartbeat_ms=2000,
             agent_timeout_ms=10_000,
             lease_ms=60_000,
@@ -251,8 +175,8 @@ SAMPLES: tuple[Struct, ...] = (
         ),
         logic=1,
     ),
-    Issued(at_us=2, at_ns=3, ticket=1, command=PROFILE, target=Target(), timeout_ms=30_000),
-    SyncRequested(
+    bus.Issued(at_us=2, at_ns=3, ticket=1, command=PROFILE, target=commands.Target(), timeout_ms=30_000),
+    bus.SyncRequested(
         at_us=3,
         at_ns=4,
         ticket=2,
@@ -261,34 +185,34 @@ SAMPLES: tuple[Struct, ...] = (
         manifest=MANIFEST,
         in_flight="keep",
         quorum=2,
-        target=Target(replicas=frozenset({1, 0})),
+        target=commands.Target(replicas=frozenset({1, 0})),
         timeout_ms=600_000,
     ),
-    HelloReceived(
+    bus.HelloReceived(
         at_us=4,
         peer="1.0/i",
-        hello=Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
+        hello=wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
         recorded_decisions=11,
     ),
-    JoinReceived(at_us=5, peer="1.0/i"),
-    StatusReceived(at_us=6, peer="1.0/i", seq=7, status=STATUS),
-    AnswersReceived(
-        at_us=7, answers=(PeerAnswer(peer="1.0/i", origin=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),)
+    bus.JoinReceived(at_us=5, peer="1.0/i"),
+    bus.StatusReceived(at_us=6, peer="1.0/i", seq=7, status=STATUS),
+    bus.AnswersReceived(
+        at_us=7, answers=(bus.PeerAnswer(peer="1.0/i", origin=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),)
     ),
-    ResendRequested(at_us=8, peer="1.0/i", first=3, credit=64),
-    PeerLost(at_us=9, peer="1.0/i", reason="silent"),
-    TimerFired(at_us=10),
-    Closed(at_us=11, at_ns=12),
+    bus.ResendRequested(at_us=8, peer="1.0/i", first=3, credit=64),
+    bus.PeerLost(at_us=9, peer="1.0/i", reason="silent"),
+    bus.TimerFired(at_us=10),
+    bus.Closed(at_us=11, at_ns=12),
     # its effects
-    Publish(epoch=2, seq=7, envelope=ENVELOPE),
-    Send(peer="1.0/i", epoch=2, seq=7, message=Ack(journal="j", through=12)),
-    Ping(peer="1.0/i"),
-    Conclude(ticket=1, report=REPORT),
-    Conclude(
+    bus.Publish(epoch=2, seq=7, envelope=ENVELOPE),
+    bus.Send(peer="1.0/i", epoch=2, seq=7, message=wire.Ack(journal="j", through=12)),
+    bus.Ping(peer="1.0/i"),
+    bus.Conclude(ticket=1, report=REPORT),
+    bus.Conclude(
         ticket=2,
         report=SyncReport(version=5, status="committed", loaded=(1,), quarantined=(0,), phases=(REPORT,)),
     ),
-    Refuse(ticket=3, kind="sync_in_progress", reason="one at a time"),
+    bus.Refuse(ticket=3, kind="sync_in_progress", reason="one at a time"),
 )
 
 
@@ -311,7 +235,7 @@ def main() -> None:
     """Write wire.json: the bytes of each sample, and the same for people to read."""
     vectors = {}
     for name, sample in named().items():
-        encoded = encode(sample)
+        encoded = wire.encode(sample)
         vectors[name] = {"value": msgspec.to_builtins(msgspec.msgpack.decode(encoded)), "hex": encoded.hex()}
     FILE.write_text(json.dumps(vectors, indent=1) + "\n")
 
