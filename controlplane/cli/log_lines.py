@@ -7,6 +7,7 @@ from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from schemas import events
 from schemas.formatting import count_outcomes, describe, format_outcome
+from schemas.identity import agent_of
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
 
@@ -37,9 +38,9 @@ def _bus_event(event: bus_events.CoordinatorEvent) -> str:
         case bus_events.Closed():
             return "bus closes"
         case bus_events.AnswersReceived(answers=answers):
-            return "; ".join(f"{_agent(a.peer)} {format_outcome(a.outcome)} (seq {a.seq})" for a in answers)
+            return "; ".join(f"{agent_of(a.peer)} {format_outcome(a.outcome)} (seq {a.seq})" for a in answers)
         case _:
-            return f"{_agent(event.peer)} {_peer_event(event)}"
+            return f"{agent_of(event.peer)} {_peer_event(event)}"
 
 
 def _peer_event(
@@ -79,15 +80,11 @@ def _bus_effects(effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[
             case bus_events.Refuse():
                 yield f"refused: {effect.reason}"
             case bus_events.Send():
-                yield f"send {effect.message.__struct_config__.tag} to {_agent(effect.peer)}"
+                yield f"send {effect.message.__struct_config__.tag} to {agent_of(effect.peer)}"
             case bus_events.Ping():
-                yield f"ping {_agent(effect.peer)}"
+                yield f"ping {agent_of(effect.peer)}"
             case _:
                 assert_never(effect)
-
-
-def _agent(peer: str) -> str:
-    return peer.partition("/")[0]
 
 
 # --- an agent ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from controlplane.report.histogram import UNKNOWN, ReplicaColumns, StateHistory
 from schemas.commands import Target, WeightSync
 from schemas.events import Observation
 from schemas.formatting import agent_order
-from schemas.identity import ROLLOUT, Identity
+from schemas.identity import ROLLOUT, Identity, agent_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing
 from schemas.reports import AgentLine, AgentStatus
 from schemas.wire import Welcome
@@ -288,7 +288,7 @@ class FleetHistory:
 
     def _agent(self, peer: str) -> _Tracked | None:
         """The agent behind a connection, unless a newer connection replaced it."""
-        agent = self._agents.get(peer.partition("/")[0])
+        agent = self._agents.get(agent_of(peer))
         return agent if agent is not None and agent.peer == peer else None
 
     def _leave(self, agent: _Tracked, membership: str, *, lost: bool) -> None:

@@ -20,7 +20,7 @@ from controlplane.timeline.tracks import SHORTEST_NS, OpenSlice, ProcessTracks, 
 from schemas import events
 from schemas.commands import ProfileCommand, WeightSync
 from schemas.formatting import describe, kind_and_reason
-from schemas.identity import ROLLOUT
+from schemas.identity import ROLLOUT, agent_of
 from schemas.outcomes import Acted, Conclusion, Failed
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
@@ -101,12 +101,12 @@ class BusTracks:
                 text = f"hello from {event.hello.identity.agent} on {event.hello.host}"
                 yield self._process.instant("fleet", text, at_ns)
             case bus_events.JoinReceived():
-                yield self._process.instant("fleet", f"{_agent(event.peer)} joins", at_ns)
+                yield self._process.instant("fleet", f"{agent_of(event.peer)} joins", at_ns)
             case bus_events.PeerLost():
-                yield self._process.instant("fleet", f"{_agent(event.peer)} is lost: {event.reason}", at_ns)
+                yield self._process.instant("fleet", f"{agent_of(event.peer)} is lost: {event.reason}", at_ns)
             case bus_events.AnswersReceived():
                 for answer in event.answers:
-                    text = f"{_agent(answer.peer)} {_short(answer.outcome)} (seq {answer.seq})"
+                    text = f"{agent_of(answer.peer)} {_short(answer.outcome)} (seq {answer.seq})"
                     args = {"kind": "outcome", "seq": answer.seq, **_outcome_args(answer.outcome)}
                     yield self._process.instant("outcomes", text, at_ns, args)
 
@@ -354,10 +354,6 @@ class FleetTracks:
         if place is None or place.role != ROLLOUT or place.node_rank > 0:
             return ""
         return f"replica {place.replica} weight version"
-
-
-def _agent(peer: str) -> str:
-    return peer.partition("/")[0]
 
 
 def _short(outcome: Conclusion) -> str:

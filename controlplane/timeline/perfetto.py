@@ -25,7 +25,7 @@ from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.torch_traces import FoundTrace, JsonEvent, Numbers, TorchTrace, find_trace, is_torch_trace
 from controlplane.timeline.tracks import ProcessTracks, TraceEvent
 from schemas.errors import ConfigError, LogError
-from schemas.identity import ROLLOUT
+from schemas.identity import ROLLOUT, agent_of
 
 WRITE_BYTES: Final = 1 << 20
 COMPRESSION: Final = 3
@@ -204,7 +204,7 @@ class TimelineDraft:
         numbers = Numbers()
         for file in files:
             say(f"reading {file.path}")
-            name = file.reported.peer.partition("/")[0]
+            name = agent_of(file.reported.peer)
             wall = self.survey.clock(file.reported.peer).wall(self._begin_ns(file))
             shift_ns = file.base_ns + wall.offset_ns - self._zero_ns
             trace = TorchTrace(file, self._owner(name, file), shift_ns, self._position[name] * SORTS + 1, numbers)

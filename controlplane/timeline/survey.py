@@ -18,7 +18,7 @@ from controlplane.timeline.alignment import MS, AgentClock
 from schemas.commands import ProfileCommand
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
-from schemas.identity import Identity
+from schemas.identity import Identity, agent_of
 from schemas.outcomes import Acted, Outcome, Trace
 from schemas.wire import decode_command
 
@@ -142,7 +142,7 @@ class LogSurvey:
 
     def clock(self, peer: str) -> AgentClock:
         """The clocks of one incarnation; a new one knows nothing yet."""
-        self.agents.add(peer.partition("/")[0])
+        self.agents.add(agent_of(peer))
         return self.clocks.setdefault(peer, AgentClock(peer))
 
     def moment_ns(self, peer: str, at_ms: int) -> int:
@@ -200,7 +200,7 @@ class LogSurvey:
 
     def _note_traces(self, peer: str, seq: int, outcome: Outcome, at_ns: int) -> None:
         for trace in outcome.traces if isinstance(outcome, Acted) else ():
-            key = peer.partition("/")[0], trace.sha256
+            key = agent_of(peer), trace.sha256
             known = self.traces.get(key)
             if known is None:
                 _, step = self._published.get(seq, (0, None))

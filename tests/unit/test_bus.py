@@ -33,7 +33,6 @@ from schemas.errors import (
     BusUnreachable,
     CommandError,
     IdentityTaken,
-    LogLocked,
 )
 from schemas.events import Resume
 from schemas.identity import Identity
@@ -303,12 +302,6 @@ async def test_a_second_bus_on_one_port_is_refused(tmp_path: Path, context: Cont
         with pytest.raises(AddressInUse, match=bus.address.rpartition(":")[2]):
             await second.__aenter__()
         assert (await bus.publish(PAUSE, ALL, 1000)).outcomes == ()
-
-
-async def test_a_second_bus_on_one_log_is_refused(tmp_path: Path, context: Context) -> None:
-    async with opened(tmp_path, context):
-        with pytest.raises(LogLocked):
-            RunLog.open(tmp_path / "run.db")
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:5555", "http://127.0.0.1:1", "127.0.0.1:5555", ""])
