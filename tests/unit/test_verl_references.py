@@ -1,8 +1,6 @@
 """References in verl's configuration, which OmegaConf resolves, and in our own YAML, which knows one kind."""
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from omegaconf import OmegaConf
 from schemas.profiler.config import ProfilerConfig, read_verl_config
 from schemas.profiler.readers import yaml_text
 from schemas.profiler.verl_format import overlaid
+from tests.running import python
 from tests.unit.verl_trees import error_of, nested, rollout
 
 STEPS = "global_profiler.steps"
@@ -99,7 +98,7 @@ from schemas.profiler.config import ProfilerConfig
 print(ProfilerConfig.from_yaml("steps: [3]").steps)
 ProfilerConfig.from_verl({})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = python("-c", code)
     assert done.stdout == "(3,)\n"
     assert done.stderr.endswith(
         "ConfigError: verl's configuration is read with OmegaConf, which is not installed: "
