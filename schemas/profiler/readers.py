@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import yaml
 
@@ -28,22 +28,20 @@ class ConfigWarning(UserWarning):
     """A setting does not have the effect that it seems to have."""
 
 
-class VerlReading(NamedTuple):
-    """Settings from verl's configuration, and warnings about keys without the expected effect, a sentence each."""
+def read_verl(
+    source: object, *, ranks: RankUnit = "global", layout: Layout = "step"
+) -> tuple[ProfilerSettings, list[str]]:
+    """Read verl's configuration; return the settings, and warnings about keys without the expected effect.
 
-    settings: ProfilerSettings
-    warnings: list[str]
-
-
-def read_verl(source: object, *, ranks: RankUnit = "global", layout: Layout = "step") -> VerlReading:
-    """Read verl's configuration. `ProfilerConfig.from_verl` explains the arguments. Raises ConfigError."""
+    `ProfilerConfig.from_verl` explains the arguments. Raises ConfigError.
+    """
     if ranks not in ("global", "replica"):
         raise ConfigError(f"ranks is {ranks!r}: allowed are global and replica")
     if layout not in ("step", "verl_step", "verl"):
         raise ConfigError(f"layout is {layout!r}: allowed are step, verl_step and verl")
     tree = _load(source)
     reading = verl_format.parse(tree, _resolver(source, tree), ranks=ranks, layout=layout)
-    return VerlReading(reading.settings, verl_warnings.warnings(reading))
+    return reading.settings, verl_warnings.warnings(reading)
 
 
 def read_yaml(source: object) -> ProfilerSettings:
@@ -173,10 +171,12 @@ def _resolver(source: object, tree: dict[str, object]) -> Callable[[str], object
             "verl's configuration is read with OmegaConf, which is not installed: pip install 'rolloutctl[verl]'"
         ) from None
 
+    nodes: list[Any] = [source] if OmegaConf.is_config(source) else []
+    if isinstance(source, Mapping) and not nodes:
+        nodes = [section for section in source.values() if OmegaConf.is_config(section)]
     whole = tree
-    for section in source.values() if isinstance(source, Mapping) and not OmegaConf.is_config(source) else ():
-        if OmegaConf.is_config(section):
-            whole = overlaid(_mapping(section._get_root()), whole)
+    for root in {id(root): root for node in nodes if (root := node._get_root()) is not source}.values():
+        whole = overlaid(_mapping(root), whole)
     try:
         config = OmegaConf.create(whole, flags={"allow_objects": True})
     except OmegaConfBaseException as error:

@@ -57,11 +57,20 @@ from schemas.profiler.verl_keys import (
 
 
 class VerlSection(NamedTuple):
-    """One profiler section: where it is, its resolved content, the same with types, and the plan made of it."""
+    """One profiler section.
+
+    Attributes:
+        path: Where it is.
+        content: Its content, with its references resolved.
+        profiler: The same with types, and with what it inherits.
+        window: The window of forward steps that it asks for.
+        plan: What is profiled.
+    """
 
     path: str
     content: Mapping[str, object]
     profiler: VerlProfiler
+    window: Window | None
     plan: ProfilePlan
 
 
@@ -113,8 +122,11 @@ def parse(
     def section(path: str) -> VerlSection:
         content = _content(resolve, path)
         profiler = convert(overlaid(for_engine if path == ROLLOUT else for_rank, content), VerlProfiler, path)
-        plan = _rollout_plan(profiler, ranks) if path == ROLLOUT else _rank_plan(profiler, path)
-        return VerlSection(path, content, profiler, replace(plan, layout=layout))
+        tool = windowed(profiler)
+        window = _window(tool, tool_path(profiler, path)) if tool is not None else None
+        plan = replace(_plan(profiler, path), layout=layout)
+        plan = _for_rollouts(plan, profiler, ranks, window) if path == ROLLOUT else _for_rank(plan, profiler)
+        return VerlSection(path, content, profiler, window, plan)
 
     roles = tuple(section(path) for path in ROLES if at(tree, path) is not None)
     rollout = section(ROLLOUT)
@@ -213,17 +225,15 @@ def _inherited_by_engine(top: Mapping[str, object], actor: Mapping[str, object])
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _rollout_plan(profiler: VerlProfiler, unit: RankUnit) -> ProfilePlan:
-    plan = _plan(profiler, ROLLOUT)
-    tool = windowed(profiler)
+def _for_rollouts(plan: ProfilePlan, profiler: VerlProfiler, unit: RankUnit, window: Window | None) -> ProfilePlan:
     if not profiler.all_ranks and (unit == "replica" or not profiler.ranks):
         # Without ranks, replica 0 is profiled, which has rank 0, with the traces of all of its ranks.
         plan = replace(plan, ranks=None, replicas=plan.ranks)
-    return replace(plan, window=window(tool, tool_path(profiler, ROLLOUT)) if tool is not None else None)
+    return replace(plan, window=window)
 
 
-def _rank_plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
-    plan = replace(_plan(profiler, path), by_stage=False, merge=False)
+def _for_rank(plan: ProfilePlan, profiler: VerlProfiler) -> ProfilePlan:
+    plan = replace(plan, by_stage=False, merge=False)
     if profiler.tool == "precision_debugger":
         return replace(plan, ranks=None)  # msprobe picks the ranks, from its own file
     if profiler.tool != "torch":
@@ -345,7 +355,7 @@ def _options(profiler: VerlProfiler, path: str) -> ToolOptions | None:
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 
-def window(keys: VerlWindow, path: str) -> Window | None:
+def _window(keys: VerlWindow, path: str) -> Window | None:
     """Return the forward steps to record, from whichever generation of keys is set; None for the whole session.
 
     Raises:

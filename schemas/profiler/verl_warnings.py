@@ -12,8 +12,6 @@ from schemas.profiler.verl_format import (
     merge,
     tool_path,
     values_of,
-    window,
-    windowed,
 )
 from schemas.profiler.verl_keys import (
     ACTOR,
@@ -35,7 +33,7 @@ def warnings(file: VerlFile) -> list[str]:
     """Return a sentence for each thing in a configuration that does not have the expected effect."""
     found = [*_misplaced(file.tree), *_unknown(file), *_who(file), *_who_differs(file)]
     for section in file.enabled:
-        found += _of_rollouts(section, file) if section.path == ROLLOUT else _of_rank(section)
+        found += _of_rollouts(section) if section.path == ROLLOUT else _of_rank(section)
     found += [*_one_for_all(file, "save_path"), *_one_for_all(file, "finish_hook_cmd")]
     if file.tree and not found and not file.tree.keys() & set(SECTIONS):
         found.append(
@@ -123,7 +121,7 @@ def _replica_ranks(tree: Mapping[str, object]) -> bool:
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
-def _of_rollouts(section: VerlSection, file: VerlFile) -> Iterator[str]:
+def _of_rollouts(section: VerlSection) -> Iterator[str]:
     plan, path = section.plan, tool_path(section.profiler, section.path)
     if plan.tool == "torch" and section.profiler.tool_config.torch.schedule.active:
         yield (
@@ -144,8 +142,7 @@ def _of_rollouts(section: VerlSection, file: VerlFile) -> Iterator[str]:
 
 def _of_rank(section: VerlSection) -> Iterator[str]:
     profiler, plan, path = section.profiler, section.plan, tool_path(section.profiler, section.path)
-    tool = windowed(profiler)
-    if tool is not None and window(tool, path) is not None:
+    if section.window is not None:
         yield (
             f"{path} has a window, which has no effect: it counts forward steps of an engine; write it in "
             f"{ROLLOUT}.tool_config.{plan.tool}, and for mini-batches of a training rank write a schedule"

@@ -449,6 +449,14 @@ def test_two_generations_of_keys_may_not_contradict_each_other(keys: dict[str, o
     assert error_of(rollout(keys)) == f"{TORCH} contradicts itself: {text}"
 
 
+def test_an_impossible_window_is_an_error_in_a_section_that_is_switched_off_too() -> None:
+    torch = {"step_start": 4, "step_end": 4}
+    section = {"enable": False, "tool": "torch", "tool_config": {"torch": torch}}
+    assert error_of({"critic": {"profiler": section}}).startswith(
+        "critic.profiler.tool_config.torch.step_end is 4 and step_start is 4"
+    )
+
+
 def test_an_npu_s_window_is_read_from_its_own_section() -> None:
     tools = {"npu": {"profile_token_start": 1, "profile_token_end": 3}, "torch": {"step_start": 7, "step_end": 3}}
     assert plan(tool="npu", tool_config=tools).window == Window(1, 3)

@@ -84,6 +84,12 @@ def test_resolvers_that_a_trainer_registered_are_used() -> None:
         OmegaConf.clear_resolver("its_own")
 
 
+def test_a_part_of_an_omegaconf_configuration_may_refer_to_the_rest_of_it() -> None:
+    whole = OmegaConf.create({"name": "a", "trainer": rollout({"discrete": True})})
+    whole.trainer.global_profiler.save_path = "/d/${name}"
+    assert ProfilerConfig.from_verl(whole.trainer).save_path == "/d/a"
+
+
 def test_the_upper_tree_counts_and_null_leaves_the_section_below_it() -> None:
     below = {"a": {"x": 1, "y": 2}, "b": {"z": 3}, "c": 4, "d": 5}
     above = {"a": {"x": 9, "w": 8}, "b": None, "c": None, "d": "???", "e": 7}
