@@ -52,7 +52,7 @@ FLUSH = EngineCommand(operation="flush")
 
 
 def joined(node_rank: int) -> tuple[machine.AgentState, list[Event]]:
-    """An agent that is up and has its snapshot, and the events that led there."""
+    """Return an agent that is up and has its snapshot, and the events that led there."""
     events: list[Event] = [
         Started(at_ms=0, identity=Identity(replica=0, node_rank=node_rank, nnodes=2), incarnation="bench"),
         EngineObserved(
@@ -68,7 +68,7 @@ def joined(node_rank: int) -> tuple[machine.AgentState, list[Event]]:
 
 
 def agent(node_rank: int, decisions: int) -> tuple[float, list[Event]]:
-    """Decisions a second of one agent, and the events it saw."""
+    """Return the decisions a second of one agent, and its events."""
     state, seen = joined(node_rank)
     commands = [
         CommandReceived(at_ms=seq, epoch=1, origin=1, seq=seq, ttl_ms=1000, command=FLUSH)
@@ -91,7 +91,7 @@ def agent(node_rank: int, decisions: int) -> tuple[float, list[Event]]:
 
 
 def bus(decisions: int) -> tuple[float, list[CoordinatorEvent]]:
-    """Answers a second that the coordinator takes in, 16 in a batch, and the events it saw."""
+    """Return the answers a second that the coordinator takes in batches of 16, and its events."""
     settings = CoordinatorSettings(
         heartbeat_ms=2000, agent_timeout_ms=10_000, lease_ms=60_000, history=1024, retransmit_ms=1000
     )
@@ -127,7 +127,7 @@ def bus(decisions: int) -> tuple[float, list[CoordinatorEvent]]:
 
 
 def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tuple[float, int]:
-    """Records a second of a replay, from the file to the comparison, and how many there were."""
+    """Return the records a second of a replay, from the file to the comparison, and their number."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.db"
         with RunLog.open(path, "bench") as log:
@@ -137,9 +137,9 @@ def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tupl
                 log.append(event, effects, 1)
             for number, seen in enumerate(agents):
                 state, decisions = machine.AgentState(), []
-                for one in seen:
-                    state, decided = machine.decide(state, one)
-                    decisions.append(Decision(Raw(encode(one)), Raw(encode(decided))))
+                for agent_event in seen:
+                    state, decided = machine.decide(state, agent_event)
+                    decisions.append(Decision(Raw(encode(agent_event)), Raw(encode(decided))))
                 log.append_batch(f"0.{number}", DecisionBatch(journal="j", first=1, decisions=tuple(decisions)), 1)
         start = time.perf_counter()
         replayed = replay_log(RunLog.read(path))

@@ -141,7 +141,7 @@ class Agent:
         await self._resources.aclose()
 
     async def run(self) -> None:
-        """Serve until cancelled. Then the call under way is awaited, and the bus is told that this agent leaves.
+        """Serve until cancelled. Then the call in flight is awaited, and the bus learns that this agent leaves.
 
         Raises:
             IdentityTaken: A live agent holds the place.

@@ -1,8 +1,8 @@
-"""A cluster driven by hypothesis: it chooses what is asked, what is lost, who dies and when, and shrinks what breaks.
+"""A cluster driven by hypothesis, which chooses the commands and the faults, and shrinks what breaks.
 
-The world of the simulation, with its virtual clock and its checks after every step, without weather of its own. No
+The world of the simulation, with its virtual clock and its checks after every step, without its own weather. No
 sockets, no sleep. What is checked after each step: P1 order, P2 no hole, P3 one answer, P5 one effect, P6 fencing and
-I1; at the end of each example, that everything comes right once nothing breaks any more, and that all of it replays.
+I1; at the end of each example, that the fleet converges once the faults end, and that all of it replays.
 """
 
 import pytest
@@ -38,7 +38,7 @@ NUMBERS = st.integers(0, 5)
 
 
 class Cluster(RuleBasedStateMachine):
-    """What may be done to a fleet, and what may happen to it."""
+    """Everything that may be done to a fleet, or happen to it."""
 
     @initialize(seed=st.integers(0, 1000))
     def begin(self, seed: int) -> None:
@@ -62,10 +62,10 @@ class Cluster(RuleBasedStateMachine):
         self.world.run(self.world.now + moment)
 
     @precondition(lambda self: self.bus is not None)
-    @rule(command=COMMANDS, whom=TARGETS, timeout_ms=st.sampled_from((300, 2000)))
-    def trainer_asks(self, command: EngineCommand | ProfileCommand, whom: Target, timeout_ms: int) -> None:
+    @rule(command=COMMANDS, receivers=TARGETS, timeout_ms=st.sampled_from((300, 2000)))
+    def trainer_asks(self, command: EngineCommand | ProfileCommand, receivers: Target, timeout_ms: int) -> None:
         assert self.bus is not None
-        self.world.trainer.issue(self.bus, command, whom, timeout_ms)
+        self.world.trainer.issue(self.bus, command, receivers, timeout_ms)
 
     @precondition(lambda self: self.bus is not None)
     @rule(quorum=st.sampled_from((None, 1)), timeout_ms=st.sampled_from((1000, 5000)))
@@ -94,7 +94,7 @@ class Cluster(RuleBasedStateMachine):
             (process.leave if leaves else process.die)()
 
     @rule(number=NUMBERS)
-    def engine_is_launched_anew(self, number: int) -> None:
+    def engine_is_relaunched(self, number: int) -> None:
         self.slot(number).relaunch()
 
     @rule(number=NUMBERS, fails=st.sampled_from((0.0, 1.0)))

@@ -1,8 +1,8 @@
-"""A controller as today's trainers have it: a chain of blocking calls to every engine of every node.
+"""A controller as trainers have it today: a chain of blocking calls to every engine of every node.
 
-No seq, no epochs, no journal, no read-back, no quarantine. An error ends the step; what was paused is resumed in a
-`finally`; a lost reply is asked again; a health check that answers is an engine that is well. It is here for contrast:
-each scenario of the corpus breaks the invariant that it is about.
+No seq, no epochs, no journal, no observation, no quarantine. An error ends the step; what was paused is resumed in a
+`finally`; a call whose reply is lost is repeated; an engine that answers its health check counts as healthy. It is here
+for contrast: each scenario of the corpus breaks the invariant that it is about.
 """
 
 import random
@@ -14,13 +14,21 @@ from schemas.events import Call, Fault, Flush, Load, Pause, Resume, Sleep, Start
 from tests.scenarios.stage import FOREVER_MS, Scenario, StageEngine, Step, torn, version_of
 from tests.simulation.engine import Temper
 
+CALLS: dict[str, Call] = {
+    "pauses": Pause("abort"),
+    "resumes": Resume(),
+    "flushes": Flush(),
+    "sleeps": Sleep(ALL_TAGS),
+    "wakes": Wake(ALL_TAGS),
+}
+
 
 class Hung(Exception):
-    """A call that does not come back: nothing after it is ever done."""
+    """A call that never returns."""
 
 
 class NaiveTrainer:
-    """broke: the invariants that were broken, with what was seen."""
+    """broke: the invariants that were broken, with what was observed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.broke: dict[str, str] = {}
@@ -31,18 +39,18 @@ class NaiveTrainer:
         self._repeats = self._hung = self._gone = False
         self._calls = 0
         self._synced = 0  # counted in a process that may die
-        self._published = 0  # what the rest of the system was told
+        self._published = 0  # what the rest of the system believes
         for replica in range(scenario.replicas):
             engine = self._engine(replica)
             self._engines.append(engine)
             self._nodes += [engine, *[None] * (scenario.nodes - 1)]
-        late = {int(one.words[1]) for one in scenario.steps if one.text.endswith(" starts")}
+        late = {int(step.words[1]) for step in scenario.steps if step.text.endswith(" starts")}
         for replica in late:
             self._engines[replica].ready = False
             self._started.discard(replica)
 
     def run(self) -> dict[str, str]:
-        """Live through the scenario; returns what broke."""
+        """Play the scenario. Returns what broke."""
         for step in self._scenario.steps:
             if step.words[0] != "expect":
                 self._step(step)
@@ -50,7 +58,7 @@ class NaiveTrainer:
         self._look_at_the_end()
         return self.broke
 
-    # --- what it does -------------------------------------------------------------------------------------------------
+    # --- its actions --------------------------------------------------------------------------------------------------
 
     def _step(self, step: Step) -> None:
         match step.words:
@@ -86,16 +94,10 @@ class NaiveTrainer:
                     self._each_node(StartProfile(ProfileSession(int(number), ProfilePlan()), "d"))
                 case ["stops", "profile", number]:
                     self._each_node(StopProfile(ProfileSession(int(number), ProfilePlan()), "d"))
-                case ["pauses"]:
-                    self._each_node(Pause("abort"))
-                case ["resumes"]:
-                    self._each_node(Resume())
-                case ["flushes"]:
-                    self._each_node(Flush())
-                case ["sleeps"]:
-                    self._each_node(Sleep(ALL_TAGS))
-                case ["wakes", *tag]:
-                    self._each_node(Wake(frozenset({"kv_cache"}) if tag else ALL_TAGS))
+                case ["wakes", "kv_cache"]:
+                    self._each_node(Wake(frozenset({"kv_cache"})))
+                case [verb] if verb in CALLS:
+                    self._each_node(CALLS[verb])
                 case _:
                     pass
         except Hung:
@@ -108,7 +110,7 @@ class NaiveTrainer:
     def _sync(self, version: int) -> None:
         version = max(version, self._synced + 1) if self._synced else version
         engines = [self._engines[replica] for replica in sorted(self._started)]
-        before = [version_of(one.weights) for one in engines]
+        before = [version_of(engine.weights) for engine in engines]
         try:
             for engine in engines:
                 self._call(engine, Pause("abort"))
@@ -119,7 +121,7 @@ class NaiveTrainer:
             for engine in engines:
                 if not self._is_stuck(engine):
                     self._call(engine, Resume())
-        if any(version_of(one.weights) < was for one, was in zip(engines, before, strict=True)):
+        if any(version_of(engine.weights) < was for engine, was in zip(engines, before, strict=True)):
             self.broke.setdefault("I4", f"the weights went back to version {version}")
 
     def _is_stuck(self, engine: StageEngine) -> bool:
@@ -130,8 +132,8 @@ class NaiveTrainer:
             self._call(node, call)
 
     def _call(self, engine: Any, call: Call) -> None:
-        """engine: a StageEngine, or None on a node that has none: nobody asks before the call."""
-        for _ in range(2 if self._repeats else 1):  # a reply was lost, so it is asked again
+        """Make a call. engine: None on a node without one, since nobody checks before the call."""
+        for _ in range(2 if self._repeats else 1):  # the reply was lost, so the call is repeated
             self._calls += 1
             attempt, took_ms = engine.begin(call, self._calls)
             if took_ms >= FOREVER_MS:
@@ -140,18 +142,18 @@ class NaiveTrainer:
             if isinstance(result, Fault):
                 raise RuntimeError(result.message)
 
-    # --- what is seen -------------------------------------------------------------------------------------------------
+    # --- what is observed ---------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        serving = [one for one in self._engines if one.ready and one.generating and one.attempt is None]
+        serving = [engine for engine in self._engines if engine.ready and engine.generating and engine.attempt is None]
         if torn(serving):
-            held = ", ".join(one.weights for one in serving)
+            held = ", ".join(engine.weights for engine in serving)
             self.broke.setdefault("I1", f"replicas serve different weights: {held}")
-        for one in serving:
-            if self._published and version_of(one.weights) != self._published:
-                text = f"an engine serves {one.weights}, and version {self._published} was published"
+        for engine in serving:
+            if self._published and version_of(engine.weights) != self._published:
+                text = f"an engine serves {engine.weights}, and version {self._published} was published"
                 self.broke.setdefault("I2", text)
-                if one.instance > 1:
+                if engine.instance > 1:
                     self.broke.setdefault("I8", f"an engine that came back {text}")
 
     def _look_at_the_end(self) -> None:

@@ -1,4 +1,4 @@
-"""Our controller on the stage: the real machines in the simulated cluster, with no weather, scripted to the ms."""
+"""Our controller on the stage: the real machines in the simulated cluster, scripted to the ms, without weather."""
 
 from msgspec.structs import replace
 
@@ -46,8 +46,8 @@ class Stage(World):
         return engine
 
     def play(self) -> None:
-        """Live through it. Raises Broken, and AssertionError for an expectation that is not met."""
-        late = {int(one.words[1]) for one in self._scenario.steps if one.text.endswith(" starts")}
+        """Play the scenario. Raises Broken, and AssertionError if an expectation is not met."""
+        late = {int(step.words[1]) for step in self._scenario.steps if step.text.endswith(" starts")}
         for slot in self.slots:
             if slot.identity.replica not in late:
                 self.at(0, slot.start)
@@ -55,12 +55,14 @@ class Stage(World):
         for step in self._scenario.steps:
             self.run(step.at_ms)
             self._step(step)
-            assert not torn(self.engines), f"{self.now} ms: {[one.weights for one in self.engines]} serve together"
+            assert not torn(self.engines), (
+                f"{self.now} ms: {[engine.weights for engine in self.engines]} serve together"
+            )
         self.run(self.now + 100)
         self.replays()  # I9
 
     def run(self, until_ms: int) -> None:
-        """Go on, and look after each thing that happens at whoever must not generate."""
+        """Run, and check after each action the engines that must not generate."""
         while self.heap and self.heap[0][0] <= until_ms:
             super().run(self.heap[0][0])
             self._look()
@@ -144,7 +146,7 @@ class Stage(World):
             )
         )
 
-    # --- what is expected ---------------------------------------------------------------------------------------------
+    # --- expectations -------------------------------------------------------------------------------------------------
 
     def _expect(self, what: list[str]) -> None:
         text = f"at {self.now} ms: {' '.join(what)}"

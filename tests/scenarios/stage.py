@@ -158,11 +158,11 @@ class StageEngine(Engine):
 
 
 def version_of(weights: str) -> int:
-    """The number of the weights that an engine really holds; 0 for those it was launched with."""
+    """Return the version of the weights that an engine really holds; 0 as launched."""
     found = re.fullmatch(r"v(\d+)", weights)
     return int(found[1]) if found else 0
 
 
 def torn(engines: list[StageEngine]) -> bool:
-    """Do two replicas generate on different weights?"""
-    return len({one.weights for one in engines if one.ready and one.generating}) > 1
+    """Whether two replicas generate on different weights."""
+    return len({engine.weights for engine in engines if engine.ready and engine.generating}) > 1

@@ -30,7 +30,7 @@ def test_a_chain_of_blocking_calls_does_not(path: Path) -> None:
 def test_the_checker_of_recorded_logs_finds_nothing_in_ours(path: Path) -> None:
     stage = Stage(read(path))
     stage.play()
-    assert [str(one) for one in verify(entries(stage))] == []
+    assert [str(violation) for violation in verify(entries(stage))] == []
 
 
 def test_every_invariant_that_a_run_can_show_is_attacked() -> None:

@@ -1,6 +1,6 @@
-"""One agent of the simulated cluster: what its shell does around the real machine, and what survives its death.
+"""One agent of the simulated cluster: the shell around the real machine, and what outlives it.
 
-The shell here follows the protocol and nothing else: it journals a decision before it performs it, says hello, joins
+The shell only follows the protocol: it journals a decision before it performs it, says hello, joins
 after the first frame of its subscription, sends heartbeats, watches its lease. It can die between any two effects.
 """
 
@@ -81,19 +81,19 @@ class Slot:
         return self.identity.agent
 
     def start(self, launches: bool = True) -> None:
-        """A new incarnation: fold the journal, then go on. launches: an engine in its process is launched with it."""
+        """Begin an incarnation. launches: an embedded engine is launched with it."""
         if self.process is not None:
             return
         self.incarnations += 1
         if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):
             self.relaunch()
-        if not self.world.laws.journal:
+        if not self.world.mechanisms.journal:
             self.journal.clear()
         self.process = Process(self)
         self.process.begin()
 
     def relaunch(self) -> None:
-        """The engine dies and is launched again; it needs a while until it answers."""
+        """Kill the engine and launch it again; it answers after a while."""
         engine = self.engine
         if engine is not None:
             engine.launch()
@@ -116,7 +116,7 @@ class Process:
         self.alive = True
         self.state = AgentState()
         self.pending: list[tuple[bytes, bytes]] = []
-        self.wire = 0  # generation of the connection: what was in flight on an older one is lost
+        self.wire = 0  # number of the connection: what was in flight on an older one is lost
         self.bus: Bus | None = None
         self.sub: Bus | None = None
         self.last_arrival_ms = {"up": 0, "down": 0}
@@ -134,10 +134,10 @@ class Process:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Fold what the journal holds, begin the incarnation, look at the engine, and connect."""
+        """Fold the journal, begin the incarnation, observe the engine, and connect."""
         state = AgentState()
         for event, _ in self.slot.journal:
-            state, _effects = self.world.laws.agent(state, event_decoder.decode(event))
+            state, _effects = self.world.mechanisms.agent(state, event_decoder.decode(event))
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
         settings = MachineSettings(max_buffered=HOLD, reconcile_timeout_ms=5000)
@@ -153,7 +153,7 @@ class Process:
             self.world.at(delay, act)
 
     def die(self) -> None:
-        """Killed: what is not in the journal is gone. The engine may or may not finish what it was doing."""
+        """Be killed: what is not in the journal is lost. The engine may or may not finish its call."""
         if not self.alive:
             return
         self.world.say(f"{self.peer} dies")
@@ -179,11 +179,11 @@ class Process:
     # --- the machine --------------------------------------------------------------------------------------------------
 
     def feed(self, event: Event) -> None:
-        """Decide; write it down; perform. Any line below may be the last one of this incarnation."""
+        """Decide, journal, perform. Any line below may be the last one of this incarnation."""
         if not self.alive:
             return
         before = self.state
-        self.state, effects = self.world.laws.agent(before, event)
+        self.state, effects = self.world.mechanisms.agent(before, event)
         if self.world.story is not None and (effects or self.state is not before):
             self.world.say(f"    {self.peer} {event}\n            -> {list(effects)}")
         if effects or (self.state is not before and self.state != before):
@@ -237,7 +237,7 @@ class Process:
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Observe: after the start, while the engine launches, and now and then."""
+        """Observe the engine after the start, while it launches, and now and then."""
         if not self.alive:
             return
         engine = self.slot.engine
@@ -262,7 +262,7 @@ class Process:
         self.world.at(duration_ms, self.returned, attempt)
 
     def collected(self, call_id: int) -> None:
-        """A node without an engine looked at its disk."""
+        """A node without an engine has collected the traces on its disk."""
         if self.alive:
             returned = Returned(traces=(Trace("global_step_1/replica_0/rank1.json", 1, "sha256"),))
             self.feed(EngineReturned(at_ms=self.clock_ms, call_id=call_id, result=returned, observation=NO_TOKENIZER))
@@ -279,7 +279,7 @@ class Process:
     # --- the network --------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Dial the address: whoever answers there is the bus."""
+        """Dial the address: whichever bus answers there is the bus."""
         if not self.alive or self.bus is not None:
             return
         bus = self.world.bus
@@ -297,7 +297,7 @@ class Process:
             self.bus.greet(self)
 
     def cut(self) -> None:
-        """The connection breaks, in both directions, with all that was under way on it."""
+        """Break the connection in both directions; what was in flight on it is lost."""
         if self.alive:
             self.wire += 1
             self.bus = self.sub = None
@@ -326,7 +326,7 @@ class Process:
         self.up(Join())
 
     def beat(self) -> None:
-        """Once a heartbeat: say what is so, repeat what was not answered, watch the lease."""
+        """At each heartbeat: send the status, repeat what was not answered, watch the lease."""
         if not self.alive:
             return
         self.world.at(self.world.settings.heartbeat_ms, self.beat)
@@ -345,7 +345,7 @@ class Process:
             )
         if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:
             self.lease_over = True
-            self.world.say(f"{self.peer}: the lease is over")
+            self.world.say(f"{self.peer}: the lease has expired")
             self.feed(LeaseExpired(at_ms=self.clock_ms))
 
     def hear(self) -> None:

@@ -1,8 +1,8 @@
 """The trainer's side of the simulated cluster: a log that outlives trainers, and one life of a bus on it.
 
 A bus writes each decision to the log before it performs the effects. The log takes records of one life only, the
-newest: that is the fence at the storage. A trainer that was replaced and does not know it (a zombie) goes on sending
-what it has in memory until it wants to write, and ends there.
+newest: that is the fence at the storage. A trainer that was replaced and does not know it (a zombie) continues to
+send what it has in memory until it has to write, and ends there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Bus:
         self.state = CoordinatorState()
         self.clock_us = world.rng.randrange(1_000_000_000)
         self.heard: dict[str, int] = {}
-        self.said: dict[str, tuple[int, AgentStatus]] = {}
+        self.statuses: dict[str, tuple[int, AgentStatus]] = {}
         self.batch: list[PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
@@ -69,10 +69,10 @@ class Bus:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take the log over, fold it, open an epoch."""
+        """Take over the log, fold it, and open an epoch."""
         state = CoordinatorState()
         for event, _ in self.world.log.records:
-            state, _effects = self.world.laws.bus(state, event_decoder.decode(event))
+            state, _effects = self.world.mechanisms.bus(state, event_decoder.decode(event))
         self.state = state
         self.world.log.owner = self.life
         self.world.say(f"bus {self.life} opens at seq {state.seq}")
@@ -98,14 +98,14 @@ class Bus:
     # --- the machine --------------------------------------------------------------------------------------------------
 
     def feed(self, event: CoordinatorEvent) -> None:
-        """Decide; write it to the log; perform."""
+        """Decide, write it to the log, perform."""
         if not self.alive:
             return
         before = self.state
-        after, effects = self.world.laws.bus(before, event)
+        after, effects = self.world.mechanisms.bus(before, event)
         if effects or (after is not before and after != before):
-            if self.world.laws.storage_fence and self.world.log.owner != self.life:
-                self.die()  # it can't write, so it must not speak
+            if self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
+                self.die()  # it cannot write, so it must not send
                 return
             self.world.log.records.append((encode(event), encode(effects)))
         self.state = after
@@ -152,7 +152,7 @@ class Bus:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def process_at(self, peer: str) -> Process | None:
-        """The process that is connected under this routing id."""
+        """Return the process that is connected as this peer."""
         for slot in self.world.slots:
             process = slot.process
             if process is not None and process.peer == peer and process.bus is self:
@@ -171,7 +171,7 @@ class Bus:
             process.on_control(epoch, seq, message)
 
     def publish(self, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:
-        """To every subscriber: lost, repeated or late, as it happens."""
+        """Publish to every subscriber: some copies are lost, duplicated or late."""
         for slot in self.world.slots:
             process = slot.process
             if process is not None and process.sub is self:
@@ -184,18 +184,18 @@ class Bus:
 
     def greet(self, process: Process) -> None:
         """The welcome message of the publish socket: a head."""
-        if self.alive and self.world.laws.beacon:
+        if self.alive and self.world.mechanisms.beacon:
             self.world.at(1, self._published, process, max(1, self.state.epoch), 0, self.state.seq, None)
         elif self.alive:
             process.hears = True  # without heads the subscription itself has to do
 
     def beacon(self) -> None:
-        """Once a second: where the order is, and who has fallen silent. A zombie repeats what it remembers."""
+        """Once a second: publish the position, and find silent agents. A zombie repeats what it remembers."""
         if not self.alive:
             return
         self.world.at(1000, self.beacon)
         state = self.state
-        if self.world.laws.beacon:
+        if self.world.mechanisms.beacon:
             self.publish(state.epoch, 0, state.seq, None)
         if self.world.bus is not self and state.history:
             record, _ = self.world.rng.choice(state.history)
@@ -209,7 +209,7 @@ class Bus:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def receive(self, process: Process, message: Upward, seq: int, origin: int) -> None:
-        """A control message; any counts as a sign of life."""
+        """Take a control message. Any message counts as a sign of life."""
         peer = process.peer
         self.heard[peer] = self.world.now
         match message:
@@ -219,8 +219,8 @@ class Bus:
                 if len(self.batch) == 1:
                     self.world.at(self.world.rng.randrange(2), self.flush)
             case AgentStatus():
-                if self.said.get(peer) != (seq, message) or self.is_stranger(peer):
-                    self.said[peer] = (seq, message)
+                if self.statuses.get(peer) != (seq, message) or self.is_stranger(peer):
+                    self.statuses[peer] = (seq, message)
                     self.feed(StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))
             case Hello():
                 self.feed(HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
@@ -234,7 +234,7 @@ class Bus:
                 pass
 
     def flush(self) -> None:
-        """Everything that lay on the socket, as one event."""
+        """Handle all answers that have arrived as one event."""
         batch, self.batch = tuple(self.batch), []
         if batch:
             self.feed(AnswersReceived(at_us=self.now_us, answers=batch))

@@ -36,16 +36,16 @@ SETTINGS = CoordinatorSettings(heartbeat_ms=1000, agent_timeout_ms=4000, lease_m
 
 LACKING = ({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}, {Operation.PAUSE})
 
-AgentLaw = Callable[[AgentState, Event], tuple[AgentState, tuple[Effect, ...]]]
-BusLaw = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]]
+AgentDecide = Callable[[AgentState, Event], tuple[AgentState, tuple[Effect, ...]]]
+BusDecide = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]]
 
 
 @dataclass(frozen=True)
-class Laws:
-    """What holds in a world. The default is the product; an ablation takes one mechanism away."""
+class Mechanisms:
+    """The mechanisms of a world. The default is the product; an ablation takes one away."""
 
-    agent: AgentLaw = machine.decide
-    bus: BusLaw = coordinator.decide
+    agent: AgentDecide = machine.decide
+    bus: BusDecide = coordinator.decide
     beacon: bool = True
     journal: bool = True
     storage_fence: bool = True
@@ -81,9 +81,9 @@ class Weather:
 class World:
     """The cluster, its clock and its luck."""
 
-    def __init__(self, seed: int, laws: Laws | None = None, story: list[str] | None = None) -> None:
+    def __init__(self, seed: int, mechanisms: Mechanisms | None = None, story: list[str] | None = None) -> None:
         self.seed = seed
-        self.laws = laws if laws is not None else Laws()
+        self.mechanisms = mechanisms if mechanisms is not None else Mechanisms()
         self.rng = random.Random(seed)
         self.now = 0
         self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -161,12 +161,12 @@ class World:
         return self.now < slot.blocked_until[way]
 
     def strikes(self, whom: str) -> bool:
-        """Does death come now? Asked between any two effects."""
+        """Whether the process dies now. Asked between any two effects."""
         chance = self.weather.agent_dies if whom == "agent" else self.weather.trainer_dies
         return chance > 0.0 and self.rng.random() < chance
 
     def luck(self, slot: Slot, head: bool) -> tuple[int, ...]:
-        """When copies of a published message arrive: none when it is lost, two when it is repeated."""
+        """Return the delays of a published message: none if it is lost, two if it is duplicated."""
         weather, rng = self.weather, self.rng
         if self.blocked(slot, "pub") or (weather.drops and rng.random() < weather.drops):
             return ()
@@ -195,7 +195,7 @@ class World:
                 for way in rng.choice((("up",), ("down",), ("pub",), ("up", "down", "pub"))):
                     slot.blocked_until[way] = self.now + rng.choice((500, 3000, 15_000))
             if weather.engine_dies and rng.random() < weather.engine_dies:
-                self.say(f"the engine of {slot.name} is launched anew")
+                self.say(f"the engine of {slot.name} is relaunched")
                 slot.relaunch()
             if weather.agent_dies and rng.random() < weather.agent_dies and slot.process is not None:
                 rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
@@ -232,7 +232,7 @@ class World:
     # --- the course of a run ------------------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """Rough weather, then calm; then everything must have come right."""
+        """Play rough weather, then calm; then everything must be in order."""
         for slot in self.slots:
             self.at(self.rng.choice((0, 200, 5000)), slot.start)
         self.at(self.rng.choice((0, 1000)), self.open_bus)
@@ -247,7 +247,7 @@ class World:
         self.replays()
 
     def calm(self) -> None:
-        """Nothing breaks any more. What is under way may still take its time."""
+        """End all faults. What is under way may still take its time."""
         self.say("calm")
         self.weather = Weather()
         self.trainer.busy = False
@@ -257,7 +257,7 @@ class World:
                 slot.engine.temper.fails = slot.engine.temper.hangs = 0.0
 
     def trainer_is_gone(self) -> None:
-        """P7 and I7: after the lease, every replica runs on what is committed, and no session is open."""
+        """P7 and I7: after the lease, every replica runs on the committed weights, and no session is open."""
         self.run(self.now + 25_000)  # everyone who can has joined
         joined = [slot.process for slot in self.slots if slot.process is not None and slot.process.state.joined]
         if self.bus is not None:
@@ -295,7 +295,7 @@ class World:
                 self.promises.broken("convergence", text)
 
     def _converge(self, when: str) -> None:
-        """Wait until nothing is left to come right, as long as that may take."""
+        """Wait until the fleet has converged."""
         for _ in range(40):
             missing = self._missing()
             if missing is None:
@@ -304,12 +304,12 @@ class World:
         self.promises.broken("convergence", f"after {when}: {missing}")
 
     def _missing(self) -> str | None:
-        """What has not come right yet."""
+        """Return what has not converged yet, or None."""
         bus = self.bus
         if bus is None or not bus.alive:
             return "there is no bus"
         if bus.state.open or bus.state.sync is not None:
-            return f"open commands {[one.record.seq for one in bus.state.open]}"
+            return f"open commands {[command.record.seq for command in bus.state.open]}"
         concluded = {seq for _, seq in self.promises.concluded}
         silent = [seq for seq in self.promises.log if seq not in concluded]
         if silent:
@@ -331,26 +331,26 @@ class World:
         """P9: folding what was recorded gives the same effects, byte for byte."""
         bus_state = CoordinatorState()
         for event, effects in self.log.records:
-            bus_state, again = self.laws.bus(bus_state, bus_event_decoder.decode(event))
+            bus_state, again = self.mechanisms.bus(bus_state, bus_event_decoder.decode(event))
             if encode(again) != effects:
-                self.promises.broken("P9 recorded", f"the bus decides otherwise in replay: {event!r}")
+                self.promises.broken("P9 recorded", f"the bus decides differently in replay: {event!r}")
         for slot in self.slots:
             state = AgentState()
             for event, effects in slot.journal:
-                state, decided = self.laws.agent(state, event_decoder.decode(event))
+                state, decided = self.mechanisms.agent(state, event_decoder.decode(event))
                 if encode(decided) != effects:
-                    self.promises.broken("P9 recorded", f"{slot.name} decides otherwise in replay: {event!r}")
+                    self.promises.broken("P9 recorded", f"{slot.name} decides differently in replay: {event!r}")
 
 
-def simulate(seed: int, laws: Laws | None = None, story: list[str] | None = None) -> World:
-    """One run. Raises Broken when a promise does not hold."""
-    world = World(seed, laws, story)
+def simulate(seed: int, mechanisms: Mechanisms | None = None, story: list[str] | None = None) -> World:
+    """Play one run. Raises Broken if a promise does not hold."""
+    world = World(seed, mechanisms, story)
     world.play()
     return world
 
 
 def main() -> int:
-    """Run one seed and tell what happened."""
+    """Run one seed and print its story."""
     story: list[str] = []
     verdict = "every promise held"
     try:

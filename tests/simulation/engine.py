@@ -1,4 +1,4 @@
-"""A model of one inference engine, as unforgiving as the real ones: it dies of what they die of.
+"""A model of one inference engine, as unforgiving as the real ones: what kills them kills it.
 
 It is not idempotent. A second profile start destroys the first session; releasing memory while requests run, waking
 what was never released and loading into a running or sleeping engine kill it. All of these are faults of the machine
@@ -49,13 +49,13 @@ OPERATIONS = {
 
 
 def digest_of(weights: str) -> str:
-    """The digest of a checkpoint: in this world its name says everything."""
+    """Return the digest of a checkpoint, which depends on its name only in this world."""
     return f"sha256 of {weights}"
 
 
 @dataclass
 class Attempt:
-    """One call that an engine works on. result is decided at the start; applied when the call has taken hold."""
+    """One call in progress. result: decided at the start.   applied: whether the call has taken effect."""
 
     call: Call
     call_id: int
@@ -66,7 +66,7 @@ class Attempt:
 
 @dataclass
 class Temper:
-    """How an engine misbehaves. Chances are per call; `tells` is what its adapter can read back."""
+    """How an engine misbehaves. Chances are per call; `tells`: what its adapter can observe."""
 
     fails: float = 0.0
     hangs: float = 0.0
@@ -102,14 +102,14 @@ class Engine:
 
     @property
     def unable(self) -> bool:
-        """Can it not follow a sync, whatever is done?"""
+        """Whether it can never follow a sync."""
         return bool(self.temper.lacks & {Operation.LOAD, Operation.PAUSE})
 
     def __post_init__(self) -> None:
         self.operations = frozenset(Operation) - self.temper.lacks
 
     def launch(self) -> None:
-        """A new instance, which has forgotten everything. A call of the old one never takes hold."""
+        """Begin a new instance, which knows nothing. A call to the old one never takes effect."""
         self.instance += 1
         self.ready = False
         self.generating, self.asleep = True, frozenset()
@@ -118,7 +118,7 @@ class Engine:
         self.attempt = None
 
     def observe(self) -> Observation:
-        """What the adapter can read."""
+        """Return what the adapter can observe."""
         if not self.ready:
             return Observation(engine="model", tokenizer="unknown")
         tells = self.temper.tells
@@ -135,7 +135,7 @@ class Engine:
         )
 
     def begin(self, call: Call, call_id: int) -> tuple[Attempt, int]:
-        """Start a call. Returns it, and how long it takes in ms."""
+        """Start a call. Returns it and its duration in ms."""
         if self.attempt is not None:
             self.kill(f"{_word(call)} was called while {_word(self.attempt.call)} was under way")
         if OPERATIONS.get(_word(call)) in self.temper.lacks:
@@ -152,7 +152,7 @@ class Engine:
         return self.attempt, duration_ms
 
     def end(self, attempt: Attempt) -> Returned | Fault:
-        """The call returns: it takes hold if it has not yet, and says how it went."""
+        """End a call: it takes effect if it has not yet, and returns its result."""
         if attempt is not self.attempt:
             return Fault("engine_error", "the engine went away during the call.")
         if not attempt.applied:
@@ -161,7 +161,7 @@ class Engine:
         return attempt.result
 
     def cut(self) -> None:
-        """The agent died during the call: it takes hold, or not, before anybody looks again."""
+        """Cut a call off, because its agent died: it takes effect or not, before the next observation."""
         attempt, self.attempt = self.attempt, None
         if attempt is None:
             return
@@ -173,15 +173,9 @@ class Engine:
 
     def _apply(self, attempt: Attempt) -> Returned | Fault:
         attempt.applied = True
-        call = attempt.call
         if isinstance(attempt.result, Fault):
-            if isinstance(call, Load) and attempt.result.kind == "engine_error" and self.rng.random() < 0.7:
-                self._check_loadable()
-                self._tear()
-            if isinstance(call, StartProfile | StopProfile):
-                self.session_step = None
-            return attempt.result
-        match call:
+            return self._apply_fault(attempt.call, attempt.result)
+        match call := attempt.call:
             case CheckSource() | CheckProfile() | Abort() | Flush() | CollectTraces() | FinishProfile():
                 pass
             case Pause():
@@ -191,22 +185,36 @@ class Engine:
             case Sleep():
                 self._sleep(call.tags, call.discard)
             case Wake():
-                if not call.tags <= self.asleep:
-                    self.kill(f"woke {sorted(call.tags)} of an engine with only {sorted(self.asleep)} asleep")
-                self.asleep -= call.tags
+                self._wake(call.tags)
             case Load():
                 self._check_loadable()
                 self.version, self.weights = call.version, call.source.path
                 return Returned(digest=digest_of(self.weights))
             case StartProfile():
-                if self.session_step is not None:
-                    self.kill(f"a second profile start destroyed the session of step {self.session_step}")
-                self.session_step, self.session_closed = call.session.step, False
+                self._start_profile(call.session.step)
             case StopProfile():
                 auto = self.session_step is None or self.session_closed
                 self.session_step, self.session_closed = None, False
                 return Returned(auto_stopped=auto)
         return attempt.result
+
+    def _apply_fault(self, call: Call, fault: Fault) -> Fault:
+        if isinstance(call, Load) and fault.kind == "engine_error" and self.rng.random() < 0.7:
+            self._check_loadable()
+            self._tear()
+        if isinstance(call, StartProfile | StopProfile):
+            self.session_step = None
+        return fault
+
+    def _wake(self, tags: frozenset[Tag]) -> None:
+        if not tags <= self.asleep:
+            self.kill(f"woke {sorted(tags)} of an engine with only {sorted(self.asleep)} asleep")
+        self.asleep -= tags
+
+    def _start_profile(self, step: int) -> None:
+        if self.session_step is not None:
+            self.kill(f"a second profile start destroyed the session of step {self.session_step}")
+        self.session_step, self.session_closed = step, False
 
     def close_window(self) -> None:
         """A session that was given a window ends by itself."""

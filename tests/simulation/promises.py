@@ -1,7 +1,7 @@
 """The promises, checked by name after every step. A broken one raises `Broken` and ends the run.
 
 The checks look from outside: at what goes into a machine and comes out of it, at the log, and at what the engines
-really are. They believe nothing that a machine says of itself.
+really are. They trust nothing that a machine reports about itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from schemas.identity import ROLLOUT, Operation, RolloutMode
 from schemas.outcomes import Acted, Missing, Outcome
 from schemas.reports import Report
 from schemas.wire import decode_command
-from tests.simulation.engine import LAUNCHED
+from tests.simulation.engine import LAUNCHED, Engine
 from workers.machine.decide import AgentState, in_sync
 from workers.machine.suppressed import still_desired
 
@@ -54,8 +54,11 @@ class Broken(AssertionError):
 class Ledger:
     """What one place in the fleet has been seen to do, through all its incarnations.
 
-    seen: newest epoch seen by this incarnation; seen_ever: by any.   oracle: the desired state as folded here, from
-    the last snapshot on.   folded: seq up to which.
+    Attributes:
+        seen: Newest epoch seen by this incarnation.
+        seen_ever: Newest epoch seen by any.
+        oracle: The desired state, folded here from the last snapshot on.
+        folded: Seq up to which it is folded.
     """
 
     seen: int = 0
@@ -72,7 +75,7 @@ class Ledger:
 
 @dataclass
 class Published:
-    """One command as it stands in the log. live: who was in the fleet and owes an answer."""
+    """One command as the log has it. live: the agents that have to answer it."""
 
     origin: int
     command: Command | UnknownCommand
@@ -122,7 +125,7 @@ class Promises:
         applied = (state.seq, state.joined, state.desired) != (before.seq, before.joined, before.desired)
         if event.epoch < ledger.seen_ever and applied:
             self.broken("P6 fencing", f"{process.slot.name} saw epoch {ledger.seen_ever}, applies {event.epoch}")
-        if event.epoch >= ledger.seen and any(isinstance(one, Answer) and one.rule == 1 for one in effects):
+        if event.epoch >= ledger.seen and any(isinstance(effect, Answer) and effect.rule == 1 for effect in effects):
             self.broken("P6 fencing", f"{process.peer} refuses epoch {event.epoch}, and has seen none newer")
         ledger.seen = max(ledger.seen, event.epoch)
         ledger.seen_ever = max(ledger.seen_ever, event.epoch)
@@ -133,8 +136,8 @@ class Promises:
         base = event.seq if isinstance(event, SnapshotReceived) else before.seq
         if state.seq < base:
             self.broken("P1 order", f"{process.peer} went back from {before.seq} to {state.seq}")
-        origins = {one.seq: one.epoch for one in effects if isinstance(one, Answer)}
-        origins |= {one.seq: one.origin for one in state.queue}
+        origins = {answer.seq: answer.epoch for answer in effects if isinstance(answer, Answer)}
+        origins |= {queued.seq: queued.origin for queued in state.queue}
         if state.activity is not None and state.activity.trigger is not None:
             origins[state.activity.trigger.seq] = state.activity.trigger.origin
         for seq in range(base + 1, state.seq + 1):
@@ -158,7 +161,7 @@ class Promises:
             ledger.last_decided = max(ledger.last_decided, effect.seq)
 
     def _proven(self, process: Process, answer: Answer) -> None:
-        """I2: an agent that says it follows a commit holds what was committed."""
+        """I2: an agent that acted on a commit holds the committed weights."""
         published = self.log.get(answer.seq)
         engine = process.slot.engine
         if published is None or engine is None or not isinstance(published.command, WeightSync):
@@ -174,7 +177,7 @@ class Promises:
             )
 
     def _folded(self, process: Process, before: AgentState, event: Event) -> None:
-        """P4: what a snapshot says is what the log says, and committed versions never go back."""
+        """P4: a snapshot equals the fold of the log, and committed versions never go back."""
         ledger, state = process.slot.ledger, process.state
         identity = process.slot.identity
         if isinstance(event, SnapshotReceived) and _taken(before, event):
@@ -200,12 +203,12 @@ class Promises:
             self.broken("P8 bounded", f"{process.peer} keeps {sizes}, and may keep {hold}")
 
     def misled(self, process: Process) -> bool:
-        """Was the engine launched anew since the agent looked at it? Then what it believes is nobody's fault."""
+        """Whether the engine was relaunched after the last observation: then the agent cannot know better."""
         engine = process.slot.engine
         return engine is not None and process.state.engine.instance != f"launch {engine.instance}"
 
     def serving(self, process: Process) -> None:
-        """P4 and I1: an agent that says it is as desired is, and one that generates, generates what is committed."""
+        """P4 and I1: an agent that reports ready is in sync, and one that generates serves the committed weights."""
         state, engine = process.state, process.slot.engine
         if engine is None or engine.attempt is not None or not in_sync(state) or self.misled(process):
             return
@@ -220,13 +223,18 @@ class Promises:
             desired = replace(desired, asleep=frozenset())
         sync = desired.sync
         if sync is not None and sync.phase == "prepare" and sync.version == state.suppressed.sync:
-            desired = replace(desired, sync=None)  # it was not touched, and goes on until the load names it
+            desired = replace(desired, sync=None)  # it was not touched, and continues until the load names it
         if engine.generating and not desired.serving:
             self.broken("I1 no torn serving", f"{name} generates, and by the log {desired}")
         colocated = process.slot.identity.mode is RolloutMode.COLOCATED
         if engine.generating and engine.weights != committed and not colocated:
             self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
         lost = desired.committed is None and engine.weights != LAUNCHED
+        self._pursued(process, engine, lost)
+
+    def _pursued(self, process: Process, engine: Engine, lost: bool) -> None:
+        """P4: an agent that reports ready has brought about what it still pursues."""
+        state, name = process.state, process.peer
         mine = still_desired(state.desired, state.suppressed)
         wanted = mine.profile.step if mine.profile is not None else None
         if Operation.SLEEP in engine.temper.lacks:
@@ -242,7 +250,7 @@ class Promises:
             self.broken("P4 late joiner", f"{name}: session {engine.session_step} is open, desired is {wanted}")
 
     def _oracle(self, process: Process) -> Desired | None:
-        """The desired state of a settled agent: the fold of the log, from its last snapshot to its position."""
+        """P4: the desired state of an idle agent is the fold of the log, from its last snapshot to its position."""
         ledger, state = process.slot.ledger, process.state
         desired = ledger.oracle
         if desired is None:
@@ -255,14 +263,14 @@ class Promises:
         return desired
 
     def newest(self, replica: int, seq: int) -> str | None:
-        """The source of the newest commit for the replica up to `seq`."""
+        """Return the source of the newest commit for the replica up to `seq`."""
         newest: str | None = None
         version = 0
-        for at, one in self.log.items():
-            command = one.command
+        for at, published in self.log.items():
+            command = published.command
             if at > seq or not isinstance(command, WeightSync) or command.phase != "commit" or command.source is None:
                 continue
-            targeted = one.target.replicas is None or replica in one.target.replicas
+            targeted = published.target.replicas is None or replica in published.target.replicas
             if targeted and command.version > version:
                 newest, version = command.source.path, command.version
         return newest
@@ -282,16 +290,16 @@ class Promises:
             ledger.started.add(activity.trigger.seq)
 
     def commits(self) -> list[WeightSync]:
-        """Every commit that was published, in order."""
-        commands = (one.command for one in self.log.values())
-        return [one for one in commands if isinstance(one, WeightSync) and one.phase == "commit"]
+        """Return every published commit, in order."""
+        commands = (published.command for published in self.log.values())
+        return [command for command in commands if isinstance(command, WeightSync) and command.phase == "commit"]
 
     def resumed(self, slot: Slot) -> None:
         """I1: an engine that starts to generate holds weights that were committed, or those it was launched with."""
         engine = slot.engine
         if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
             return
-        if any(one.source is not None and one.source.path == engine.weights for one in self.commits()):
+        if any(commit.source is not None and commit.source.path == engine.weights for commit in self.commits()):
             return
         self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
 
@@ -313,7 +321,7 @@ class Promises:
         if effect.seq != self.head + 1:
             self.broken("P1 order", f"the bus publishes {effect.seq} after {self.head}")
         self.head = effect.seq
-        opened = next((one for one in bus.state.open if one.record.seq == effect.seq), None)
+        opened = next((command for command in bus.state.open if command.record.seq == effect.seq), None)
         members = bus.state.members.items()
         self.log[effect.seq] = Published(
             origin=effect.epoch,
@@ -345,6 +353,6 @@ class Promises:
 
 
 def _taken(before: AgentState, event: SnapshotReceived) -> bool:
-    """Does the snapshot count? One of an older epoch, or of a moment that this incarnation is beyond, does not."""
+    """Whether the snapshot counts: not if its epoch is older, or this incarnation is already beyond its position."""
     behind = before.joined and event.epoch == before.epoch and event.seq < before.seq
     return event.epoch >= before.epoch and not behind

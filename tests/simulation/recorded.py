@@ -1,4 +1,4 @@
-"""What the log of a simulated run would hold, for those who read recorded runs."""
+"""The log of a simulated run, for readers of recorded runs."""
 
 from msgspec import Raw
 
@@ -9,7 +9,7 @@ from tests.simulation.cluster import World
 
 
 def entries(world: World) -> list[LogEntry]:
-    """What a run's log would hold: the coordinator's decisions, then each agent's."""
+    """Return the entries of a run's log: the coordinator's decisions, then those of each agent."""
     found: list[LogEntry] = []
 
     def add(agent: str, kind: str, number: int, event: bytes, effects: bytes) -> None:

@@ -35,7 +35,7 @@ from schemas.events import (
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Outcome, Reason, Skipped
 from schemas.wire import encode
-from tests.simulation.cluster import AgentLaw
+from tests.simulation.cluster import AgentDecide
 from tests.simulation.test_ablations import with_one_epoch, without_fence, without_hole_check
 from workers.machine.decide import AgentState, decide
 
@@ -43,7 +43,7 @@ PLACE = Identity(replica=0, node_rank=0)
 
 # The run: epoch 1 published a pause; epoch 2 began with the second record and published a flush. The trainer of epoch 1
 # does not know, and published a resume as its own second record.
-PAUSE, RESUME, FLUSH = (EngineCommand(operation=one) for one in ("pause", "resume", "flush"))
+PAUSE, RESUME, FLUSH = (EngineCommand(operation=name) for name in ("pause", "resume", "flush"))
 HISTORY = ((1, 1, PAUSE), (2, 2, EpochStart(previous_epoch=1, logic=1)), (2, 3, FLUSH))
 
 
@@ -72,14 +72,14 @@ MESSAGES: tuple[Event, ...] = (
 class Situation(Struct, frozen=True):
     """state: of the machine.   durable: what it would find in its journal.   generating: the engine.
 
-    calling: the call under way.   told: the outcomes that left the agent, by epoch and seq of the record.
+    calling: the call in flight.   answered: the outcomes that left the agent, by epoch and seq of the record.
     """
 
     state: AgentState
     durable: AgentState
     generating: bool = True
     calling: Perform | None = None
-    told: tuple[tuple[int, int, Outcome], ...] = ()
+    answered: tuple[tuple[int, int, Outcome], ...] = ()
     crashes: int = 0
 
 
@@ -96,30 +96,30 @@ def observation(situation: Situation) -> Observation:
     )
 
 
-def begin(situation: Situation, law: AgentLaw) -> Situation:
-    """A new incarnation, that has read its engine."""
+def begin(situation: Situation, machine: AgentDecide) -> Situation:
+    """Begin an incarnation, which observes its engine."""
     started = Started(at_ms=0, identity=PLACE, incarnation=str(situation.crashes))
-    situation = step(situation, started, law)
-    return step(situation, EngineObserved(at_ms=0, observation=observation(situation)), law)
+    situation = step(situation, started, machine)
+    return step(situation, EngineObserved(at_ms=0, observation=observation(situation)), machine)
 
 
-def step(situation: Situation, event: Event, law: AgentLaw) -> Situation:
-    """One decision, written down as the agent's shell does it, and checked."""
+def step(situation: Situation, event: Event, machine: AgentDecide) -> Situation:
+    """Make one decision, journal it as the agent's shell does, and check it."""
     before = situation.state
-    state, effects = law(before, event)
+    state, effects = machine(before, event)
     lazy = isinstance(event, CommandReceived | HeadSeen | Tick)
     written = not lazy or state.calls_made != before.calls_made or state.epoch != before.epoch
     check(situation, event, state, effects)
-    told = situation.told
+    answered = situation.answered
     for effect in effects:
         if isinstance(effect, Answer) and not _said_of_a_copy(effect):
             key = (effect.epoch, effect.seq, effect.outcome)
-            told = told if key in told else (*told, key)
-    calling = next((one for one in effects if isinstance(one, Perform)), situation.calling)
+            answered = answered if key in answered else (*answered, key)
+    calling = next((effect for effect in effects if isinstance(effect, Perform)), situation.calling)
     if isinstance(event, EngineReturned) and calling is situation.calling:
         calling = None
     durable = state if written else situation.durable
-    return replace(situation, state=state, durable=durable, calling=calling, told=told)
+    return replace(situation, state=state, durable=durable, calling=calling, answered=answered)
 
 
 def _said_of_a_copy(answer: Answer) -> bool:
@@ -127,19 +127,21 @@ def _said_of_a_copy(answer: Answer) -> bool:
 
 
 def check(situation: Situation, event: Event, state: AgentState, effects: tuple[Effect, ...]) -> None:
-    """What must hold of every single decision."""
+    """Check what must hold for every single decision."""
     before = situation.state
     assert state.epoch >= before.epoch, "P6: an epoch that was seen is forgotten"
     if isinstance(event, CommandReceived) and event.epoch < before.epoch:
         assert state == before, "P6: a fenced command left a mark"
     elif isinstance(event, CommandReceived):
-        refused = any(isinstance(one, Answer) and one.outcome == Skipped(Reason.STALE_EPOCH) for one in effects)
+        refused = any(
+            isinstance(effect, Answer) and effect.outcome == Skipped(Reason.STALE_EPOCH) for effect in effects
+        )
         assert not refused, "P6: the newest epoch is refused"
     if not isinstance(event, SnapshotReceived):
         taken = state.seq - before.seq
         assert taken >= 0, "P1: the position went back"
         if isinstance(event, CommandReceived):
-            waiting = {one.seq for one in before.reorder_buffer} | {event.seq}
+            waiting = {buffered.seq for buffered in before.reorder_buffer} | {event.seq}
             assert set(range(before.seq + 1, state.seq + 1)) <= waiting, "P2: applied beyond a hole"
         else:
             assert taken == 0 or before.reorder_buffer, "P1: a position without a command"
@@ -150,51 +152,55 @@ def check(situation: Situation, event: Event, state: AgentState, effects: tuple[
             cause = state.activity.trigger if state.activity is not None else None
             assert cause is None or not _answered(situation, cause), "P5: what was answered is done again"
         if isinstance(effect, Answer) and not _said_of_a_copy(effect):
-            others = {outcome for epoch, seq, outcome in situation.told if (epoch, seq) == (effect.epoch, effect.seq)}
+            others = {
+                outcome for epoch, seq, outcome in situation.answered if (epoch, seq) == (effect.epoch, effect.seq)
+            }
             assert others <= {effect.outcome}, f"P3: two outcomes for {effect.seq}: {others} and {effect.outcome}"
 
 
 def _answered(situation: Situation, cause: CommandReceived) -> bool:
-    return any((epoch, seq) == (cause.origin, cause.seq) for epoch, seq, _ in situation.told)
+    return any((epoch, seq) == (cause.origin, cause.seq) for epoch, seq, _ in situation.answered)
 
 
 def done(situation: Situation) -> Situation:
-    """The engine did what it was called for."""
+    """The call in flight succeeds."""
     assert situation.calling is not None
     call = situation.calling.call
     generating = situation.generating and not isinstance(call, Pause) or isinstance(call, Resume)
     return replace(situation, generating=generating)
 
 
-def following(situation: Situation, law: AgentLaw, crashes: int) -> Iterator[Situation]:
-    """Everything that may happen next."""
+def following(situation: Situation, machine: AgentDecide, crashes: int) -> Iterator[Situation]:
+    """Yield everything that may happen next."""
     for message in MESSAGES:
         if not _of_another_connection(situation.state, message):
-            yield step(situation, message, law)
+            yield step(situation, message, machine)
     if situation.calling is not None:
         after = done(situation)
         call_id = situation.calling.call_id
         result = EngineReturned(at_ms=0, call_id=call_id, result=Returned(), observation=observation(after))
-        yield step(after, result, law)
+        yield step(after, result, machine)
     if situation.crashes < crashes:
         called = [situation] if situation.calling is None else [situation, done(situation)]
-        for one in called:
-            for kept in {encode(found): found for found in (one.state, one.durable)}.values():
-                yield begin(replace(one, state=kept, durable=kept, calling=None, crashes=situation.crashes + 1), law)
+        for found in called:
+            for kept in {encode(state): state for state in (found.state, found.durable)}.values():
+                yield begin(
+                    replace(found, state=kept, durable=kept, calling=None, crashes=situation.crashes + 1), machine
+                )
 
 
 def _of_another_connection(state: AgentState, message: Event) -> bool:
-    """A snapshot is asked for by this incarnation, and its bus is never behind what this agent has applied."""
+    """Whether a snapshot belongs to another connection: the bus of this one is never behind this agent."""
     return isinstance(message, SnapshotReceived) and not state.joined and message.seq < state.seq
 
 
-def search(law: AgentLaw, crashes: int) -> dict[bytes, Situation]:
-    """All situations that can be reached, by their encoding. Raises AssertionError when a promise is broken."""
-    first = begin(Situation(AgentState(), AgentState()), law)
+def search(machine: AgentDecide, crashes: int) -> dict[bytes, Situation]:
+    """Return all reachable situations by their encoding. Raises AssertionError if a promise is broken."""
+    first = begin(Situation(AgentState(), AgentState()), machine)
     seen = {encode(first): first}
     queue = deque([first])
     while queue:
-        for found in following(queue.popleft(), law, crashes):
+        for found in following(queue.popleft(), machine, crashes):
             key = encode(found)
             if key not in seen:
                 seen[key] = found
@@ -205,22 +211,22 @@ def search(law: AgentLaw, crashes: int) -> dict[bytes, Situation]:
 @pytest.mark.parametrize("crashes", [1, pytest.param(2, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_no_schedule_breaks_the_machine(crashes: int) -> None:
     found = search(decide, crashes)
-    assert len(found) > 10_000  # the search is as wide as it claims to be
-    ends = [one for one in found.values() if one.state.seq == 3 and one.state.epoch == 2 and one.calling is None]
-    assert any(one.crashes == crashes for one in ends)
-    for one in ends:
-        if one.state.joined and not one.state.diverged and not one.state.queue and not one.state.reconcile_blocked:
-            assert one.generating, "the pause of a trainer that was replaced holds no longer"
+    assert len(found) > 10_000  # the search is as wide as it should be
+    ends = [end for end in found.values() if end.state.seq == 3 and end.state.epoch == 2 and end.calling is None]
+    assert any(end.crashes == crashes for end in ends)
+    for end in ends:
+        if end.state.joined and not end.state.diverged and not end.state.queue and not end.state.reconcile_blocked:
+            assert end.generating, "the pause of a replaced trainer must not hold"
 
 
 @pytest.mark.parametrize(
-    ("law", "breaks"),
+    ("machine", "breaks"),
     [
         (without_hole_check, "P2: applied beyond a hole"),
         (without_fence, "P6: a fenced command left a mark"),
         (with_one_epoch, "P6: the newest epoch is refused"),
     ],
 )
-def test_the_search_sees_a_machine_that_lacks_a_mechanism(law: AgentLaw, breaks: str) -> None:
+def test_the_search_sees_a_machine_that_lacks_a_mechanism(machine: AgentDecide, breaks: str) -> None:
     with pytest.raises(AssertionError, match=breaks):
-        search(law, crashes=2)
+        search(machine, crashes=2)

@@ -1,4 +1,4 @@
-"""What the simulated trainer asks for: every kind of command, in no sensible order."""
+"""The simulated trainer: it issues every kind of command, in no sensible order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Trainer:
         self.pace_ms = world.rng.choice((200, 800, 2500))
 
     def work(self) -> None:
-        """Ask for something now and then, sometimes for a lot at once."""
+        """Issue a command now and then, sometimes many at once."""
         if not self.busy:
             return
         rng = self.world.rng
@@ -49,7 +49,7 @@ class Trainer:
                 self.ask(bus)
 
     def _may_write(self, bus: Bus) -> bool:
-        return bus is self.world.bus or not self.world.laws.storage_fence
+        return bus is self.world.bus or not self.world.mechanisms.storage_fence
 
     def ask(self, bus: Bus) -> None:
         if self.world.rng.random() < 0.2:
@@ -72,11 +72,11 @@ class Trainer:
         )
 
     def sync(self, bus: Bus, quorum: int | None, timeout_ms: int | None = None) -> int:
-        """The next version. One that was aborted is tried again under its number, from another source."""
+        """Sync the next version. An aborted version is tried again from another source."""
         rng = self.world.rng
         bus.tickets += 1
         self.tries += 1
-        version = 1 + max((one.version for one in self.world.promises.commits()), default=0)
+        version = 1 + max((commit.version for commit in self.world.promises.commits()), default=0)
         path = f"v{version}/try{self.tries}"
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=digest_of(path)) if rng.random() < 0.5 else None
         event: CoordinatorEvent = SyncRequested(
@@ -95,7 +95,7 @@ class Trainer:
         return version
 
     def restore(self) -> int:
-        """Everything that a replica needs to come back, then one sync for all. Returns its version."""
+        """Issue what a replica needs to come back, then one sync for all. Returns its version."""
         bus = self.world.bus
         if bus is None:
             self.world.promises.broken("convergence", "there is no bus to restore from")

@@ -97,7 +97,7 @@ def test_a_success_that_the_observation_contradicts_is_a_failure(call: str) -> N
     made, seen, message = CONTRADICTED[call]
     failure = contradiction(made, Returned(), seen)
     assert failure is not None and failure.error is ErrorKind.NO_EFFECT
-    assert failure.message == f"tiny 1 answered yes to {call}, but {message}."
+    assert failure.message == f"tiny 1 reported success for {call}, but {message}."
 
 
 @pytest.mark.parametrize("call", CONTRADICTED)

@@ -15,7 +15,7 @@ ACK_TIMEOUT_MS: Final = 5_000
 
 
 class DecisionUpload:
-    """Sends the decisions of a journal, in order. It is stopped until the bus has said which of them it holds.
+    """Sends the decisions of a journal, in order. It sends nothing before the bus has reported which of them it holds.
 
     Args:
         journal: Where the decisions are.

@@ -295,7 +295,7 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     engine, failure = apply_result(state.engine, call, result, event.observation)
     restarted = relaunched(state.engine, engine)
     if failure is None and restarted:
-        message = f"{engine.name} was launched anew during {call_name(call)}."
+        message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
     if failure is not None:
         return _fail(replace(state, engine=engine), activity, failure, restarted, event.at_ms, effects)
@@ -346,7 +346,7 @@ def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
         if activity.trigger is not None:
             message = (
                 f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
-                "taken back; until it ends, nothing else is sent to this engine."
+                "cancelled; until it ends, nothing else is sent to this engine."
             )
             state = _suppress(state, activity.trigger.command)
             state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
@@ -431,7 +431,7 @@ def _resolve_interruption(
     engine, done = apply_interruption(state.engine, call, event.observation)
     state = replace(state, engine=engine, interrupted=None)
     if trigger is not None and not interrupted.overdue:
-        message = f"the agent was restarted during {call_name(call)}, and whether it was done can't be read back."
+        message = f"the agent was restarted during {call_name(call)}, and the engine can't tell whether it was done."
         outcome: Outcome = Failed(ErrorKind.UNKNOWN, with_engine_state(message, engine))
         if done and len(interrupted.calls) == 1:
             outcome = _acted(state, trigger.command, (*interrupted.completed, call_name(call)))

@@ -45,8 +45,8 @@ def expiry(state: AgentState, event: CommandReceived) -> Answer:
     if not _awaits_launch(state, event):
         return _answer(event, _EXPIRED, 4)
     message = (
-        f"the engine of replica {state.identity.replica} was still launching when the command's time was over. "
-        "It was not called; it is brought to what is desired as soon as it is up."
+        f"the engine of replica {state.identity.replica} was still launching when the command expired. It was "
+        "not called; it is brought to the desired state as soon as it is up."
     )
     return _answer(event, Failed(ErrorKind.ENGINE_NOT_READY, message), 7)
 
@@ -91,8 +91,8 @@ def _lacks_tokenizer(state: AgentState, event: CommandReceived) -> bool:
 def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
     return Failed(
         ErrorKind.TOKENIZER_MISSING,
-        f"replica {state.identity.replica} has no tokenizer manager on its node rank 0, so nobody can command its "
-        "engine. The engine was not called: look at its launch.",
+        f"replica {state.identity.replica} has no tokenizer manager on its node rank 0, so its engine can't be "
+        "commanded. It was not called: check how it was launched.",
     )
 
 
@@ -103,14 +103,14 @@ def _lacks_operation(state: AgentState, event: CommandReceived) -> bool:
 
 def _unsupported(state: AgentState, event: CommandReceived) -> Outcome:
     if isinstance(event.command, UnknownCommand):
-        message = f"this agent knows no command {event.command.tag!r}: it is older than its bus."
+        message = f"this agent does not know the command {event.command.tag!r}: it is older than its bus."
         return Failed(ErrorKind.UNSUPPORTED, message)
     available = ", ".join(sorted(state.engine.operations)) or "none"
     missing = missing_operation(event.command, state.engine)
     return Failed(
         ErrorKind.UNSUPPORTED,
-        f"{state.engine.name} has no operation {missing}; it has: {available}. Of a server, `rolloutctl engine probe "
-        "URL` says what to launch it with.",
+        f"{state.engine.name} has no operation {missing}; it has: {available}. For a server, `rolloutctl engine probe "
+        "URL` says how to launch it.",
     )
 
 

@@ -148,7 +148,7 @@ def contradiction(call: Call, result: Returned, observation: Observation) -> Fai
     """Return why a call that the engine reported as done did not take effect; None if it did, or nobody can tell."""
     found = _contradicting(call, observation)
     if found is not None:
-        return Failed(ErrorKind.NO_EFFECT, f"{observation.engine} answered yes to {call_name(call)}, but {found}.")
+        return Failed(ErrorKind.NO_EFFECT, f"{observation.engine} reported success for {call_name(call)}, but {found}.")
     return _digest_contradiction(call, result, observation) if isinstance(call, Load) else None
 
 
@@ -180,7 +180,7 @@ def _digest_contradiction(call: Load, result: Returned, observation: Observation
         return None
     return Failed(
         ErrorKind.DIGEST_MISMATCH,
-        f"{observation.engine} answered yes to load of version {call.version}, but holds weights with digest "
+        f"{observation.engine} reported success for the load of version {call.version}, but holds weights with digest "
         f"{actual[:12]}, not the source's {expected[:12]}. It stays paused and out of service until a sync succeeds.",
     )
 
