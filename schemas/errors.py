@@ -1,4 +1,6 @@
-"""Every error that a user of rolloutctl can meet::
+"""Every error that a user of rolloutctl can meet.
+
+::
 
     RolloutctlError
     ├── ConfigError             an argument, option or file is wrong; nothing was sent

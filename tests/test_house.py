@@ -57,7 +57,11 @@ HEAVY_ROOMS = (
 """The only places that may use the optional dependencies."""
 
 SHARED_FILE_NAMES = {"__init__", "__main__"}
-SHARED_NAME_ROOMS = ("controlplane/cli/*.py", "workers/engines/*/engine.py", "workers/engines/*/in_process.py")
+SHARED_NAME_ROOMS = (
+    *("controlplane/cli/*.py", "workers/engines/*/*.py"),  # a command, or an engine's part, is named like its subject
+    *("schemas/commands.py", "schemas/events.py", "schemas/config.py"),  # the contract that a side adds to
+    "workers/shadowing.py",  # neither side may import the other's
+)
 """Files whose folder says what they are, so that their name may occur elsewhere."""
 
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers", "shared"}
@@ -417,9 +421,10 @@ IN_THE_PRODUCT: tuple[Rule, ...] = (
     safe_loading,
     heavy_imports,
     rooms_on_use,
+    docstring_lines,
 )
 IN_PURE_MODULES: tuple[Rule, ...] = (pure_imports, pure_expressions)
-OVER_THE_PRODUCT: tuple[TreeRule, ...] = (pure_patterns,)
+OVER_THE_PRODUCT: tuple[TreeRule, ...] = (import_circles, class_names, file_names, pure_patterns)
 
 
 def keep(rule: Rule | TreeRule, wrong: Iterator[Wrong]) -> None:
