@@ -52,7 +52,7 @@ from workers.engines.verl.snapshot import (
     CACHE,
     WEIGHTS,
     ServerSnapshot,
-    VerlProfiler,
+    ServerProfiler,
     inspector,
     profile_limits,
     restorable,
@@ -334,7 +334,7 @@ def _finder(server: "ActorHandle | str | Callable[[], ActorHandle]", namespace: 
     return server if callable(server) else lambda: server
 
 
-def _bring_traces(profiler: VerlProfiler, directory: Path) -> None:
+def _bring_traces(profiler: ServerProfiler, directory: Path) -> None:
     """Link what the server wrote since the session's directory was made; verl's own hooks still find it in place.
 
     The directory's own time marks that moment, also for a repeated stop, so it is preserved. Nothing is overwritten.

@@ -24,7 +24,7 @@ _RESTORED: Final[Mapping[tuple[str, str], tuple[frozenset[Tag], ...]]] = {
 """By front end and rollout mode: the regions that verl's methods release and restore unchanged."""
 
 
-class VerlProfiler(Struct, frozen=True, kw_only=True):
+class ServerProfiler(Struct, frozen=True, kw_only=True):
     """The profiler of one server, as verl configured it.
 
     Attributes:
@@ -71,7 +71,7 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     frees: bool | None
     level: int | None
     adapters: bool
-    profiler: VerlProfiler | None
+    profiler: ServerProfiler | None
 
 
 def restorable(snapshot: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
@@ -90,7 +90,7 @@ def restorable(snapshot: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
     return tuple(tags for tags in restored if tags == CACHE or not snapshot.adapters)
 
 
-def profile_limits(plan: ProfilePlan, profiler: VerlProfiler | None) -> Iterator[Limit]:
+def profile_limits(plan: ProfilePlan, profiler: ServerProfiler | None) -> Iterator[Limit]:
     """Yield what a server can't record; it may record more than was asked for.
 
     Args:
