@@ -51,8 +51,8 @@ from workers.engines.sglang.profile import trace_contents
 from workers.engines.verl.snapshot import (
     CACHE,
     WEIGHTS,
-    ServerSnapshot,
     ServerProfiler,
+    ServerSnapshot,
     inspector,
     profile_limits,
     restorable,
