@@ -5,6 +5,7 @@ message, allows anything: the `body` of an envelope is a `Command`, and the `eve
 `Event` and a list of `Effect`.
 """
 
+import inspect
 import sys
 from typing import Any, get_args
 
@@ -30,6 +31,9 @@ def schema() -> dict[str, Any]:
     """Return the schema document, with a definition for each message and each union."""
     kinds = [Header, Envelope, *(kind for union in UNIONS.values() for kind in get_args(union))]
     _, definitions = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    for definition in definitions.values():
+        if "description" in definition:  # Python 3.13 and later strip the indentation of docstrings themselves
+            definition["description"] = inspect.cleandoc(definition["description"])
     unions = {
         name: {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in get_args(union)]}
         for name, union in UNIONS.items()
