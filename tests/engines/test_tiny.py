@@ -287,7 +287,9 @@ async def test_abort_leaves_the_engine_running(bench: Bench) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tags", [{"weights"}, {"kv_cache"}, {"weights", "kv_cache"}], ids=lambda tags: "+".join(tags))
+@pytest.mark.parametrize(
+    "tags", [{"weights"}, {"kv_cache"}, {"weights", "kv_cache"}], ids=lambda tags: "+".join(sorted(tags))
+)
 async def test_sleep_frees_and_wake_restores(bench: Bench, tags: set[Tag]) -> None:
     await bench.do(Resume())
     before, tokens = await bench.engine.observe(), bench.generate([2]).tokens
