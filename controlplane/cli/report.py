@@ -20,8 +20,8 @@ from schemas.errors import ConfigError
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="The page.  [default: beside FILE, as .html]")
 @click.option("--force", is_flag=True, help="Replace an existing page.")
 def report(file: Path, out: Path | None, force: bool) -> None:
-    """Write one page about a recorded run: what went wrong, then the fleet, every command, weight versions and pauses
-    over time, latencies and stragglers. The page needs no network. The run may still be running.
+    """Write one page about a recorded run: what went wrong, then the fleet, every command, each replica over time,
+    latencies and stragglers. The page needs no network. The run may still be running.
 
     The exit code is 1 if the log can't be read to its end; the page then shows everything that can be read.
     """

@@ -1,7 +1,7 @@
 """Collects the report of one recorded run in one pass over its log. Pure.
 
 Memory grows with the number of agents and commands, never with that of answers: equal outcomes are one group, latencies
-are counted in buckets (`controlplane.report.histogram`), and every list has a maximum and a count of what is left out.
+are counted in buckets, and every list has a maximum and a count of what is left out.
 
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs. The state of engines is taken from
 their agents' own records, as far as the log has them.
@@ -17,25 +17,22 @@ from msgspec import Struct, field
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import Violation, verify
-from controlplane.report.fleet_history import AgentSummary, FleetHistory, Quarantine, ReplicaHistory
-from controlplane.report.histogram import LatencyHistogram
+from controlplane.report.fleet_history import AgentHistory, FleetHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
     CommandSummary,
     FailureGroup,
-    LatencySummary,
+    LatencyHistogram,
     StepSummary,
     Straggler,
     command_kind,
     format_engine,
-    format_target,
     group_by_reason,
     rank_stragglers,
-    summarize_latencies,
 )
 from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
-from schemas.formatting import agent_order, describe, format_agents, is_trouble, kind_and_reason
+from schemas.formatting import agent_order, describe, format_agents, format_replicas, is_trouble, kind_and_reason
 from schemas.outcomes import Acted, Failed, Missing
 from schemas.reports import AgentOutcome, Report, SyncReport
 from schemas.wire import decode_command
@@ -68,7 +65,8 @@ class RunReport(Struct, kw_only=True):
         left_out: What was counted and not kept.
         damage: Why the log can't be read further; empty if it can.
         unconcluded: Commands without a report.
-        calls: Latencies of engine calls.
+        latencies: By kind of command, of the agents that acted; `calls` by kind of engine call.
+        replicas: By index.
     """
 
     run: str = ""
@@ -86,14 +84,14 @@ class RunReport(Struct, kw_only=True):
     untraced: int = 0
     left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LEFT_OUT, 0))
     damage: str = ""
-    agents: list[AgentSummary] = []
+    agents: list[AgentHistory] = []
     quarantines: list[Quarantine] = []
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
-    latencies: list[LatencySummary] = []
-    calls: list[LatencySummary] = []
+    latencies: dict[str, LatencyHistogram] = {}
+    calls: dict[str, LatencyHistogram] = {}
     stragglers: list[Straggler] = []
-    history: ReplicaHistory = field(default_factory=ReplicaHistory)
+    replicas: dict[int, ReplicaHistory] = {}
 
     @property
     def out_now(self) -> list[Quarantine]:
@@ -101,17 +99,17 @@ class RunReport(Struct, kw_only=True):
         return [quarantine for quarantine in self.quarantines if quarantine.until_ns is None]
 
     @property
-    def gone_now(self) -> list[AgentSummary]:
+    def gone_now(self) -> list[AgentHistory]:
         """Agents that are lost at the end of the log."""
         return [agent for agent in self.agents if agent.membership == "gone"]
 
     @property
-    def unready(self) -> list[AgentSummary]:
+    def unready(self) -> list[AgentHistory]:
         """Agents in the fleet at the end of the log whose engines are not as desired."""
         return [agent for agent in self.agents if agent.unready]
 
     @property
-    def lost(self) -> list[AgentSummary]:
+    def lost(self) -> list[AgentHistory]:
         """Agents that were ever lost."""
         return [agent for agent in self.agents if agent.losses_count]
 
@@ -167,7 +165,6 @@ class _Collector:
         self._engines = _Engines(self._fleet)
         self._at_us = 0
         self._open: dict[int, tuple[CommandSummary, int]] = {}  # by seq: the command, and when it was published (µs)
-        self._latencies: dict[str, LatencyHistogram] = {}
         self._stragglers: dict[str, Straggler] = {}
 
     def pass_through(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
@@ -197,12 +194,11 @@ class _Collector:
         report, fleet = self.report, self._fleet
         for failure in report.failures:
             failure.engines = self._engines.after_failure(failure)
-        report.start_ns, report.end_ns = fleet.states.start_ns, fleet.states.end_ns
-        report.agents, report.quarantines, report.history = fleet.agents(), fleet.quarantines, fleet.replicas()
+        report.start_ns, report.end_ns, report.version = fleet.start_ns, fleet.now_ns, fleet.version
+        report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.steps, report.left_out["commands"] = self._steps.kept(), self._steps.dropped
         report.unconcluded = [summary for summary, _ in self._open.values()]
-        report.latencies = summarize_latencies(self._latencies)
-        report.calls = summarize_latencies(self._engines.calls)
+        report.calls = self._engines.calls
         report.stragglers = rank_stragglers(self._stragglers.values())
         return report
 
@@ -211,7 +207,7 @@ class _Collector:
         if entry.agent:
             self._engines.add(entry)
             return
-        self._fleet.states.advance(entry.at_ns)
+        self._fleet.advance(entry.at_ns)
         event, effects = entry.typed_event(), entry.typed_effects()
         self._at_us = event.at_us  # type: ignore[union-attr]
         self._add_event(event, effects)  # type: ignore[arg-type]
@@ -247,20 +243,15 @@ class _Collector:
                 self._add_report(report)
             case bus_events.Conclude(report=SyncReport() as sync):
                 if sync.status == "committed":
-                    self.report.version = max(self.report.version, sync.version)
                     self._fleet.committed(sync.version)
                 self._steps.end(sync.headline, flawed=bool(sync.quarantined) or sync.status == "aborted")
             case bus_events.Refuse():
-                self.keep(self.report.refused, (self._fleet.states.end_ns, effect.reason), "refused")
+                self.keep(self.report.refused, (self._fleet.now_ns, effect.reason), "refused")
 
     def _add_published(self, effect: bus_events.Publish) -> None:
         command, target = decode_command(effect.envelope.body), effect.envelope.target
-        summary = CommandSummary(
-            seq=effect.seq,
-            at_ns=self._fleet.states.end_ns,
-            text=describe(command),
-            target=format_target(target),
-        )
+        whom = "all" if target.replicas is None else format_replicas(target.replicas)
+        summary = CommandSummary(seq=effect.seq, at_ns=self._fleet.now_ns, text=describe(command), target=whom)
         self.report.commands += 1
         self._steps.add(command, summary, self._unsynced_title())
         self._open[effect.seq] = summary, self._at_us
@@ -268,7 +259,7 @@ class _Collector:
             self._fleet.sync_published(command, target)
 
     def _unsynced_title(self) -> str:
-        return f"after weights v{self.report.version}" if self.report.version else "before any weight sync"
+        return f"after weights v{self._fleet.version}" if self._fleet.version else "before any weight sync"
 
     def _add_report(self, report: Report) -> None:
         summary, since_us = self._open.pop(report.seq, (None, 0))
@@ -279,7 +270,7 @@ class _Collector:
         for group in summary.outcomes:
             self.report.counts[group.kind] += group.count
         if any(_left_open(outcome) for outcome in report.outcomes):  # its latencies are of a previous trainer's clock
-            summary.duration_us = max(0, self._fleet.states.end_ns - summary.at_ns) // 1000
+            summary.duration_us = max(0, self._fleet.now_ns - summary.at_ns) // 1000
         else:
             latencies = [outcome.latency_us for outcome in report.outcomes]
             summary.duration_us = max(latencies, default=max(0, self._at_us - since_us))
@@ -296,9 +287,9 @@ class _Collector:
         summary.untraced = tuple(sorted(untraced))
         self.report.untraced += bool(untraced)
         summary.hooks = format_agents(outcome.agent for outcome, conclusion in acted if conclusion.still_running)
-        histogram = self._latencies.setdefault(command_kind(report.command), LatencyHistogram())
         for outcome, _ in acted:
-            histogram.add(outcome.latency_us)
+            latencies = self.report.latencies.setdefault(command_kind(report.command), LatencyHistogram())
+            latencies.add(outcome.latency_us)
 
     def _add_failures(self, report: Report, summary: CommandSummary) -> None:
         groups: dict[tuple[str, str, str], list[str]] = {}

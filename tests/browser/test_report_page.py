@@ -54,7 +54,7 @@ def opened(browser: Any, place: Path, text: str) -> Opened:
 def test_every_section_is_shown_without_requests_or_errors(browser: Any, tmp_path: Path) -> None:
     shown = opened(browser, tmp_path, html(recorded("killed")))
     titles = shown.page.locator("h2").all_inner_texts()
-    assert titles == ["Failures", "Fleet", "Commands", "Weights over time", "Latency", "Stragglers"]
+    assert titles == ["Failures", "Fleet", "Commands", "Replicas over time", "Latency", "Stragglers"]
     assert shown.page.locator(".lane svg path.out").count() == 1
     assert shown.errors == []
 

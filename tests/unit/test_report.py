@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.report.collect import MAX_COMMANDS, MAX_STEP_COMMANDS, RunReport, collect
-from controlplane.report.histogram import MAX_COLUMNS, LatencyHistogram, StateHistory
+from controlplane.report.fleet_history import MAX_SPANS, ReplicaHistory
+from controlplane.report.model import LatencyHistogram
 from controlplane.report.page import write_page
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import LogCorrupt
@@ -101,10 +102,11 @@ def test_a_good_run_shows_its_traces_and_training_ranks() -> None:
     assert (report.tone, report.verdict, report.violations) == ("ok", "nothing failed", [])
     traced = [command for step in report.steps for command in step.commands if command.traces]
     assert any(trace.rank == 0 for command in traced for trace in command.traces)
-    assert sorted(report.history.replicas) == [0, 1]  # a rank has no weights to draw
+    assert sorted(report.replicas) == [0, 1]  # a rank has no weights
     (rank,) = [agent for agent in report.agents if agent.identity.role == "actor"]
     assert "v0" not in rank.condition and "generating" not in rank.condition
-    assert all(replica.latest == report.version for replica in report.history.replicas.values())
+    for replica in report.replicas.values():
+        assert (replica.latest, replica.bad) == (report.version, False) and replica.totals_ns["paused"] > 0
 
 
 @pytest.mark.parametrize("name", ["killed", "torn-fleet", "trained"])
@@ -250,15 +252,13 @@ def test_a_percentile_is_close_and_the_largest_is_exact() -> None:
     assert 5_000 <= histogram.percentile(50) <= 5_080 and 9_500 <= histogram.percentile(95) <= 9_660
 
 
-def test_a_long_run_needs_no_more_columns() -> None:
-    states = StateHistory()
+def test_a_long_run_keeps_the_first_problems_of_a_replica_and_their_total() -> None:
+    replica = ReplicaHistory()
     for minute in range(10_000):
-        states.advance(1 + minute * 60_000_000_000)
-        states.set(0, version=minute, paused=minute % 2 == 0)
-    (replica,) = states.replicas().values()
-    assert len(replica.versions) <= MAX_COLUMNS and replica.latest == 9_999
-    half = sum(replica.paused) / (states.end_ns - states.start_ns)
-    assert 0.499 < half < 0.501
+        replica.set("paused", minute % 2 == 0, minute)
+        replica.set("gone", minute % 2 == 1, minute)
+    assert len(replica.spans) == MAX_SPANS and replica.spans[0] == ("gone", 1, 2)
+    assert replica.totals_ns == {"paused": 5_000, "gone": 4_999}
 
 
 def test_a_log_with_two_damages_is_shown_as_far_as_possible() -> None:
