@@ -162,9 +162,12 @@ def test_what_ends_an_agent_for_good_is_told(plane: ControlPlane, tmp_path: Path
         pytest.raises(AgentError, match=r"agent 0\.0 ended, and will not be restarted: no engine for 0\.0"),
     ):
         failing.wait_ready()
-    with place(plane, tmp_path / "one", here) as first, place(plane, tmp_path / "two", here) as second:
-        first.wait_ready()
-        with pytest.raises(AgentError, match=r"agent 0\.0 ended, .*running as incarnation"):
+    with place(plane, tmp_path / "one", here) as first:
+        first.wait_ready()  # before the second is started, or the two would race for the place
+        with (
+            place(plane, tmp_path / "two", here) as second,
+            pytest.raises(AgentError, match=r"agent 0\.0 ended, .*running as incarnation"),
+        ):
             second.wait_ready()
 
 

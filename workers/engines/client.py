@@ -5,6 +5,7 @@ engine answers, with the parameters that it takes. Versions are shown to people;
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Final, Protocol
 
 from schemas.errors import EngineError
@@ -99,3 +100,9 @@ def mapping_at(mapping: Mapping[str, object], key: str) -> Mapping[str, object]:
     """Return the value if it is a mapping, else an empty one."""
     value = mapping.get(key)
     return value if isinstance(value, Mapping) else {}
+
+
+def product_at(mapping: Mapping[str, object], *keys: str) -> int | None:
+    """Return the product of these integers; None if one of them is missing."""
+    factors = [integer_at(mapping, key) for key in keys]
+    return None if None in factors else prod(factor for factor in factors if factor is not None)

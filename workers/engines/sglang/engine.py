@@ -21,7 +21,7 @@ Where SGLang differs from other engines:
 """
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, assert_never
@@ -30,29 +30,15 @@ import anyio
 from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
+from schemas import events
 from schemas.commands import Broadcast, Checkpoint, Manifest
 from schemas.errors import CheckpointError, EngineError
-from schemas.events import (
-    Abort,
-    CheckProfile,
-    CheckSource,
-    EngineCall,
-    Flush,
-    Load,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
-from schemas.identity import Identity, InFlight
+from schemas.identity import InFlight
 from schemas.safetensors.format import read_layout, safetensors_files
-from workers.engines.checkpoint import SourceChecker, buckets, group_ranks, torch_dtypes_and_shapes
-from workers.engines.client import RETRY_S, CallRefused, EngineClient, retry_time_s, version_of
-from workers.engines.sglang.launch import SGLangLaunch, operations, read_launch
+from workers.engines.attached import AttachedEngine
+from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
+from workers.engines.client import RETRY_S, CallRefused, EngineClient, Methods, retry_time_s
+from workers.engines.sglang.launch import SGLangLaunch, read_launch
 from workers.engines.sglang.profile import NEVER, profile_arguments
 from workers.traces.node import collect_traces, make_fresh, require_writable
 
@@ -63,22 +49,10 @@ STAGES: Final = 2
 _PAUSE_MODES: Final[dict[InFlight, str]] = {"abort": "abort", "wait": "retract", "keep": "in_place"}
 
 
-class SGLangEngine:
-    """One SGLang engine, seen from one node of its replica.
+class SGLangEngine(AttachedEngine[SGLangLaunch]):
+    """One SGLang engine, seen from one node of its replica. The client reaches this node's own server."""
 
-    Args:
-        identity: This node's place.
-        client: Reaches this node's own server, whatever its node rank; None where there is none.
-        checkpoints: Root of the checkpoint paths in commands.
-        traces: Root of the session directories. The server must see both roots under the same absolute path.
-    """
-
-    def __init__(self, identity: Identity, client: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
-        self._identity, self._client = identity, client
-        self._traces = traces.resolve()
-        self._sources = SourceChecker(checkpoints)
-        self._launch: SGLangLaunch | None = None
-        self._group: str | None = None
+    kind = "sglang"
 
     async def open(self) -> None:
         """Attach to the engine.
@@ -86,106 +60,51 @@ class SGLangEngine:
         Raises:
             EngineError: The traces' root is not writable; a scheduler that can't write a trace dies.
         """
-        if self._client is not None:
-            await self._client.open()
+        await super().open()
         await to_thread.run_sync(require_writable, self._traces, "An SGLang scheduler, which dies if it can't write,")
 
-    async def observe(self) -> Observation:
-        """Read the engine's state."""
-        absent = Observation(engine="sglang", tokenizer="absent")
-        if self._client is None:
-            return absent
-        try:
-            launch = await self._read_launch(self._client)
-            if launch is None:
-                return absent if await self._client.methods() is not None else _unknown()
-            label = await self._read(self._client, launch, "get_weight_version")
-            generating = await self._generating(self._client, launch)
-        except EngineError:
-            self._launch = self._group = None  # the next to answer may be another engine
-            return _unknown()
-        return Observation(
-            engine=f"sglang {launch.version}",
-            instance=launch.instance,
-            tokenizer="present",
-            operations=operations(launch),
-            generating=generating,
-            version=version_of(label),
-        )
-
-    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
+    async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         """Make one call. Raises CheckpointError (the weights are unchanged) and EngineError."""
         client, launch = await self._attached()
         match call:
-            case CheckSource():
+            case events.CheckSource():
                 await self._check_source(launch, call)
-            case Pause():
+            case events.Pause():
                 await self._pause(client, launch, call, timeout_s)
-            case Resume():
+            case events.Resume():
                 await client.call("continue_generation")
-            case Sleep():
+            case events.Sleep():
                 await self._sleep(client, launch, call, timeout_s)
-            case Wake():
+            case events.Wake():
                 await client.call("resume_memory_occupation", tags=sorted(call.tags))
-            case Load():
+            case events.Load():
                 await self._load(client, launch, call)
-            case Flush():
+            case events.Flush():
                 await self._flush(client, launch, timeout_s)
-            case Abort():
+            case events.Abort():
                 await client.call("abort_request", rid="", abort_all=True)
-            case CheckProfile():
+            case events.CheckProfile():
                 profile_arguments(call.plan, "", self._traces, launch)
                 await to_thread.run_sync(require_writable, self._traces, "sglang")
-            case StartProfile():
+            case events.StartProfile():
                 await self._start_profile(client, launch, call)
-            case StopProfile():
+            case events.StopProfile():
                 return await self._stop_profile(client, call)
             case _:
                 assert_never(call)
-        return Returned()
+        return events.Returned()
 
-    async def close(self) -> None:
-        """Detach; the engine keeps running."""
-        if self._client is not None:
-            await self._client.close()
-
-    # --- state --------------------------------------------------------------------------------------------------------
-
-    async def _attached(self) -> tuple[EngineClient, SGLangLaunch]:
-        launch = await self._read_launch(self._client) if self._client is not None else None
-        if self._client is None or launch is None:
-            raise EngineError("sglang was not called: this node has no tokenizer manager, or it is not up.")
-        return self._client, launch
-
-    async def _read_launch(self, client: EngineClient) -> SGLangLaunch | None:
-        if self._launch is None:
-            methods = await client.methods()
-            info = await client.info() if methods is not None else None
-            if methods is None or info is None:
-                return None
-            self._launch = read_launch(info, methods)
-        return self._launch
-
-    async def _read(self, client: EngineClient, launch: SGLangLaunch, method: str) -> object:
-        return await client.read(method) if method in launch.methods else None
-
-    async def _generating(self, client: EngineClient, launch: SGLangLaunch) -> bool | None:
-        """In process this is visible. A server that is ready generates; one that is not may be paused, or unwell."""
-        if "is_paused" in launch.methods:
-            return not await client.read("is_paused")
-        try:
-            return True if await self._read(client, launch, "is_ready") is not None else None
-        except CallRefused:
-            return None
+    def _read_launch(self, info: Mapping[str, object], methods: Methods) -> SGLangLaunch:
+        return read_launch(info, methods)
 
     # --- requests, memory and weights ---------------------------------------------------------------------------------
 
-    async def _pause(self, client: EngineClient, launch: SGLangLaunch, call: Pause, timeout_s: float) -> None:
+    async def _pause(self, client: EngineClient, launch: SGLangLaunch, call: events.Pause, timeout_s: float) -> None:
         if call.mode == "wait":
             await self._flush(client, launch, timeout_s)  # succeeds in a moment without requests
         await client.call("pause_generation", mode=_PAUSE_MODES[call.mode])
 
-    async def _sleep(self, client: EngineClient, launch: SGLangLaunch, call: Sleep, timeout_s: float) -> None:
+    async def _sleep(self, client: EngineClient, launch: SGLangLaunch, call: events.Sleep, timeout_s: float) -> None:
         if "weights" in call.tags and not call.discard and not launch.keeps_weights:
             raise EngineError(
                 "sglang would lose the weights that it releases: launch it with --enable-weights-cpu-backup, or sleep "
@@ -194,12 +113,12 @@ class SGLangEngine:
         await self._flush(client, launch, timeout_s)
         await client.call("release_memory_occupation", tags=sorted(call.tags))
 
-    async def _check_source(self, launch: SGLangLaunch, call: CheckSource) -> None:
+    async def _check_source(self, launch: SGLangLaunch, call: events.CheckSource) -> None:
         if isinstance(call.source, Checkpoint) and call.source.as_tensors and self._identity.nnodes > 1:
             raise CheckpointError("tensors are handed over on one node only: use a broadcast for several.")
-        await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity)
+        await super()._check_source(launch, call)
 
-    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: Load) -> None:
+    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: events.Load) -> None:
         source = call.source
         if isinstance(source, Broadcast):
             await self._receive(client, launch, source, call.manifest)
@@ -266,7 +185,7 @@ class SGLangEngine:
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 
-    async def _start_profile(self, client: EngineClient, launch: SGLangLaunch, call: StartProfile) -> None:
+    async def _start_profile(self, client: EngineClient, launch: SGLangLaunch, call: events.StartProfile) -> None:
         arguments = profile_arguments(call.session.plan, call.directory, self._traces, launch)
         await to_thread.run_sync(make_fresh, self._traces / call.directory)
         if not await _accepts(client, "start_profile", **NEVER):
@@ -276,7 +195,7 @@ class SGLangEngine:
             )
         await client.call("start_profile", **arguments)
 
-    async def _stop_profile(self, client: EngineClient, call: StopProfile) -> Returned:
+    async def _stop_profile(self, client: EngineClient, call: events.StopProfile) -> events.Returned:
         """A refusal means that no session was open: it ended by itself or, by stage, never began."""
         plan, directory = call.session.plan, self._traces / call.directory
         refused = not await _accepts(client, "stop_profile")
@@ -350,7 +269,3 @@ def _packed(directory: Path, names: list[str]) -> str:
 
 def _files(directory: Path) -> list[str]:
     return [path.name for path in directory.rglob("*") if path.is_file()]
-
-
-def _unknown() -> Observation:
-    return Observation(engine="sglang", tokenizer="unknown")

@@ -7,7 +7,7 @@ from typing import Final
 from schemas.commands import Activity, ProfilePlan
 from schemas.errors import UnsupportedError
 from schemas.identity import Operation
-from workers.engines.sglang.launch import SGLangLaunch, missing_operations
+from workers.engines.sglang.launch import SGLangLaunch
 from workers.limits import Limit, require_recordable
 
 NEVER: Final[Mapping[str, object]] = {"start_step": 1 << 60, "activities": []}
@@ -39,9 +39,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: S
         UnsupportedError: This engine can't record what the plan asks for.
     """
     if "start_profile" not in launch.methods:
-        raise UnsupportedError(
-            f"sglang {launch.version} can't be profiled: {missing_operations(launch)[Operation.PROFILE]}."
-        )
+        raise UnsupportedError(f"sglang {launch.version} can't be profiled: {launch.missing[Operation.PROFILE]}.")
     require_recordable(f"sglang {launch.version}", _limits(plan, launch))
     parameters, window = launch.methods["start_profile"], plan.window
     arguments: dict[str, object] = {"output_dir": str(traces / directory), **trace_contents(plan)}

@@ -22,6 +22,7 @@ Where vLLM differs from other engines:
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import assert_never
 
@@ -29,136 +30,59 @@ import anyio
 from anyio import to_thread
 from msgspec.structs import replace
 
+from schemas import events
 from schemas.commands import Broadcast, ProfilePlan
 from schemas.errors import CheckpointError, EngineError
-from schemas.events import (
-    Abort,
-    CheckProfile,
-    CheckSource,
-    EngineCall,
-    Flush,
-    Load,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
-from schemas.identity import Identity
-from workers.engines.checkpoint import SourceChecker, buckets, group_ranks, torch_dtypes_and_shapes
-from workers.engines.client import RETRY_S, EngineClient, retry_time_s, version_of
-from workers.engines.vllm.launch import VLLMLaunch, operations, read_launch
+from workers.engines.attached import AttachedEngine
+from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
+from workers.engines.client import RETRY_S, EngineClient, Methods, retry_time_s
+from workers.engines.vllm.launch import VLLMLaunch, read_launch
 from workers.engines.vllm.profile import profile_arguments
 from workers.traces.node import collect_traces, make_fresh, move_trace, require_writable
 
 
-class VLLMEngine:
-    """One vLLM engine, seen from one node of its replica.
+class VLLMEngine(AttachedEngine[VLLMLaunch]):
+    """One vLLM engine, seen from one node of its replica. A headless node (node rank above 0) has no client."""
 
-    Args:
-        identity: This node's place.
-        client: None on a headless node (node rank above 0), which has no front end.
-        checkpoints: Root of the checkpoint paths in commands.
-        traces: Root of the session directories. The server must see both roots under the same absolute path.
-    """
+    kind = "vllm"
+    _files_before: frozenset[str] = frozenset()
 
-    def __init__(self, identity: Identity, client: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
-        self._identity, self._client = identity, client
-        self._traces = traces.resolve()
-        self._sources = SourceChecker(checkpoints)
-        self._group: str | None = None
-        self._launch: VLLMLaunch | None = None
-        self._files_before: frozenset[str] = frozenset()
-
-    async def open(self) -> None:
-        """Attach to the engine, which need not be up yet. Raises EngineError."""
-        if self._client is not None:
-            await self._client.open()
-
-    async def observe(self) -> Observation:
-        """Read the engine's state."""
-        if self._client is None:
-            return Observation(engine="vllm", tokenizer="absent")
-        try:
-            launch = await self._read_launch(self._client)
-            if launch is None:
-                return Observation(engine="vllm", tokenizer="unknown")
-            paused = await self._read(self._client, launch, "is_paused")
-            sleeping = await self._read(self._client, launch, "is_sleeping")
-            label = await self._read(self._client, launch, "get_weight_version")
-        except EngineError:
-            self._launch = self._group = None  # the next to answer may be another engine
-            return Observation(engine="vllm", tokenizer="unknown")
-        return Observation(
-            engine=f"vllm {launch.version}",
-            instance=launch.instance,
-            tokenizer="present",
-            operations=operations(launch),
-            generating=not paused if isinstance(paused, bool) else None,
-            asleep=frozenset() if sleeping is False else None,
-            version=version_of(label),
-        )
-
-    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
+    async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         """Make one call. Raises CheckpointError (the weights are unchanged) and EngineError."""
         client, launch = await self._attached()
         match call:
-            case CheckSource():
+            case events.CheckSource():
                 await self._check_source(launch, call)
-            case Pause():
+            case events.Pause():
                 await client.call("pause_generation", **pause_arguments(call, launch))
-            case Resume():
+            case events.Resume():
                 await client.call("resume_generation")
-            case Sleep():
+            case events.Sleep():
                 await self._sleep(client, launch, call)
-            case Wake():
+            case events.Wake():
                 await self._wake(client, launch, call)
-            case Load():
+            case events.Load():
                 return await self._load(client, launch, call)
-            case Flush():
+            case events.Flush():
                 await self._flush(client, launch, timeout_s)
-            case Abort():
+            case events.Abort():
                 await client.call("abort")
-            case CheckProfile():
+            case events.CheckProfile():
                 await self._check_profile(launch, call.plan)
-            case StartProfile():
+            case events.StartProfile():
                 await self._start_profile(client, launch, call)
-            case StopProfile():
+            case events.StopProfile():
                 return await self._stop_profile(client, launch, call)
             case _:
                 assert_never(call)
-        return Returned()
+        return events.Returned()
 
-    async def close(self) -> None:
-        """Detach; the engine keeps running."""
-        if self._client is not None:
-            await self._client.close()
-
-    # --- state --------------------------------------------------------------------------------------------------------
-
-    async def _attached(self) -> tuple[EngineClient, VLLMLaunch]:
-        launch = await self._read_launch(self._client) if self._client is not None else None
-        if self._client is None or launch is None:
-            raise EngineError("vllm was not called: this node has no front end, or it is not up.")
-        return self._client, launch
-
-    async def _read_launch(self, client: EngineClient) -> VLLMLaunch | None:
-        if self._launch is None:
-            methods = await client.methods()
-            if methods is None:
-                return None
-            self._launch = read_launch(await client.info() or {}, methods)
-        return self._launch
-
-    async def _read(self, client: EngineClient, launch: VLLMLaunch, method: str) -> object:
-        return await client.read(method) if method in launch.methods else None
+    def _read_launch(self, info: Mapping[str, object], methods: Methods) -> VLLMLaunch:
+        return read_launch(info, methods)
 
     # --- memory and weights -------------------------------------------------------------------------------------------
 
-    async def _sleep(self, client: EngineClient, launch: VLLMLaunch, call: Sleep) -> None:
+    async def _sleep(self, client: EngineClient, launch: VLLMLaunch, call: events.Sleep) -> None:
         if call.tags == {"kv_cache"}:
             if "release_kv_cache_memory" not in launch.methods:
                 raise EngineError(f"vllm {launch.version} can't release the KV cache alone: sleep both, or use 0.31.")
@@ -170,7 +94,7 @@ class VLLMEngine:
         mode = {"mode": "keep"} if "mode" in launch.methods["sleep"] else {}
         await client.call("sleep", level=2 if call.discard else 1, **mode)
 
-    async def _wake(self, client: EngineClient, launch: VLLMLaunch, call: Wake) -> None:
+    async def _wake(self, client: EngineClient, launch: VLLMLaunch, call: events.Wake) -> None:
         # Up to 0.23 the first region that wakes resumes the scheduler, which would run without its cache. There the
         # cache wakes together with the weights, and is already awake when it is asked for.
         together = "release_kv_cache_memory" not in launch.methods
@@ -179,14 +103,16 @@ class VLLMEngine:
         await client.call("wake_up", tags=["kv_cache", "weights"] if together else sorted(call.tags))
         if await client.read("is_paused") is False:
             freezes = "mode" in launch.methods["pause_generation"]
-            await client.call("pause_generation", **pause_arguments(Pause("keep" if freezes else "wait"), launch))
+            await client.call(
+                "pause_generation", **pause_arguments(events.Pause("keep" if freezes else "wait"), launch)
+            )
 
-    async def _check_source(self, launch: VLLMLaunch, call: CheckSource) -> None:
+    async def _check_source(self, launch: VLLMLaunch, call: events.CheckSource) -> None:
         if isinstance(call.source, Broadcast) and "update_weights" not in launch.methods:
             raise CheckpointError(f"vllm {launch.version} can't receive a broadcast: sync from a checkpoint.")
-        await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity)
+        await super()._check_source(launch, call)
 
-    async def _load(self, client: EngineClient, launch: VLLMLaunch, call: Load) -> Returned:
+    async def _load(self, client: EngineClient, launch: VLLMLaunch, call: events.Load) -> events.Returned:
         source = call.source
         if isinstance(source, Broadcast):
             await self._receive(client, launch, source, call)
@@ -197,10 +123,10 @@ class VLLMEngine:
             await client.call("update_weight_version", new_version=str(call.version))
         wants_digest = call.manifest is not None and call.manifest.content is not None
         if not wants_digest or "compute_weight_checksums" not in launch.methods:
-            return Returned()
-        return Returned(digest=fingerprint(await client.call("compute_weight_checksums", action="checksum")))
+            return events.Returned()
+        return events.Returned(digest=fingerprint(await client.call("compute_weight_checksums", action="checksum")))
 
-    async def _receive(self, client: EngineClient, launch: VLLMLaunch, source: Broadcast, call: Load) -> None:
+    async def _receive(self, client: EngineClient, launch: VLLMLaunch, source: Broadcast, call: events.Load) -> None:
         """vLLM's weight transfer over NCCL (vllm/distributed/weight_transfer/nccl_engine.py). Needs GPUs."""
         layout = self._sources.checked_layout(source, call.manifest, launch.model, self._identity)
         if self._group != source.group:
@@ -235,19 +161,21 @@ class VLLMEngine:
         assert launch.profiles_to is not None
         await to_thread.run_sync(require_writable, launch.profiles_to, "vllm")
 
-    async def _start_profile(self, client: EngineClient, launch: VLLMLaunch, call: StartProfile) -> None:
+    async def _start_profile(self, client: EngineClient, launch: VLLMLaunch, call: events.StartProfile) -> None:
         arguments = profile_arguments(call.session.plan, call.directory, launch)
         await to_thread.run_sync(make_fresh, self._traces / call.directory)
         self._files_before = await to_thread.run_sync(_files, launch.profiles_to)
         await client.call("start_profile", **arguments)
 
-    async def _stop_profile(self, client: EngineClient, launch: VLLMLaunch, call: StopProfile) -> Returned:
+    async def _stop_profile(
+        self, client: EngineClient, launch: VLLMLaunch, call: events.StopProfile
+    ) -> events.Returned:
         ended = bool(await to_thread.run_sync(_files, launch.profiles_to) - self._files_before)
         await client.call("stop_profile")
         found = await to_thread.run_sync(self._collect, launch.profiles_to, call)
         return replace(found, auto_stopped=ended and call.session.plan.window is not None)
 
-    def _collect(self, profiles_to: Path | None, call: StopProfile) -> Returned:
+    def _collect(self, profiles_to: Path | None, call: events.StopProfile) -> events.Returned:
         """Move what the session left in the engine's directory to the session's."""
         if profiles_to is not None:
             for name in sorted(_files(profiles_to) - self._files_before):
@@ -255,7 +183,7 @@ class VLLMEngine:
         return collect_traces(self._traces, call.directory, call.session.plan, self._identity)
 
 
-def pause_arguments(call: Pause, launch: VLLMLaunch) -> dict[str, object]:
+def pause_arguments(call: events.Pause, launch: VLLMLaunch) -> dict[str, object]:
     """Return the arguments of a pause. They leave the cache alone: the machine flushes when weights have changed.
 
     Raises:

@@ -6,7 +6,7 @@ from schemas.commands import ProfilePlan, Window
 from schemas.errors import UnsupportedError
 from schemas.identity import Operation
 from workers.engines.client import integer_at
-from workers.engines.vllm.launch import VLLMLaunch, missing_operations
+from workers.engines.vllm.launch import VLLMLaunch
 from workers.limits import Limit, require_recordable
 
 
@@ -19,7 +19,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, launch: VLLMLaunch) -> 
     Raises:
         UnsupportedError: This engine, as it was launched, can't record what the plan asks for.
     """
-    if reason := missing_operations(launch).get(Operation.PROFILE):
+    if reason := launch.missing.get(Operation.PROFILE):
         raise UnsupportedError(f"vllm {launch.version} can't be profiled: {reason}.")
     require_recordable(f"vllm {launch.version}", _limits(plan, launch))
     parameters, arguments = launch.methods["start_profile"], dict[str, object]()
