@@ -53,13 +53,12 @@ LEAVE_S: Final = 5.0
 """Seconds that an agent that ends may take to leave the router."""
 ANSWER_S: Final = 5.0
 """Seconds that the router may take to answer."""
-BUSY_POLL_FIRST_S: Final = 0.1
-BUSY_POLL_LAST_S: Final = 2.0
-"""Seconds between two polls of a router that is working: the first wait, doubling up to the last."""
+BUSY_POLL_S: Final = 0.5
+"""Seconds between two polls of a router that is working."""
 TAKEN_UP_S: Final = 5.0
 """Seconds for which a router may not know a job that it has accepted. After that it has lost it by a restart."""
-RETRY_S: Final = 0.5
-"""Wait after the first failure; doubles up to the time between two polls, with jitter."""
+RETRY_S: Final = 2.0
+"""Wait after a failure, with jitter."""
 SLOW_S: Final = 30.0
 """Seconds after which a warning says that the worker is still not taken."""
 
@@ -108,41 +107,6 @@ def should_be_registered(state: AgentState, registered: bool) -> bool:
     return routable(state) if registered else may_register(state)
 
 
-class _Progress:
-    """How long to wait, and what to log, while a router is not in the wanted state."""
-
-    def __init__(self, agent: str, router: "Router") -> None:
-        self._agent, self._router = agent, router
-        self._warned, self._failures, self._pause_s = False, 0, BUSY_POLL_FIRST_S
-        self._working_since: float | None = None
-
-    def done(self) -> None:
-        """The router is in the wanted state."""
-        if self._warned:
-            logger.info("agent %s: router %s works again", self._agent, self._router.where)
-        self._warned, self._failures, self._pause_s, self._working_since = False, 0, BUSY_POLL_FIRST_S, None
-
-    def failed(self, error: Exception) -> float:
-        """Return the seconds to wait after an error."""
-        if not self._warned:
-            logger.warning("agent %s: %s Retrying until it works.", self._agent, _sentence(error))
-        self._warned, self._working_since = True, None
-        wait_s = min(RETRY_S * 2.0**self._failures, self._router.poll_s) * random.uniform(0.75, 1.0)
-        self._failures = min(self._failures + 1, 10)
-        return wait_s
-
-    def working(self) -> float:
-        """Return the seconds to wait while the router is working."""
-        now = anyio.current_time()
-        self._working_since = self._working_since or now
-        if not self._warned and now - self._working_since > SLOW_S:
-            slow = "agent %s: router %s has not taken %s for %d s: it checks its health. Can it reach that URL?"
-            logger.warning(slow, self._agent, self._router.where, self._router.worker, SLOW_S)
-            self._warned = True
-        wait_s, self._pause_s = self._pause_s, min(2 * self._pause_s, BUSY_POLL_LAST_S)
-        return wait_s
-
-
 class Router:
     """One worker's registration in one router. Runs beside `agent.run`: `task_group.start_soon(router.follow, agent)`.
 
@@ -168,7 +132,7 @@ class Router:
     ) -> None:
         self.where = base_url(url, "router", KEY_VARIABLE)
         self.worker = base_url(worker_url)
-        self._worker_key, self.poll_s = worker_key, poll_s
+        self._worker_key, self._poll_s = worker_key, poll_s
         routes = {"add": Route("POST", _WORKERS, timeout_s=ANSWER_S)}
         self._client = HttpClient(self.where, routes, info_path=_WORKERS, key=key)
         self._id: str | None = None  # the router's id of its newest registration
@@ -225,22 +189,34 @@ class Router:
             await self._client.close()
 
     async def _keep(self, agent: Agent) -> None:
-        progress = _Progress(agent.identity.agent, self)
+        warned, working_since = False, None
         while True:
             try:
                 registered = await self.step(lambda registered: should_be_registered(agent.state, registered))
             except Exception as error:  # nothing that a router answers ends an agent
-                await anyio.sleep(progress.failed(error))
+                if not warned:
+                    logger.warning("agent %s: %s Retrying until it works.", agent.identity.agent, _sentence(error))
+                warned, working_since = True, None
+                await anyio.sleep(min(RETRY_S, self._poll_s) * random.uniform(0.75, 1.0))
                 continue
             if registered is None:
-                await anyio.sleep(progress.working())
+                working_since = working_since or anyio.current_time()
+                if not warned and anyio.current_time() - working_since > SLOW_S:
+                    logger.warning(
+                        "agent %s: router %s has not taken %s for %d s: it checks its health. Can it reach that URL?",
+                        *(agent.identity.agent, self.where, self.worker, SLOW_S),
+                    )
+                    warned = True
+                await anyio.sleep(BUSY_POLL_S)
                 continue
-            progress.done()
+            if warned:
+                logger.info("agent %s: router %s works again", agent.identity.agent, self.where)
+            warned, working_since = False, None
             await self._wait(agent, registered)
 
     async def _wait(self, agent: Agent, registered: bool) -> None:
         """Until the agent's state wants something else, or it is time to poll."""
-        with anyio.move_on_after(self.poll_s):
+        with anyio.move_on_after(self._poll_s):
             await agent.wait_until(lambda state: should_be_registered(state, registered) != registered)
 
     async def _leave(self) -> None:
@@ -250,7 +226,7 @@ class Router:
                 while True:
                     if await self.step(lambda registered: False) is not None:
                         return
-                    await anyio.sleep(BUSY_POLL_FIRST_S)
+                    await anyio.sleep(BUSY_POLL_S)
             except Exception as error:
                 logger.warning("%s could not be removed from the router: %s", self.worker, _sentence(error))
                 return

@@ -289,26 +289,22 @@ class VerlEngine:
         from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
         try:
-            answer: Future[object] = (
-                getattr(self._attached(), method).options(max_task_retries=0).remote(*values, **named).future()
-            )
+            called = getattr(self._attached(), method).options(max_task_retries=0).remote(*values, **named)
+            answer: Future[object] = called.future()
             return answer.result(timeout_s)
         except RayTaskError as error:
             cause = error.cause
             raise EngineError(f"{self._kind}.{method} raised {type(cause).__name__}: {cause}") from error
         except TimeoutError as error:
-            raise EngineError(
-                f"{self._kind} did not answer within {timeout_s} s: its event loop is blocked."
-            ) from error
-        except ActorUnavailableError as error:
-            raise EngineError(
-                f"{self._kind} can't be reached, and whether {method} was carried out is not known: {_line(error)}"
-            ) from error
-        except RayActorError as error:
-            self._handle = None  # there may be another under the same name by now
-            raise EngineError(f"{self._kind} is dead, {method} was not answered: {_line(error)}") from error
+            raise EngineError(f"{self._kind} did not answer within {timeout_s} s: its loop is blocked.") from error
         except RayError as error:
-            raise EngineError(f"{self._kind}.{method} was not answered: {_line(error)}") from error
+            dead = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
+            if dead:
+                self._handle = None  # there may be another under the same name by now
+            seen = "is dead" if dead else "can't be reached"
+            raise EngineError(
+                f"{self._kind} {seen}, and whether {method} was carried out is not known: {_line(error)}"
+            ) from error
 
     def _attached(self) -> Any:
         import ray
