@@ -43,8 +43,8 @@ def plan(tool: str, options: ToolOptions | None = None, **settings: Any) -> Prof
 
 
 REFUSED = [
-    (plan("torch", window=Window(0, 3)), "a window counts the forwards of an engine"),
-    (plan("torch", by_stage=True), "they are for engines. Use discrete"),
+    (plan("torch", window=Window(0, 3)), "a window, by_stage or merge .* are for engines. Use a schedule"),
+    (plan("torch", by_stage=True), "they are for engines. .*discrete for a trace of each stage"),
     (plan("torch", activities=frozenset({"npu"})), "activity npu: tool npu records it"),
     (plan("torch", Npu()), "options of type Npu: they are those of another tool"),
     (plan("nsys", schedule=Schedule(active=1)), "a schedule: only tool torch has one"),

@@ -125,15 +125,11 @@ def is_ours() -> bool:
 
 def require_free() -> None:
     """Raise EngineError if torch's profiler records or warms up in this process for anybody but the holder."""
-    if _is_anothers():
+    warms_up = any(other.current_action is ProfilerAction.WARMUP for other in _others())
+    if _is_anothers() or warms_up:
         raise EngineError(
-            "another profiler of torch's records in this process already, and there is one per process. It was left "
-            "alone; end it, or let the bus profile."
-        )
-    if any(other.current_action is ProfilerAction.WARMUP for other in _others()):
-        raise EngineError(
-            "another profiler of torch's warms up in this process already, and there is one per process. It was left "
-            "alone; end it, or let the bus profile."
+            f"another profiler of torch's {'warms up' if warms_up else 'records'} in this process already, and there "
+            "is one per process. It was left alone; end it, or let the bus profile."
         )
     if any(step is left for step in _open_steps() for left in _steps_left_open):
         raise EngineError(

@@ -3,11 +3,10 @@
 import atexit
 import logging
 import os
-import weakref
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Final, Self
 
 import anyio
@@ -99,9 +98,7 @@ class TrainingRank:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def open(self) -> None:
@@ -112,34 +109,30 @@ class TrainingRank:
         self._thread = Thread(target=self._run, name=f"rolloutctl-{self.identity.agent}", daemon=True)
         self._thread.start()
         self._opened.result()
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(self.close)
 
     def close(self) -> None:
         """End an open session, write its traces and leave the bus. Never raises; waits for at most a minute."""
         thread = self._thread
         if thread is None or self._pid != os.getpid():
             return
+        atexit.unregister(self.close)
         self.profiler.release()
         if thread.is_alive():
-            try:
+            with suppress(RuntimeError):  # its loop may have ended already
                 self._portal.start_task_soon(self._ending.set)
-            except RuntimeError:
-                logger.debug("%s: its loop has ended already", self.identity.agent)
-            thread.join(CLOSE_S)
+        thread.join(CLOSE_S)
         if thread.is_alive():
             logger.warning("%s: after %g s traces are still being written; giving up", self.identity.agent, CLOSE_S)
 
     def _run(self) -> None:
         try:
             anyio.run(self._main)
-        except Exception as error:
+        except BaseException as error:
             if not self._opened.done():
                 self._opened.set_exception(error)
             else:
                 logger.warning("%s can't be profiled any more: %s", self.identity.agent, error)
-        except BaseException as error:
-            if not self._opened.done():
-                self._opened.set_exception(error)
 
     async def _main(self) -> None:
         agent = Agent(
@@ -186,9 +179,3 @@ def _identity(role: str, rank: int, world_size: int) -> Identity:
         return msgspec.convert({"replica": rank, "node_rank": 0, "role": role}, Identity)
     except msgspec.ValidationError as error:
         raise ConfigError(f"role {role!r}, rank {rank!r}: {error}") from error
-
-
-def _close(reference: "weakref.ref[TrainingRank]") -> None:
-    rank = reference()
-    if rank is not None:
-        rank.close()

@@ -1,20 +1,119 @@
-"""What a profiling tool does in one session of a training rank."""
+"""What a profiling tool does in one session of a training rank, and the files that it writes there."""
 
+import logging
+import os
+import re
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Final
 
+from schemas.commands import ProfilePlan
+from schemas.desired import ProfileSession
+from schemas.errors import EngineError
 from schemas.events import Returned
+from schemas.identity import Identity
+from workers.traces.node import MAX_LISTED, describe_trace
+
+logger = logging.getLogger("rolloutctl.rank")
+
+WHOLE: Final = "e2e"
+"""Stands for the stage in the name of a trace from start to stop."""
+STAGE_CHARS_MAX: Final = 100
+"""Of a stage in a file name, which has 255 bytes at most."""
+_UNSAFE: Final = re.compile(r"[^0-9A-Za-z.=+_-]+")
+
+
+class SessionFiles:
+    """The files of one session. Nothing is ever overwritten. Methods raise OSError.
+
+    Args:
+        root: Of all traces.
+        directory: Of this session, below the root. In verl's layouts all ranks and steps share it, and files are named
+            as verl names them.
+        identity: The training rank.
+        world_size: Of its role.
+        session: Its step and plan.
+    """
+
+    def __init__(
+        self, root: Path, directory: Path, identity: Identity, world_size: int, session: ProfileSession
+    ) -> None:
+        self.directory, self.role, self.rank = directory, identity.role, identity.replica
+        self.world_size, self.step = world_size, session.step
+        self._root, self._verl = root, session.plan.layout != "step"
+
+    def reserve(self, stage: str, mini_batches: tuple[int, int] | None = None) -> Path:
+        """Create an empty file under a name that was free, so that nobody else takes the name.
+
+        Args:
+            stage: The stage that the trace holds, or `WHOLE`.
+            mini_batches: First and last mini-batch that it holds.
+        """
+        stage = _UNSAFE.sub("-", stage).strip("-.")[:STAGE_CHARS_MAX] or "stage"
+        name = self._verl_name if self._verl else self._name
+        return self._create(lambda attempt: name(stage, mini_batches, attempt), lambda path: path.open("xb").close())
+
+    def session_dir(self) -> Path:
+        """Return a directory of this session alone, for tools that name their files themselves."""
+        if not self._verl:
+            return self.directory
+        name = f"{self.role}_step{self.step}_{self._process}"
+        return self._create(lambda attempt: f"{name}-{attempt}" if attempt > 1 else name, Path.mkdir)
+
+    def describe(self, files: Collection[Path]) -> Returned:
+        """Describe files in the order of their names, as many as one outcome lists."""
+        if len(files) > MAX_LISTED:
+            logger.warning("rank %d wrote %d traces; the outcome lists %d", self.rank, len(files), MAX_LISTED)
+        traces = tuple(describe_trace(file, self._root, self.rank) for file in sorted(files)[:MAX_LISTED])
+        return Returned(traces=traces, ranks_without_trace=() if traces else (self.rank,))
+
+    @property
+    def _process(self) -> str:
+        return f"rank{self.rank}-of-{self.world_size}_pid{os.getpid()}"
+
+    def _name(self, stage: str, mini_batches: tuple[int, int] | None, attempt: int) -> str:
+        window = f".mb{mini_batches[0]}-{mini_batches[1]}" if mini_batches is not None else ""
+        repeated = f".{attempt}" if attempt > 1 else ""
+        return f"{stage}{repeated}.rank{self.rank}{window}.pt.trace.json.gz"
+
+    def _verl_name(self, stage: str, mini_batches: tuple[int, int] | None, attempt: int) -> str:
+        window = ""
+        if mini_batches is not None:
+            first, last = mini_batches
+            window = f"_mb{first}" if first == last else f"_mb{first}-{last}"
+        now = datetime.now().astimezone().strftime("%Y%m%d%H%M%S%f")[:-3]
+        repeated = f"-{attempt}" if attempt > 1 else ""
+        return f"{self.role}_{stage}_step{self.step}_{self._process}_{now}{repeated}{window}.json.gz"
+
+    def _create(self, name: Callable[[int], str], create: Callable[[Path], None]) -> Path:
+        """Create a path under the first name that is free, counting attempts from 1."""
+        attempt = 1
+        while True:
+            path = self.directory / name(attempt)
+            try:
+                create(path)
+            except FileExistsError:
+                attempt += 1
+            else:
+                return path
 
 
 class Recorder(ABC):
-    """One tool in one session.
+    """One tool in one session, which making it opens.
 
-    The thread that trains calls `begin`, `end`, `mini_batch` and `mark`; another thread calls `open` and `close`; never
-    two at once. All raise EngineError with the text for the outcome, and no exception of a tool itself.
+    The thread that trains calls `begin`, `end`, `mini_batch` and `mark`; another thread makes and closes it; never two
+    at once. All may raise: the session reports the error.
+
+    Attributes:
+        failures: What went wrong beside the training thread, complete once it is closed.
     """
 
-    def open(self) -> None:  # noqa: B027
-        """Prepare what can be prepared before the first stage."""
+    def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
+        self.plan, self.files = plan, files
+        self.failures: list[str] = []
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:  # noqa: B027
         """An outermost stage begins on this thread.
@@ -38,3 +137,18 @@ class Recorder(ABC):
     @abstractmethod
     def close(self) -> Returned:
         """Write everything, and describe the traces. The session is over, and no stage is under way."""
+
+
+@contextmanager
+def span(start: Callable[[str], int], end: Callable[[int], object], stage: str) -> Iterator[None]:
+    """A span with an identifier, not one on the thread's stack: interleaved coroutines don't end in stack order."""
+    identifier = start(stage)
+    try:
+        yield
+    finally:
+        end(identifier)
+
+
+def reason(error: Exception) -> str:
+    """Return the text of an error for an outcome."""
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -5,19 +5,18 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from anyio import CancelScope, Event
-from anyio.from_thread import BlockingPortal
+from anyio import CancelScope
 
 from schemas.errors import EngineError, UnsupportedError
 from schemas.events import CheckProfile, EngineCall, Observation, Returned, StartProfile, StopProfile
 from schemas.identity import Identity, Operation
-from workers.profilers.recorder import Recorder
-from workers.profilers.session_files import SessionFiles
+from workers import background
+from workers.profilers.recorder import Recorder, SessionFiles, reason
 from workers.profilers.stages import Stage, add_listener, remove_listener
 from workers.profilers.tools import make_recorder, require_supported, torch_version
 from workers.traces.node import make_fresh
@@ -40,6 +39,11 @@ class _ProfilingSession:
         self.recording = False
         self.closing = False
 
+    @property
+    def is_owned_here(self) -> bool:
+        """The outermost stage was entered by this thread."""
+        return self.owner is not None and self.owner.thread == threading.get_ident()
+
     def note(self, problem: str) -> None:
         """Count a problem: something that could not be recorded, and why."""
         if problem in self.problems or len(self.problems) < MAX_PROBLEMS:
@@ -49,24 +53,8 @@ class _ProfilingSession:
 class _EnteredStage:
     """A stage that was entered while a session was open, with its span in what is recorded."""
 
-    __slots__ = ("session", "span", "thread")
-
     def __init__(self, session: _ProfilingSession) -> None:
-        self.session, self.thread = session, threading.get_ident()
-        self.span: AbstractContextManager[object] | None = None
-
-    @property
-    def is_of_this_thread(self) -> bool:
-        return self.thread == threading.get_ident()
-
-    def mark(self, name: str) -> None:
-        span = self.session.recorder.mark(name)
-        span.__enter__()
-        self.span = span
-
-    def unmark(self) -> None:
-        if self.span is not None:
-            self.span.__exit__(None, None, None)
+        self.session, self.thread, self.span = session, threading.get_ident(), ExitStack()
 
 
 class RankProfiler:
@@ -114,12 +102,13 @@ class RankProfiler:
         )
 
     async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
-        """Check, arm or stop. Raises UnsupportedError and EngineError."""
+        """Check, arm or stop. Raises UnsupportedError, EngineError, and what a tool raises when it is opened."""
         match call:
-            case CheckProfile():
-                return await _in_daemon_thread(lambda: self._check(call))
+            case CheckProfile(plan):
+                await _in_daemon_thread(partial(require_supported, plan))
+                return Returned()
             case StartProfile():
-                return await _in_daemon_thread(lambda: self._start(call))
+                return await _in_daemon_thread(partial(self._start, call))
             case StopProfile():
                 return await _in_daemon_thread(self._stop)
             case _:
@@ -149,42 +138,22 @@ class RankProfiler:
         if session is not None:
             self._end_if_closing(session)
 
-    def _check(self, call: CheckProfile) -> Returned:
-        require_supported(call.plan)
-        return Returned()
-
     def _start(self, call: StartProfile) -> Returned:
         plan = call.session.plan
         require_supported(plan)
         if self._session is not None or self._released:
             raise EngineError("the profile was not started: this rank has a session open, or is ending.")
-        files = SessionFiles(
-            root=self._traces,
-            directory=self._make_directory(call),
-            identity=self.identity,
-            world_size=self.world_size,
-            step=call.session.step,
-            verl=plan.layout != "step",
-        )
-        session = _ProfilingSession(make_recorder(plan, files))
-        session.recorder.open()
-        with self._changed:
-            self._session = session
-        add_listener(self)
-        return Returned()
-
-    def _make_directory(self, call: StartProfile) -> Path:
         directory = (self._traces / call.directory).resolve()
         if not directory.is_relative_to(self._traces):
             raise EngineError(f"the profile was not started: {call.directory} is outside of the traces root.")
-        if call.session.plan.layout == "step":
+        if plan.layout == "step":
             make_fresh(directory)
-            return directory
-        try:
+        else:
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EngineError(f"the profile was not started: {directory}: {error.strerror}.") from error
-        return directory
+        files = SessionFiles(self._traces, directory, self.identity, self.world_size, call.session)
+        self._session = _ProfilingSession(make_recorder(plan, files))
+        add_listener(self)
+        return Returned()
 
     def _stop(self) -> Returned:
         session = self._session
@@ -198,16 +167,17 @@ class RankProfiler:
         self._session = None
         if lost:
             session.note("the rank ended while another thread was in a stage, which was not recorded.")
-        problems = session.problems
-        returned = Returned()
+        returned, failures = Returned(), []
         try:
             returned = session.recorder.close()
-        except EngineError as error:
-            problems = {str(error): 1, **problems}
-        if problems:
-            listed = " ".join(text if times == 1 else f"{text} ({times} times)" for text, times in problems.items())
-            written = f" {len(returned.traces)} traces were written." if returned.traces else ""
-            raise EngineError(f"{listed}{written} The session is closed.")
+        except Exception as error:
+            failures.append(reason(error))
+        failures += session.recorder.failures[:MAX_PROBLEMS]
+        failures += [text if times == 1 else f"{text} ({times} times)" for text, times in session.problems.items()]
+        if failures:
+            paths = ", ".join(trace.path for trace in returned.traces[:10])
+            written = f" {len(returned.traces)} traces were written: {paths}." if paths else ""
+            raise EngineError(f"{' '.join(failures)}{written} The session is closed.")
         return returned
 
     # --- the training code's side: nothing below raises ---------------------------------------------------------------
@@ -222,20 +192,23 @@ class RankProfiler:
             outermost = session.owner is None and not session.closing
             if outermost:
                 session.owner, session.recording = entered, True
+        recorder = session.recorder
         if outermost:
-            self._begin(session, stage)
-        self._guard(session, lambda: entered.mark(stage.name))
+            model = stage.model if stage.model is not None else self.model
+            begin = partial(recorder.begin, stage.name, stage.scheduled, model)
+            if not self._guard(session, begin, f"stage {stage.name} is not recorded: "):
+                self._set_ended(session)
+        self._guard(session, lambda: entered.span.enter_context(recorder.mark(stage.name)))
         return entered
 
     def leave(self, entered: object) -> None:
         if not isinstance(entered, _EnteredStage) or self._pid != os.getpid():
             return
         session = entered.session
-        if entered.span is not None:
-            self._guard(session, entered.unmark)
+        self._guard(session, entered.span.close)
         if session.owner is not entered:
             self._end_if_closing(session)
-        elif entered.is_of_this_thread:
+        elif session.is_owned_here:
             self._end(session)
             with self._changed:
                 session.owner = None
@@ -247,27 +220,18 @@ class RankProfiler:
         session = self._session
         if session is None or self._pid != os.getpid():
             return
-        if session.recording and session.owner is not None and session.owner.is_of_this_thread:
-            self._guard(session, session.recorder.mini_batch)
+        if session.recording and session.is_owned_here:
+            self._guard(session, session.recorder.mini_batch, "a mini-batch is not recorded: ")
         self._end_if_closing(session)  # afterwards, or the recording would lack this mini-batch
 
     def _end_if_closing(self, session: _ProfilingSession) -> None:
         """End what this thread records if the session is to close."""
-        if session.closing and session.owner is not None and session.owner.is_of_this_thread:
+        if session.closing and session.is_owned_here:
             self._end(session)
-
-    def _begin(self, session: _ProfilingSession, stage: Stage) -> None:
-        model = stage.model if stage.model is not None else self.model
-
-        def begin() -> None:
-            session.recorder.begin(stage.name, stage.scheduled, model)
-
-        if not self._guard(session, begin, f"stage {stage.name} is not recorded: "):
-            self._set_ended(session)
 
     def _end(self, session: _ProfilingSession) -> None:
         if session.recording:
-            self._guard(session, session.recorder.end)
+            self._guard(session, session.recorder.end, "a recording is lost: ")
             self._set_ended(session)
 
     def _set_ended(self, session: _ProfilingSession) -> None:
@@ -275,33 +239,21 @@ class RankProfiler:
             session.recording = False
             self._changed.notify_all()
 
-    def _guard(self, session: _ProfilingSession, act: Callable[[], None], prefix: str = "") -> bool:
+    def _guard(self, session: _ProfilingSession, act: Callable[[], object], prefix: str = "") -> bool:
         """Call `act`. The stop reports its errors, and the training code never sees them. Returns whether it worked."""
         try:
             act()
         except Exception as error:
-            text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            logger.warning("%s: %s%s", self.identity.agent, prefix, text)
-            session.note(f"{prefix}{text}")
+            problem = f"{prefix}{reason(error)}"
+            logger.warning("%s: %s", self.identity.agent, problem)
+            session.note(problem)
             return False
         return True
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:
     """Run `work`, which may wait for the thread that trains, in a thread that the end of the process won't wait for."""
-    result: Future[T] = Future()
+    call = background.begin(work, "rolloutctl-profiler", daemon=True)
     with CancelScope(shield=True):
-        async with BlockingPortal() as portal:
-            done = Event()
-
-            def run() -> None:
-                try:
-                    result.set_result(work())
-                except BaseException as error:
-                    result.set_exception(error)
-                with suppress(RuntimeError):  # the loop may be gone by now
-                    portal.start_task_soon(done.set)
-
-            threading.Thread(target=run, name="rolloutctl-profiler", daemon=True).start()
-            await done.wait()
-    return result.result()
+        await background.completes(call)
+    return call.result()

@@ -13,10 +13,10 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from schemas.errors import ConfigError
 
@@ -25,22 +25,13 @@ R = TypeVar("R")
 
 
 class StageListener(Protocol):
-    """Called for each stage: a rank's profiler with an open session. Its methods never raise."""
+    """Called for each stage: a rank's profiler with an open session. Never raises. `leave` gets what `enter` gave."""
 
     @property
     def role(self) -> str: ...
-
-    def enter(self, stage: "Stage") -> object:
-        """A stage begins on this thread. Returns a token that `leave` gets."""
-        ...
-
-    def leave(self, entered: object) -> None:
-        """The stage with this token ends."""
-        ...
-
-    def mini_batch(self) -> None:
-        """A mini-batch of the stage under way is done."""
-        ...
+    def enter(self, stage: "Stage") -> object: ...
+    def leave(self, entered: object) -> None: ...
+    def mini_batch(self) -> None: ...
 
 
 class _Listeners:
@@ -79,10 +70,6 @@ def _clear_in_child() -> None:
 os.register_at_fork(after_in_child=_clear_in_child)
 
 
-Entered = tuple[tuple[StageListener, object], ...]
-"""The listeners that were called when a stage was entered, each with its token."""
-
-
 class Stage(Struct):  # one is made for each `with`, and a Struct is made five times as fast
     """A named part of a training step: a decorator of functions, async ones too, or a context. Re-entrant.
 
@@ -94,7 +81,8 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
         scheduled: Its mini-batches are those of the plan's schedule.
         model: The torch module that it runs.
         listener: Only for this listener; None for all.
-        entered: One entry for each time it was entered and not yet left, innermost last.
+        entered: For each time it was entered and not yet left, innermost last, the listeners that were called, each
+            with what it returned.
     """
 
     name: str
@@ -102,20 +90,20 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
     scheduled: bool = False
     model: object = None
     listener: object = None
-    entered: list[Entered] | None = None
+    entered: tuple[tuple[tuple[StageListener, object], ...], ...] = ()
 
     def __enter__(self) -> Self:
         if _Listeners.current or self.entered:  # the latter: entered again after the session ended
-            if self.entered is None:
-                self.entered = []
-            self.entered.append(self._enter())
+            called = (listener for listener in _Listeners.current if self._is_for(listener))
+            self.entered += (tuple((listener, listener.enter(self)) for listener in called),)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.entered:
-            _leave(self.entered.pop())
+            *outer, innermost = self.entered
+            self.entered = tuple(outer)
+            for listener, token in reversed(innermost):
+                listener.leave(token)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Annotate a function. Raises ConfigError for a generator: its body runs when it is consumed, not called."""
@@ -128,11 +116,8 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
 
             @functools.wraps(function)
             async def annotated_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-                entered = self._enter()
-                try:
+                with replace(self, entered=()):
                     return await function(*args, **kwargs)
-                finally:
-                    _leave(entered)
 
             return cast(Callable[P, R], annotated_coroutine)
 
@@ -140,26 +125,15 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
         def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
             if not _Listeners.current:
                 return function(*args, **kwargs)
-            entered = self._enter()
-            try:
+            with replace(self, entered=()):
                 return function(*args, **kwargs)
-            finally:
-                _leave(entered)
 
         return annotated
-
-    def _enter(self) -> Entered:
-        return tuple((listener, listener.enter(self)) for listener in _Listeners.current if self._is_for(listener))
 
     def _is_for(self, listener: StageListener) -> bool:
         if self.listener is not None:
             return self.listener is listener
         return self.role is None or self.role == listener.role
-
-
-def _leave(entered: Entered) -> None:
-    for listener, token in reversed(entered):
-        listener.leave(token)
 
 
 def annotate(stage: str, *, role: str | None = None, scheduled: bool = False, model: object | None = None) -> Stage:

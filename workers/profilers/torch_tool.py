@@ -14,7 +14,6 @@ Findings with torch 2.13, which are the reason for this design (`process_profile
 """
 
 import json
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -23,196 +22,125 @@ from torch.profiler import ProfilerAction
 from torch.profiler.profiler import _KinetoProfile
 
 from schemas.commands import ProfilePlan, Schedule
-from schemas.errors import EngineError
 from schemas.events import Returned
-from schemas.outcomes import Trace
 from workers.profilers import process_profiler
-from workers.profilers.process_profiler import Span
-from workers.profilers.recorder import Recorder
-from workers.profilers.session_files import WHOLE, SessionFiles
+from workers.profilers.recorder import WHOLE, Recorder, SessionFiles
 from workers.profilers.trace_writer import CompressedTrace, TraceWriter
-
-logger = logging.getLogger("rolloutctl.rank")
-
-MAX_LISTED = 150
-"""Traces that one outcome lists; more don't fit into a message."""
 
 
 class TorchRecorder(Recorder):
     """Writes one trace of each outermost stage (discrete), of each window of the schedule, or of the whole session."""
 
     def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
-        self.plan, self._files = plan, files
+        super().__init__(plan, files)
+        process_profiler.require_free()
         self._writer = TraceWriter()
         self._written: list[Path] = []
         self._whole: CompressedTrace | None = None
-        self._running: _WholeStage | _Windows | None = None
+        # Of the stage under way:
         self._scope = WHOLE
-        self._mini_batches = 0  # of the session, where it does not count from 0 in each stage
-
-    def open(self) -> None:
-        process_profiler.require_free()
+        self._schedule: Schedule | None = None
+        self._profiler: _KinetoProfile | None = None  # that warms up or records
+        self._first: int | None = None  # mini-batch in the recording
+        self._mini_batch = 0  # that is under way, counted in the stage if the plan is discrete, else in the session
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         self._writer.require_room()
         process_profiler.acquire()
-        plan = self.plan
-        self._scope = stage if plan.discrete else WHOLE
+        discrete = self.plan.discrete
+        self._scope = stage if discrete else WHOLE
+        self._schedule = self.plan.schedule if scheduled or not discrete else None
+        self._mini_batch = 0 if discrete else self._mini_batch
+        self._profiler = self._first = None
         try:
-            if plan.schedule is None or (plan.discrete and not scheduled):
-                self._running = _WholeStage(self)
-            else:
-                self._running = _Windows(self, plan.schedule, 0 if plan.discrete else self._mini_batches)
-        except BaseException as error:
+            self._advance()
+        except BaseException:
             process_profiler.release()
-            if isinstance(error, RuntimeError):
-                raise EngineError(f"torch's profiler did not start: {error}.") from error
             raise
 
-    def end(self) -> None:
-        running, self._running = self._running, None
-        assert running is not None
-        try:
-            running.end()
-        except RuntimeError as error:
-            raise EngineError(f"torch's profiler did not stop: {error}. What it recorded is lost.") from error
-        finally:
-            process_profiler.release()
-        if isinstance(running, _WholeStage):
-            self._writer.put(partial(self._write, running.profiler, self._scope, None))
-        elif not self.plan.discrete:
-            self._mini_batches = running.next_mini_batch
-
     def mini_batch(self) -> None:
-        if isinstance(self._running, _Windows):
-            try:
-                self._running.mini_batch()
-            except RuntimeError as error:
-                raise EngineError(f"torch's profiler failed between two mini-batches: {error}.") from error
+        ended = action(self._schedule, self._mini_batch)
+        self._mini_batch += 1
+        if ended is ProfilerAction.RECORD_AND_SAVE:
+            self._save()
+        self._advance()
 
-    def mark(self, stage: str) -> Span:
-        return Span(stage)
+    def end(self) -> None:
+        """End the stage. A window that is cut short is saved; one that has recorded no full mini-batch is dropped."""
+        try:
+            if self._first is not None and (self._schedule is None or self._mini_batch > self._first):
+                self._save()
+            elif self._profiler is not None and (self._first is not None or process_profiler.is_ours()):
+                if self._first is None:
+                    self._start(self._profiler)  # torch can't stop a profiler that was only warmed up
+                process_profiler.stop(self._profiler)
+        finally:
+            self._profiler = self._first = None
+            process_profiler.release()
+
+    def mark(self, stage: str) -> process_profiler.Span:
+        return process_profiler.Span(stage)
 
     def close(self) -> Returned:
-        self._writer.put(self._finish_whole)
-        self._writer.finish()
-        failures = self._writer.failures
-        traces: tuple[Trace, ...] = ()
-        try:
-            traces = self._files.describe(self._written)
-        except OSError as error:
-            failures.append(f"{error.filename} can't be read: {error.strerror}")
-        rank = self._files.rank
-        if failures:
-            paths = ", ".join(trace.path for trace in traces[:10])
-            complete = f"{len(traces)} traces are complete: {paths}" if traces else ""
-            raise EngineError(" ".join([*failures[:5], complete]).strip())
-        if len(traces) > MAX_LISTED:
-            logger.warning("rank %d wrote %d traces; the outcome lists %d", rank, len(traces), MAX_LISTED)
-        return Returned(traces=traces[:MAX_LISTED], ranks_without_trace=() if traces else (rank,))
+        self._writer.put(lambda: self._close(self._whole))
+        self.failures = self._writer.finish()
+        return self.files.describe(self._written)
 
-    def save_window(self, profiler: _KinetoProfile, first: int, last: int) -> None:
-        """Write what a stopped profiler has recorded of these mini-batches."""
-        self._writer.put(partial(self._write, profiler, self._scope, (first, last)))
+    def _advance(self) -> None:
+        """Warm up or start what the schedule wants for the mini-batch that begins."""
+        wanted = action(self._schedule, self._mini_batch)
+        if wanted is ProfilerAction.NONE or self._first is not None:
+            return
+        if self._profiler is None or not process_profiler.is_ours():  # another one may have replaced what warmed up
+            self._profiler = process_profiler.make_profiler(self.plan)
+            if wanted is ProfilerAction.WARMUP:
+                process_profiler.prepare(self._profiler)
+        if wanted is not ProfilerAction.WARMUP:
+            self._first = self._mini_batch
+            self._start(self._profiler)
 
-    def start(self, profiler: _KinetoProfile) -> None:
-        """Start a profiler, and label what it records with this rank. Raises EngineError and RuntimeError."""
+    def _start(self, profiler: _KinetoProfile) -> None:
+        """Start a profiler, and label what it records with this rank."""
         process_profiler.start(profiler)
-        files = self._files
-        label = {"role": files.identity.role, "rank": files.rank, "step": files.step, "scope": self._scope}
+        files = self.files
+        label = {"role": files.role, "rank": files.rank, "step": files.step, "scope": self._scope}
         profiler.add_metadata_json("rolloutctl", json.dumps(label))
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):  # else torch adds more itself
             info = {"backend": "none", "rank": files.rank, "world_size": files.world_size}
             profiler.add_metadata_json("distributedInfo", json.dumps(info))
 
-    # --- on the writer's thread ---------------------------------------------------------------------------------------
-
-    def _write(self, profiler: _KinetoProfile, scope: str, mini_batches: tuple[int, int] | None) -> None:
-        if mini_batches is None and scope == WHOLE and not self.plan.discrete:
-            if self._whole is None:
-                self._whole = CompressedTrace(self._reserve(scope, None))
-            self._whole.add(profiler)
-            return
-        trace = CompressedTrace(self._reserve(scope, mini_batches))
-        trace.add(profiler)
-        if trace.close():
-            self._written.append(trace.file)
-
-    def _finish_whole(self) -> None:
-        if self._whole is not None and self._whole.close():
-            self._written.append(self._whole.file)
-
-    def _reserve(self, scope: str, mini_batches: tuple[int, int] | None) -> Path:
-        try:
-            return self._files.reserve(scope, mini_batches)
-        except OSError as error:
-            raise EngineError(f"no trace can be made in {self._files.directory}: {error.strerror}.") from error
-
-
-class _WholeStage:
-    """Records a stage from its beginning to its end."""
-
-    def __init__(self, recorder: TorchRecorder) -> None:
-        self.profiler = process_profiler.make_profiler(recorder.plan)
-        recorder.start(self.profiler)
-
-    def end(self) -> None:
-        process_profiler.stop(self.profiler)
-
-
-class _Windows:
-    """Records the mini-batches of a stage that the schedule selects; `next_mini_batch` is next, or under way."""
-
-    def __init__(self, recorder: TorchRecorder, schedule: Schedule, next_mini_batch: int) -> None:
-        self._recorder, self._schedule = recorder, schedule
-        self.next_mini_batch = next_mini_batch
-        self._profiler: _KinetoProfile | None = None
-        self._first: int | None = None  # mini-batch of the window that is being recorded
-        self._advance()
-
-    def mini_batch(self) -> None:
-        last = self.next_mini_batch
-        self.next_mini_batch += 1
-        if action(self._schedule, last) is ProfilerAction.RECORD_AND_SAVE:
-            self._save(last)
-        self._advance()
-
-    def end(self) -> None:
-        """End the stage. A window that is cut short is saved; one that has recorded no full mini-batch is dropped."""
-        if self._first is not None and self.next_mini_batch > self._first:
-            self._save(self.next_mini_batch - 1)
-        elif (profiler := self._profiler) is not None:
-            if self._first is None:
-                if not process_profiler.is_ours():
-                    return  # another profiler has replaced it
-                self._recorder.start(profiler)  # torch can't stop a profiler that was only warmed up
-            process_profiler.stop(profiler)
-
-    def _advance(self) -> None:
-        wanted = action(self._schedule, self.next_mini_batch)
-        if wanted is ProfilerAction.NONE:
-            return
-        if self._profiler is None or not process_profiler.is_ours():  # another one may have replaced what warmed up
-            self._profiler = process_profiler.make_profiler(self._recorder.plan)
-            if wanted is ProfilerAction.WARMUP:
-                process_profiler.prepare(self._profiler)
-        if wanted is not ProfilerAction.WARMUP and self._first is None:
-            self._first = self.next_mini_batch
-            self._recorder.start(self._profiler)
-
-    def _save(self, last: int) -> None:
+    def _save(self) -> None:
+        """Stop the profiler, and have written what it recorded of the mini-batches until now."""
         profiler, first = self._profiler, self._first
         self._profiler = self._first = None
         if profiler is not None and first is not None:
             process_profiler.stop(profiler)
-            self._recorder.save_window(profiler, first, last)
+            window = (first, self._mini_batch - 1) if self._schedule is not None else None
+            self._writer.put(partial(self._write, profiler, self._scope, window))
+
+    # --- on the writer's thread ---------------------------------------------------------------------------------------
+
+    def _write(self, profiler: _KinetoProfile, scope: str, mini_batches: tuple[int, int] | None) -> None:
+        if mini_batches is None and not self.plan.discrete:
+            self._whole = self._whole or CompressedTrace(self.files.reserve(scope))
+            self._whole.add(profiler)
+        else:
+            trace = CompressedTrace(self.files.reserve(scope, mini_batches))
+            trace.add(profiler)
+            self._close(trace)
+
+    def _close(self, trace: CompressedTrace | None) -> None:
+        if trace is not None and trace.close():
+            self._written.append(trace.file)
 
 
-def action(schedule: Schedule, mini_batch: int) -> ProfilerAction:
-    """Return what the schedule does with a mini-batch, counted from 0.
+def action(schedule: Schedule | None, mini_batch: int) -> ProfilerAction:
+    """Return what the schedule does with a mini-batch, counted from 0. Without a schedule all are one recording.
 
     The same as `torch.profiler.schedule`, which warns each time it is made without a warm-up.
     """
+    if schedule is None:
+        return ProfilerAction.RECORD
     cycle = schedule.wait + schedule.warmup + schedule.active
     since = mini_batch - schedule.skip_first
     if since < 0 or (schedule.repeat and since >= schedule.repeat * cycle):

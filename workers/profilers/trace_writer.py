@@ -9,6 +9,7 @@ piece by piece, without the lock. torch reports no error when a disk is full, so
 import gzip
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from threading import Thread
 from typing import Final, Protocol
 
 from schemas.errors import EngineError
+from workers.profilers.recorder import reason
 
 CHUNK_BYTES: Final = 1 << 20
 COMPRESSION_LEVEL: Final = 5
@@ -56,46 +58,28 @@ class CompressedTrace:
     def add(self, recording: StoppedProfiler) -> None:
         """Append the events of a recording."""
         try:
-            local = tempfile.TemporaryDirectory(prefix="rolloutctl-", ignore_cleanup_errors=True)
-        except OSError as error:
-            raise self._fail(f"no temporary directory can be made: {error}") from error
-        with local as folder:
-            raw = Path(folder, "raw.json")
-            try:
+            with tempfile.TemporaryDirectory(prefix="rolloutctl-", ignore_cleanup_errors=True) as folder:
+                raw = Path(folder, "raw.json")
                 recording.export_chrome_trace(str(raw))
-            except Exception as error:  # torch's code
-                raise self._fail(f"torch can't write it to {folder}: {error}") from error
-            begin, end = self._find_events(raw)
-            try:
-                self._append(raw, begin, end)
-            except OSError as error:
-                raise self._fail(f"{self.file.parent}: {error.strerror}") from error
+                self._append(raw)
+        except Exception as error:  # of torch's code, too
+            raise self._failed(error) from error
         self.recordings += 1
 
     def close(self) -> bool:
         """Move the file to its final place. Returns False when it holds nothing, and then no file is left."""
         if self._stream is None:
-            self.discard()
             return False
         try:
             self._stream.write(b"\n]}\n")
             self._stream.close()
             os.replace(self._part, self.file)
         except OSError as error:
-            raise self._fail(f"{self.file.parent}: {error.strerror}") from error
+            raise self._failed(error) from error
         return True
 
-    def discard(self) -> None:
-        """Remove all files of this trace."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with suppress(OSError):
-                stream.close()
-        for file in (self._part, self.file):
-            with suppress(OSError):
-                file.unlink()
-
-    def _append(self, raw: Path, begin: int, end: int) -> None:
+    def _append(self, raw: Path) -> None:
+        begin, end = _find_events(raw)
         with open(raw, "rb") as source:
             if self._stream is None:
                 self._stream = gzip.GzipFile(self._part, "xb", COMPRESSION_LEVEL)
@@ -117,41 +101,46 @@ class CompressedTrace:
         offset = self.recordings * _LINK_ID_OFFSET
         return _LINK.sub(lambda link: b"%s%d%s" % (link[1], int(link[2]) + offset, link[3]), events)
 
-    def _find_events(self, raw: Path) -> tuple[int, int]:
-        """Return where the list of events begins and ends. Raises EngineError for a file that is cut off."""
-        try:
-            size = raw.stat().st_size
-            with open(raw, "rb") as source:
-                head = _HEAD.search(source.read(CHUNK_BYTES))
-                source.seek(max(0, size - CHUNK_BYTES))
-                tail = _TAIL.search(source.read())
-        except OSError:
-            head = tail = None
-            size = 0
-        if head is None or tail is None:
-            free = os.statvfs(raw.parent)
-            raise self._fail(
-                f"torch wrote {size} bytes to {raw.parent}, which are not a complete trace; "
-                f"{free.f_bavail * free.f_frsize} bytes are free there"
-            )
-        return head.end(), max(0, size - CHUNK_BYTES) + tail.start()
+    def _failed(self, error: Exception) -> EngineError:
+        """Remove all files of this trace, and return the error for its loss."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
+        for file in (self._part, self.file):
+            with suppress(OSError):
+                file.unlink()
+        return EngineError(
+            f"the trace {self.file.name} was not written: {reason(error)}. What was recorded of it is lost."
+        )
 
-    def _fail(self, why: str) -> EngineError:
-        self.discard()
-        return EngineError(f"the trace {self.file.name} was not written: {why}. What was recorded of it is lost.")
+
+def _find_events(raw: Path) -> tuple[int, int]:
+    """Return where the list of events begins and ends. Raises EngineError for a file that is cut off or missing."""
+    size = raw.stat().st_size if raw.exists() else 0
+    tail_at = max(0, size - CHUNK_BYTES)
+    head = tail = None
+    if size:
+        with open(raw, "rb") as source:
+            head = _HEAD.search(source.read(CHUNK_BYTES))
+            source.seek(tail_at)
+            tail = _TAIL.search(source.read())
+    if head is None or tail is None:
+        free = shutil.disk_usage(raw.parent).free
+        raise EngineError(
+            f"torch wrote {size} bytes to {raw.parent}, which are not a complete trace; {free} bytes are free there"
+        )
+    return head.end(), tail_at + tail.start()
 
 
 class TraceWriter:
-    """Does work in order on a daemon thread, which lives from the first `put` until `finish`.
-
-    Attributes:
-        failures: Errors of the work done so far.
-    """
+    """Does work in order on a daemon thread, which lives until `finish`."""
 
     def __init__(self) -> None:
-        self.failures: list[str] = []
+        self._failures: list[str] = []
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._thread = Thread(target=self._run, name="rolloutctl-traces", daemon=True)
+        self._thread.start()
 
     def require_room(self) -> None:
         """Raise EngineError while too many recordings wait to be written."""
@@ -160,21 +149,17 @@ class TraceWriter:
 
     def put(self, work: Callable[[], None]) -> None:
         """Queue work. Never waits."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="rolloutctl-traces", daemon=True)
-            self._thread.start()
         self._waiting.put(work)
 
-    def finish(self) -> None:
-        """Wait until all work is done."""
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
+    def finish(self) -> list[str]:
+        """Wait until all work is done. Returns what failed."""
+        self._waiting.put(None)
+        self._thread.join()
+        return self._failures
 
     def _run(self) -> None:
         while (work := self._waiting.get()) is not None:
             try:
                 work()
-            except Exception as error:  # of torch's code; the next trace may still succeed
-                self.failures.append(str(error) if isinstance(error, EngineError) else repr(error))
+            except Exception as error:  # the next trace may still succeed
+                self._failures.append(reason(error))

@@ -7,16 +7,16 @@ agent. Training does not wait for it: after some seconds the outcome says that i
 import logging
 import os
 import subprocess
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Final
 
-import anyio
 from anyio import to_thread
 
-from schemas.carriers.wakeup import Wakeup
 from schemas.errors import EngineError
 from schemas.identity import Identity
+from workers import background
 
 logger = logging.getLogger("rolloutctl.agent")
 
@@ -47,26 +47,20 @@ class FinishHook:
         Raises:
             EngineError: It failed, or can't be started.
         """
-        wakeup = Wakeup()
-        try:
-            process = await to_thread.run_sync(self.begin, tool, steps, wakeup)
-            with anyio.move_on_after(WAIT_S):
-                await wakeup.wait()
-        finally:
-            wakeup.close()
-        if process.returncode is None:
+        ended = await to_thread.run_sync(self.begin, tool, steps)
+        if not await background.completes(ended, WAIT_S):
             logger.info("agent %s: the finish hook is still running; its output: %s", self._identity.agent, self._log)
             return True
-        if process.returncode != 0:
+        if code := ended.result():
             output = await to_thread.run_sync(self._last_output)
             raise EngineError(
-                f"the finish hook ended with exit code {process.returncode}: {output or 'it printed nothing'}. The "
-                f"traces are still in {self._root}."
+                f"the finish hook ended with exit code {code}: {output or 'it printed nothing'}. The traces are still "
+                f"in {self._root}."
             )
         return False
 
-    def begin(self, tool: str, steps: tuple[int, ...], wakeup: Wakeup | None = None) -> "subprocess.Popen[bytes]":
-        """Start the command. Its end is logged, and notifies the wakeup. Raises EngineError if it can't be started."""
+    def begin(self, tool: str, steps: tuple[int, ...]) -> "Future[int]":
+        """Start the command. Returns its exit code later, and logs it. Raises EngineError if it can't be started."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb") as output:
@@ -80,17 +74,15 @@ class FinishHook:
                 )
         except OSError as error:
             raise EngineError(f"the finish hook was not started: {error.strerror}: {error.filename}.") from error
-        Thread(target=self._await_end, args=(process, wakeup), name="finish-hook", daemon=True).start()
-        return process
+        return background.begin(partial(self._await_end, process), "finish-hook", daemon=True)
 
-    def _await_end(self, process: "subprocess.Popen[bytes]", wakeup: Wakeup | None) -> None:
+    def _await_end(self, process: "subprocess.Popen[bytes]") -> int:
         code = process.wait()
-        if wakeup is not None:
-            wakeup.notify()
         level = logging.INFO if code == 0 else logging.WARNING
         logger.log(
             level, "agent %s: the finish hook ended with exit code %d: %s", self._identity.agent, code, self._log
         )
+        return code
 
     def _last_output(self) -> str:
         try:

@@ -6,6 +6,7 @@ in their names. A file that names no rank belongs to rank 0, except that of vLLM
 """
 
 import errno
+import gzip
 import hashlib
 import logging
 import os
@@ -17,18 +18,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Final
 
-import anyio
 from anyio import to_thread
 
-from schemas.carriers.wakeup import Wakeup
 from schemas.commands import ProfilePlan
 from schemas.errors import EngineError
 from schemas.events import CollectTraces, DiskCall, FinishProfile, Returned
 from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Trace
+from workers import background
 from workers.traces import finish_hook
 from workers.traces.finish_hook import FinishHook
 
@@ -68,8 +67,9 @@ class NodeTraces:
     async def _finish(self, call: FinishProfile) -> Returned:
         traces: tuple[Trace, ...] = ()
         if call.plan.finish.relocate:
-            relocation = self._start_relocation(call)
-            if not await _completes(relocation, finish_hook.WAIT_S):
+            work = partial(relocate_traces, self._root, call.directories, call.plan, self._identity)
+            relocation = background.begin(work, "relocation", daemon=False)  # the end of the process waits for it
+            if not await background.completes(relocation, finish_hook.WAIT_S):
                 relocation.add_done_callback(partial(self._finish_later, call))
                 return Returned(still_running=True)
             traces = relocation.result()
@@ -81,19 +81,6 @@ class NodeTraces:
         if not runs_hook(call.plan, self._identity):
             return Returned(traces=traces)
         return Returned(traces=traces, still_running=await self._require_hook().run(call.plan.tool, call.steps))
-
-    def _start_relocation(self, call: FinishProfile) -> "Future[tuple[Trace, ...]]":
-        """Relocate on a thread that the end of the process waits for."""
-        relocation: Future[tuple[Trace, ...]] = Future()
-
-        def run() -> None:
-            try:
-                relocation.set_result(relocate_traces(self._root, call.directories, call.plan, self._identity))
-            except BaseException as error:
-                relocation.set_exception(error)
-
-        Thread(target=run, name="relocation").start()
-        return relocation
 
     def _finish_later(self, call: FinishProfile, relocation: "Future[tuple[Trace, ...]]") -> None:
         """Log a relocation that nobody waits for any more, and start the hook after it."""
@@ -111,18 +98,6 @@ class NodeTraces:
                 "configuration as the trainer, or its command (--finish-hook). The traces are where they were written."
             )
         return self._hook
-
-
-async def _completes(work: "Future[tuple[Trace, ...]]", timeout_s: float) -> bool:
-    """Wait for work, but not for long: while it waits here, the agent carries out no other command."""
-    wakeup = Wakeup()
-    try:
-        work.add_done_callback(lambda _: wakeup.notify())
-        with anyio.move_on_after(timeout_s):
-            await wakeup.wait()
-    finally:
-        wakeup.close()
-    return work.done()
 
 
 def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:
@@ -387,17 +362,15 @@ def _require_complete(file: Path) -> None:
     """
     if ".trace.json" not in file.name:
         return
-    packed = file.suffix == ".gz"
-    inflate, last, ended = zlib.decompressobj(wbits=31), b"", not packed
+    last = b""
     try:
-        with open(file, "rb") as stream:
-            while not (packed and ended) and (raw := stream.read(1 << 20)):
-                last = ((inflate.decompress(raw) if packed else raw).rstrip() or last)[-1:]
-                ended = ended or inflate.eof
-    except zlib.error as error:
-        raise EngineError(f"the trace {file} is damaged: {error}.") from error
-    if not ended or last != b"}":
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+            while chunk := stream.read(1 << 20):
+                last = chunk.rstrip()[-1:] or last
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        last = b""
+    if last != b"}":
         raise EngineError(
-            f"the trace {file} is cut off: its writer has not finished, or could not. Is its disk full, or the one "
-            "that holds the temporary files?"
+            f"the trace {file} is cut off or damaged: its writer has not finished, or could not. Is its disk full, or "
+            "the one that holds the temporary files?"
         )
