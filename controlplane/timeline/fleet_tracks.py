@@ -10,17 +10,16 @@ millisecond: no decision is drawn before the one that precedes it, and no receip
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
 from typing import NamedTuple
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.timeline.survey import BusRecord, LogSurvey, decode_entries
-from controlplane.timeline.tracks import SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent, arrow
+from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent
 from schemas import events
 from schemas.commands import ProfileCommand, WeightSync
 from schemas.formatting import describe, kind_and_reason
-from schemas.identity import ROLLOUT, agent_of
+from schemas.identity import ROLLOUT, Identity, agent_of, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
@@ -44,13 +43,13 @@ class BusTracks:
     """The bus's process.
 
     Attributes:
-        issued: By seq, the mark at which each command was issued, from which its arrows lead.
-        issued_until_ns: By seq, the end of that mark on the bus's clock.
+        issued_ns: By seq, when each command was issued: the end of its mark, on the bus's clock.
     """
 
     def __init__(self, process: ProcessTracks) -> None:
-        self.issued: dict[int, TraceEvent] = {}
-        self.issued_until_ns: dict[int, int] = {}
+        self.issued_ns: dict[int, int] = {}
+        self._marks: dict[int, TraceEvent] = {}
+        self._next_arrow = 1
         self._process = process
         self._last_ns = 0
         self._open: dict[int, OpenSlice] = {}
@@ -71,21 +70,37 @@ class BusTracks:
                 case bus_events.Conclude(report=Report() as report):
                     yield from self._conclude(report, at_ns)
                 case bus_events.Conclude(report=SyncReport() as sync):
-                    args = {"status": sync.status, "loaded": sync.loaded, "quarantined": sync.quarantined}
-                    yield from self._end_sync(at_ns, args)
+                    args = {"loaded": sync.loaded, "quarantined": sync.quarantined}
+                    yield from self._end_sync(at_ns, status=sync.status, **args)
                 case bus_events.Refuse():
                     yield self._process.instant("fleet", f"refused: {effect.reason}", at_ns)
 
     def end(self, at_ns: int) -> Events:
         """End everything that is open as unfinished: this life of the bus is over, or the log."""
         for seq in list(self._open):
-            yield from self._close(seq, at_ns, {"unfinished": True})
-        yield from self._end_sync(at_ns, {"unfinished": True})
+            yield from self._close(seq, at_ns, unfinished=True)
+        yield from self._end_sync(at_ns, unfinished=True)
         stopping = [session for sessions in self._stopping.values() for session in sessions]
         for session in (*stopping, *self._sessions):
-            session.slice.args["unfinished"] = True
-            yield session.slice.end(at_ns)
+            yield session.slice.end(at_ns, unfinished=True)
         self._stopping, self._sessions = {}, []
+
+    def arrow(self, seq: int, decided: TraceEvent) -> Events:
+        """Draw an arrow from the issue of a command to a decision about it."""
+        if (mark := self._marks.get(seq)) is None:
+            return
+        for ph, bp, place in (("s", None, mark), ("f", "e", decided)):
+            yield TraceEvent(
+                ph=ph,
+                bp=bp,
+                name="command",
+                cat=CATEGORY,
+                id=self._next_arrow,
+                pid=place.pid,
+                tid=place.tid,
+                ts=place.ts,
+            )
+        self._next_arrow += 1
 
     def _draw_event(
         self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
@@ -116,7 +131,7 @@ class BusTracks:
         if isinstance(command, WeightSync):
             thread = "weight syncs"
             if self._sync is None or self._sync[0] != command.version:
-                yield from self._end_sync(at_ns, {"unfinished": True})
+                yield from self._end_sync(at_ns, unfinished=True)
                 self._sync = command.version, OpenSlice(self._process, thread, f"sync to v{command.version}", at_ns)
             inside = self._sync[1]
         if isinstance(command, ProfileCommand):
@@ -131,11 +146,11 @@ class BusTracks:
         begin_ns, opened.filled_ns = opened.begin_ns + SHORTEST_NS, opened.begin_ns + 2 * SHORTEST_NS
         mark_args: dict[str, object] = {"kind": "issue", "seq": seq}
         mark = self._process.slice(opened.tid, f"issue (seq {seq})", begin_ns, opened.filled_ns, mark_args)
-        self.issued[seq], self.issued_until_ns[seq] = mark, opened.filled_ns
+        self._marks[seq], self.issued_ns[seq] = mark, opened.filled_ns
         yield mark
 
     def _conclude(self, report: Report, at_ns: int) -> Events:
-        yield from self._close(report.seq, at_ns, {line.agent: _short(line.conclusion) for line in report.outcomes})
+        yield from self._close(report.seq, at_ns, **{line.agent: _short(line.conclusion) for line in report.outcomes})
         for session in self._stopping.pop(report.seq, ()):
             yield session.slice.end(at_ns)
 
@@ -148,29 +163,26 @@ class BusTracks:
             self._sessions = [session for session in self._sessions if session not in same_step]
         elif command.action == "start" and not same_step:
             for session in overlapping:
-                session.slice.args["unfinished"] = True
-                yield session.slice.end(at_ns)
+                yield session.slice.end(at_ns, unfinished=True)
             opened = OpenSlice(self._process, "profiling", f"profile step {command.step}", at_ns)
             others = [session for session in self._sessions if session not in overlapping]
             self._sessions = [*others, ProfiledSpan(command.step, replicas, opened)]
 
-    def _close(self, seq: int, at_ns: int, args: Mapping[str, object]) -> Events:
+    def _close(self, seq: int, at_ns: int, **args: object) -> Events:
         opened = self._open.pop(seq, None)
         if opened is not None:
-            opened.args.update(args)
-            yield opened.end(at_ns)
+            yield opened.end(at_ns, **args)
 
-    def _end_sync(self, at_ns: int, args: Mapping[str, object]) -> Events:
+    def _end_sync(self, at_ns: int, **args: object) -> Events:
         if self._sync is None:
             return
         _, sync = self._sync
         self._sync = None
         for seq in [seq for seq, opened in self._open.items() if opened.inside is sync]:
-            yield from self._close(seq, at_ns, {"unfinished": True})
-        sync.args.update(args)
+            yield from self._close(seq, at_ns, unfinished=True)
         if "status" in args:
             sync.name = f"{sync.name}: {args['status']}"
-        yield sync.end(at_ns)
+        yield sync.end(at_ns, **args)
 
 
 class AgentTracks:
@@ -178,15 +190,12 @@ class AgentTracks:
 
     Args:
         process: Where to draw.
-        counter: Name of the counter of its weight version; empty for none.
-        issued: Marks of the issued commands, by seq.
-        arrows: Numbers for arrows.
+        identity: Of the agent; names the counter of its weight version.
+        bus: Where its arrows begin.
     """
 
-    def __init__(
-        self, process: ProcessTracks, counter: str, issued: Mapping[int, TraceEvent], arrows: Iterator[int]
-    ) -> None:
-        self._process, self._counter, self._issued, self._arrows = process, counter, issued, arrows
+    def __init__(self, process: ProcessTracks, identity: Identity, bus: BusTracks) -> None:
+        self._process, self._identity, self._bus = process, identity, bus
         self._peer = ""
         self._last_ns = 0
         self._open: dict[int, OpenSlice] = {}
@@ -222,8 +231,7 @@ class AgentTracks:
         """End everything that is open as unfinished: the incarnation is over, or the log."""
         calls = [] if self._call is None else [self._call[1]]
         for opened in (*self._open.values(), *calls, *self._conditions.values()):
-            opened.args["unfinished"] = True
-            yield opened.end(at_ns)
+            yield opened.end(at_ns, unfinished=True)
         self._open, self._call, self._conditions = {}, None, {}
 
     def _draw_event(self, event: events.Event, at_ns: int) -> Events:
@@ -251,11 +259,9 @@ class AgentTracks:
             yield self._mark(f"{_short(answer.outcome)} (seq {answer.seq})", at_ns)
             return
         opened.name = f"{opened.name}: {_short(answer.outcome)}"
-        opened.args.update({"rule": answer.rule, **_outcome_args(answer.outcome)})
-        decided = opened.end(at_ns)
+        decided = opened.end(at_ns, rule=answer.rule, **_outcome_args(answer.outcome))
         yield decided
-        if answer.seq in self._issued:
-            yield from arrow(next(self._arrows), self._issued[answer.seq], decided)
+        yield from self._bus.arrow(answer.seq, decided)
 
     def _end_call(self, event: events.EngineReturned, at_ns: int) -> Events:
         if self._call is None or self._call[0].call_id != event.call_id:
@@ -263,9 +269,9 @@ class AgentTracks:
         (perform, opened), self._call = self._call, None
         if isinstance(event.result, events.Fault):
             opened.name = f"{opened.name}: failed"
-            opened.args.update({"fault": event.result.kind, "message": event.result.message})
-        yield opened.end(at_ns)
-        if not isinstance(event.result, events.Fault):
+            yield opened.end(at_ns, fault=event.result.kind, message=event.result.message)
+        else:
+            yield opened.end(at_ns)
             yield from self._apply_call(perform, at_ns)
 
     def _apply_call(self, perform: events.Perform, at_ns: int) -> Events:
@@ -303,9 +309,10 @@ class AgentTracks:
             self._conditions[thread] = OpenSlice(self._process, thread, condition, at_ns)
 
     def _count_version(self, version: int, at_ns: int) -> Events:
-        if self._counter and version != self._version:
+        place = self._identity
+        if place.role == ROLLOUT and place.node_rank == 0 and version != self._version:
             self._version = version
-            yield self._process.counter(self._counter, version, at_ns)
+            yield self._process.counter(f"replica {place.replica} weight version", version, at_ns)
 
     def _mark(self, name: str, at_ns: int) -> TraceEvent:
         return self._process.instant("events", name, at_ns)
@@ -328,7 +335,7 @@ class FleetTracks:
 
     def events(self, entries: Iterable[LogEntry]) -> Events:
         """Draw the surveyed part of the log."""
-        survey, bus, arrows = self._survey, BusTracks(self._processes[""]), count(1)
+        survey, bus = self._survey, BusTracks(self._processes[""])
         agents: dict[str, AgentTracks] = {}
         for record in decode_entries(survey.same_entries(entries)):
             if isinstance(record, BusRecord):
@@ -336,9 +343,9 @@ class FleetTracks:
                 continue
             name, peer, event = record.agent, record.peer, record.event
             if name not in agents:
-                agents[name] = AgentTracks(self._processes[name], self._counter(name), bus.issued, arrows)
+                agents[name] = AgentTracks(self._processes[name], identity_of(name), bus)
             at_ns = survey.moment_ns(peer, event.at_ms)
-            issued_ns = bus.issued_until_ns.get(event.seq, 0) if isinstance(event, events.CommandReceived) else 0
+            issued_ns = bus.issued_ns.get(event.seq, 0) if isinstance(event, events.CommandReceived) else 0
             if issued_ns > at_ns:
                 self.early_ns[peer] = max(issued_ns - at_ns, self.early_ns.get(peer, 0))
             yield from agents[name].draw(peer, event, record.effects, max(at_ns, issued_ns))
@@ -347,13 +354,6 @@ class FleetTracks:
             yield from track.end(survey.last_ns)
         for process in self._processes.values():
             yield from process.names
-
-    def _counter(self, agent: str) -> str:
-        """Name of an agent's weight counter. Training ranks have none, nor have nodes beyond the first."""
-        place = self._survey.places.get(agent)
-        if place is None or place.role != ROLLOUT or place.node_rank > 0:
-            return ""
-        return f"replica {place.replica} weight version"
 
 
 def _short(outcome: Conclusion) -> str:

@@ -9,7 +9,7 @@ The file appears under its name in one step when it is complete. It never replac
 
 import gzip
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import IO, Final
@@ -25,6 +25,7 @@ from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.torch_traces import FoundTrace, JsonEvent, Numbers, TorchTrace, find_trace, is_torch_trace
 from controlplane.timeline.tracks import ProcessTracks, TraceEvent
 from schemas.errors import ConfigError, LogError
+from schemas.formatting import agent_order
 from schemas.identity import ROLLOUT, agent_of
 
 WRITE_BYTES: Final = 1 << 20
@@ -112,9 +113,10 @@ def write_timeline(
     run = RunLog.header(log).run
     draft = TimelineDraft(run, LogSurvey(RunLog.read(log)))
     try:
-        with _compressed(out, force) as stream:  # opened first: traces take minutes, and only then would it fail
+        # Opened first: traces take minutes, and only then would it fail.
+        with atomic_write(out, force) as file, _compressed(file, out) as stream:
             files = draft.find_traces(roots, say)
-            check_destination(out, force, [file.path for file in files])
+            check_destination(out, force, [trace.path for trace in files])
             _write(stream, draft.head(), chain(draft.fleet_events(RunLog.read(log)), draft.trace_events(files, say)))
         nbytes = out.stat().st_size
     except OSError as error:
@@ -148,7 +150,7 @@ class TimelineDraft:
         self.warnings: list[str] = []
         self._run, self.survey = run, survey
         self._zero_ns = survey.begins_ns
-        self._position = {name: i for i, name in enumerate(sorted(survey.agents, key=self._sort_key), start=1)}
+        self._position = {name: i for i, name in enumerate(sorted(survey.agents, key=agent_order), start=1)}
         if survey.damage:
             self.warnings.append(f"cut off: the log after its record {survey.last}. {survey.damage}")
         if survey.unreadable:
@@ -242,8 +244,8 @@ class TimelineDraft:
 
     def _title(self, name: str) -> str:
         """Name of an agent's process, with its newest clock so that a viewer sees how exact the times are."""
-        line = next((line for line in reversed(self.clocks) if line.agent == name), None)
-        if line is None or line.offset_ns is None:
+        line = next(line for line in reversed(self.clocks) if line.agent == name)
+        if line.offset_ns is None:
             return f"agent {name} (clock offset unknown)"
         return f"agent {name} (clock {line.offset_ns / MS:+.3f} ± {(line.error_ns or 0) / MS:.3f} ms)"
 
@@ -258,13 +260,6 @@ class TimelineDraft:
             rank = place.global_ranks.start + (file.rank or 0)
         owner = f"replica {place.replica}" if place.role == ROLLOUT else place.role
         return f"{owner} rank {rank}{step}"
-
-    def _sort_key(self, name: str) -> tuple[str, int, int]:
-        """Replicas first, then training ranks by role, then unknown agents."""
-        place = self.survey.places.get(name)
-        if place is None:
-            return name, 0, 0
-        return "" if place.role == ROLLOUT else place.role, place.replica, place.node_rank
 
 
 def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:
@@ -292,12 +287,7 @@ def _write(stream: IO[bytes] | gzip.GzipFile, head: bytes, events: Iterable[Trac
     stream.write(buffer + b"\n]}\n")
 
 
-@contextmanager
-def _compressed(out: Path, force: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """A file that appears when it is complete, compressed if its name says so. Raises OSError."""
-    with atomic_write(out, force) as file, ExitStack() as stack:
-        if out.suffix == ".gz":
-            packed = gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=file)
-            yield stack.enter_context(packed)
-        else:
-            yield file
+def _compressed(file: IO[bytes], out: Path) -> AbstractContextManager[IO[bytes] | gzip.GzipFile]:
+    if out.suffix != ".gz":
+        return nullcontext(file)
+    return gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=file)

@@ -11,8 +11,8 @@ import gzip
 import hashlib
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from decimal import Decimal
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -26,8 +26,6 @@ FIRST_PID: Final = 100_001
 FIRST_TID: Final = 1_000_000_001
 ARROW_BITS: Final = 40
 """Bits of a trace's own arrow number; the file's number stands above them."""
-LANES: Final = 32
-"""Lanes per thread, at most. If more slices overlap, the last ones are cut."""
 FIELD_BYTES: Final = 4_096
 """Longest field that is found when it spans two reads."""
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
@@ -105,21 +103,20 @@ def _mismatch(file: Path, reported: ReportedTrace) -> str | None:
 
 
 def _scan(path: Path, reported: ReportedTrace) -> FoundTrace:
-    """Read what must be known before the events. Raises OSError, EOFError, zlib.error for a file that can't be read."""
-    base_ns, first, rank, stacks, tail = 0, b"", None, False, b""
-    with ExitStack() as stack:
-        stream = _open(stack, path)
+    """Read what must be known before the events."""
+    base_ns, first_us, rank, stacks, tail = 0, None, None, False, b""
+    with _open(path) as stream:
         while piece := stream.read(READ_BYTES):
             text = tail + piece
-            if not first and (match := _FIRST.search(text)) is not None:
-                first = match.group(1)
-            if (match := _BASE.search(text)) is not None:
+            if first_us is None and (match := _FIRST.search(text)):
+                first_us = Decimal(match.group(1).decode())
+            if match := _BASE.search(text):
                 base_ns = int(match.group(1))
-            if rank is None and (match := _RANK.search(text)) is not None:
+            if rank is None and (match := _RANK.search(text)):
                 rank = int(match.group(1))
             stacks = stacks or _STACKS in text
             tail = text[-FIELD_BYTES:]
-    first_ns = base_ns + int(Decimal(first.decode()) * 1000) if first else None
+    first_ns = None if first_us is None else base_ns + int(first_us * 1000)
     return FoundTrace(path, reported, base_ns, first_ns, rank, stacks)
 
 
@@ -130,75 +127,48 @@ class Numbers:
         self.files, self.pids, self.tids = count(1), count(FIRST_PID), count(FIRST_TID)
 
 
-class _Nesting:
-    """The open slices of one lane, outermost first, while slices come in the order of their begin, as torch writes."""
-
-    def __init__(self) -> None:
-        self._ends_ns: list[int] = []
-        self._last_ns = 0
-
-    def room(self, ts_ns: int) -> int | None:
-        """Time until the slice around this moment ends; None if there is none."""
-        if ts_ns < self._last_ns:
-            return None  # out of order
-        while self._ends_ns and self._ends_ns[-1] <= ts_ns:
-            self._ends_ns.pop()
-        return self._ends_ns[-1] - ts_ns if self._ends_ns else None
-
-    def add(self, ts_ns: int, dur_ns: int) -> None:
-        """Add a slice."""
-        if ts_ns >= self._last_ns:
-            self._last_ns = ts_ns
-            self._ends_ns.append(ts_ns + dur_ns)
-
-
-class _Lane(NamedTuple):
-    tid: int
-    calls: _Nesting  # Python calls, which torch writes after all other slices
-    others: _Nesting
-
-
 class _Thread:
-    """A thread of a trace, drawn on one lane or more. Viewers don't draw a slice that outlasts the one around it.
+    """A thread of a trace, drawn on one lane or more: viewers don't draw a slice that outlasts the one around it.
 
-    Kernels on one stream overlap when each is launched before the previous one has ended: they get lanes. A Python call
-    can end some µs after its caller: it is cut.
+    Kernels on one stream overlap when each is launched before the previous one has ended. A Python call can end some µs
+    after its caller.
     """
 
     def __init__(self, pid: int, name: str, tids: Iterator[int]) -> None:
         self.pid, self.name, self._tids = pid, name, tids
         self.sort_index: object = None
-        self.annotations: _Thread | None = None
-        self.lanes = [self._new_lane()]
-        self.last = -1, self.lanes[0].tid  # begin of the last slice, and its lane
+        self.first_tid = self.last_tid = next(tids)
+        self.last_ns = -1  # begin of the last slice; its lane is `last_tid`
+        self._category = ""
+        self._open: dict[int, list[int]] = {self.first_tid: []}  # by lane: ends of its open slices, outermost first
 
-    def place(self, ts_ns: int, dur_ns: int, is_call: bool) -> tuple[int, int]:
-        """Choose the lane of a slice. Returns its number, and the duration that fits there."""
-        for lane in self.lanes:
-            nesting = lane.calls if is_call else lane.others
-            room_ns = nesting.room(ts_ns)
-            if room_ns is None or dur_ns <= room_ns or is_call:
-                break
-        else:
-            if len(self.lanes) < LANES:
-                lane, room_ns = self._new_lane(), None
-                nesting = lane.others
-                self.lanes.append(lane)
-        dur_ns = dur_ns if room_ns is None else min(dur_ns, room_ns)
-        nesting.add(ts_ns, dur_ns)
-        self.last = ts_ns, lane.tid
-        return lane.tid, dur_ns
+    def place(self, ts_ns: int, end_ns: int, category: str) -> int:
+        """Return the number of the first lane on which a slice nests."""
+        if ts_ns < self.last_ns and category != self._category:  # torch writes one category after the other, in order
+            for ends in self._open.values():
+                ends.clear()
+        tid = next((tid for tid, ends in self._open.items() if _nests(ts_ns, end_ns, ends)), None)
+        if tid is None:
+            tid = next(self._tids)
+            self._open[tid] = []
+        self._open[tid].append(end_ns)
+        self.last_ns, self.last_tid, self._category = ts_ns, tid, category
+        return tid
 
     def names(self) -> Iterator[JsonEvent]:
         """Name and position of each lane."""
-        for number, lane in enumerate(self.lanes, start=1):
+        for number, tid in enumerate(self._open, start=1):
             name = f"{self.name} ({number})" if number > 1 else self.name
-            yield _metadata("thread_name", self.pid, lane.tid, "name", name)
+            yield _metadata("thread_name", self.pid, tid, "name", name)
             if self.sort_index is not None:
-                yield _metadata("thread_sort_index", self.pid, lane.tid, "sort_index", self.sort_index)
+                yield _metadata("thread_sort_index", self.pid, tid, "sort_index", self.sort_index)
 
-    def _new_lane(self) -> _Lane:
-        return _Lane(next(self._tids), _Nesting(), _Nesting())
+
+def _nests(ts_ns: int, end_ns: int, ends: list[int]) -> bool:
+    """Whether a slice lies inside the open slices of a lane. Those that have ended are removed."""
+    while ends and ends[-1] <= ts_ns:
+        ends.pop()
+    return not ends or end_ns <= ends[-1]
 
 
 class TorchTrace:
@@ -215,7 +185,7 @@ class TorchTrace:
         count: Events yielded so far, without names.
         before: How many of them lie before the timeline begins.
         last_ns: The latest of them, after the timeline begins.
-        malformed: Events that were left out because they have no valid place.
+        malformed: Events that were left out because they have no valid place or number.
         fault: Why the file was not read to its end; None if it was.
     """
 
@@ -224,7 +194,7 @@ class TorchTrace:
         self.fault: str | None = None
         self._file, self._owner, self._shift_ns, self._sort, self._numbers = file, owner, shift_ns, sort, numbers
         self._number = next(numbers.files)
-        self._pids: dict[object, int] = {}
+        self._pids: defaultdict[object, int] = defaultdict(lambda: next(numbers.pids))
         self._process_names: dict[int, str] = {}
         self._threads: dict[tuple[int, object], _Thread] = {}
 
@@ -232,10 +202,9 @@ class TorchTrace:
         """Yield the events one by one, then the names of processes and threads."""
         import ijson  # slow to import, and few commands need it
 
-        with ExitStack() as stack:
-            try:
-                stream = _ValidJson(_open(stack, self._file.path))
-                for event in ijson.items(stream, "traceEvents.item", buf_size=READ_BYTES):
+        try:
+            with _open(self._file.path) as file:
+                for event in ijson.items(_ValidJson(file), "traceEvents.item", buf_size=READ_BYTES):
                     try:
                         converted = self._convert(event)
                     except _MALFORMED:
@@ -243,26 +212,28 @@ class TorchTrace:
                         continue
                     if converted is not None:
                         yield converted
-            except (ijson.JSONError, *_UNREADABLE) as error:
-                self.fault = next(iter(str(error).splitlines()), type(error).__name__)
+        except (ijson.JSONError, *_UNREADABLE) as error:
+            self.fault = next(iter(str(error).splitlines()), type(error).__name__)
         yield from self._names()
 
     def _convert(self, event: JsonEvent) -> JsonEvent | None:
         """Move an event to the timeline. Returns None for a name, which `_names` yields."""
         kind = event.get("ph")
-        pid = event["pid"] = self._pid(event.get("pid", ""))
+        pid = event["pid"] = self._pids[event.get("pid", "")]
         if kind == "M":
             return self._convert_metadata(event, pid)
         thread = self._thread(pid, event.get("tid", ""))
-        event["tid"] = thread.lanes[0].tid
+        event["tid"] = thread.first_tid
         if "ts" in event:
             ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
             if kind == "X" and "dur" in event:
                 dur_ns = int(Decimal(event["dur"]) * 1000)
-                event["tid"], dur_ns = self._place(thread, str(event.get("cat")), ts_ns, dur_ns)
-                event["dur"] = dur_ns / 1000
-            elif kind in ("s", "t", "f") and thread.last[0] == ts_ns:
-                event["tid"] = thread.last[1]  # an arrow follows the slice that it is bound to
+                category = str(event.get("cat"))
+                if self._file.stacks and category == "user_annotation":  # outlasts the Python call that it begins in
+                    thread = self._thread(pid, f"annotations (thread {thread.name})")
+                event["tid"], event["dur"] = thread.place(ts_ns, ts_ns + dur_ns, category), dur_ns / 1000
+            elif kind in ("s", "t", "f") and thread.last_ns == ts_ns:
+                event["tid"] = thread.last_tid  # an arrow follows the slice that it is bound to
             event["ts"] = ts_ns / 1000
             self.before += ts_ns < 0
             self.last_ns = max(self.last_ns, ts_ns)
@@ -270,21 +241,9 @@ class TorchTrace:
             event["s"] = "p"
         for name in ("id", "bind_id"):
             if name in event:
-                event[name] = self._arrow_number(event[name])
+                event[name] = self._number << ARROW_BITS | int(str(event[name]), 0) % (1 << ARROW_BITS)
         self.count += 1
         return event
-
-    def _place(self, thread: _Thread, category: str, ts_ns: int, dur_ns: int) -> tuple[int, int]:
-        """With Python calls, torch begins an annotation inside the call that made it and ends it after that call.
-
-        Annotations therefore get a thread of their own there.
-        """
-        if self._file.stacks and category == "user_annotation":
-            if thread.annotations is None:
-                name = f"annotations (thread {thread.name})"
-                thread.annotations = _Thread(thread.pid, name, self._numbers.tids)
-            thread = thread.annotations
-        return thread.place(ts_ns, dur_ns, category == "python_function")
 
     def _convert_metadata(self, event: JsonEvent, pid: int) -> JsonEvent | None:
         kind, args = str(event.get("name")), event.get("args")
@@ -307,26 +266,12 @@ class TorchTrace:
             yield _metadata("process_sort_index", pid, 0, "sort_index", self._sort)
         for thread in self._threads.values():
             yield from thread.names()
-            if thread.annotations is not None:
-                yield from thread.annotations.names()
-
-    def _pid(self, original: object) -> int:
-        if original not in self._pids:
-            self._pids[original] = next(self._numbers.pids)
-        return self._pids[original]
 
     def _thread(self, pid: int, original: object) -> _Thread:
         thread = self._threads.get((pid, original))
         if thread is None:
             thread = self._threads[pid, original] = _Thread(pid, _name(original), self._numbers.tids)
         return thread
-
-    def _arrow_number(self, original: Any) -> int | str:
-        try:
-            number = original if isinstance(original, int) else int(original, 0)
-        except (TypeError, ValueError):
-            return f"{self._number}/{original}"
-        return self._number << ARROW_BITS | number & ((1 << ARROW_BITS) - 1)
 
 
 def _name(original: object) -> str:
@@ -369,6 +314,5 @@ def _valid(text: bytes) -> bytes:
     return text.decode(errors="replace").encode()
 
 
-def _open(stack: ExitStack, path: Path) -> IO[bytes] | gzip.GzipFile:
-    file = stack.enter_context(path.open("rb"))
-    return stack.enter_context(gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

@@ -119,18 +119,12 @@ class OpenSlice:
         self._lane: int = process.take_lane(thread, at_ns) if inside is None else inside._lane
         self.tid: int = process.tid(thread, self._lane)
 
-    def end(self, at_ns: int) -> TraceEvent:
-        """End it, after everything inside it."""
+    def end(self, at_ns: int, **args: object) -> TraceEvent:
+        """End it with further details, after everything inside it."""
+        self.args.update(args)
         end_ns = max(at_ns, self.begin_ns + SHORTEST_NS, self.filled_ns + SHORTEST_NS)
         if self.inside is None:
             self._process.free_lane(self._thread, self._lane, end_ns)
         else:
             self.inside.filled_ns = end_ns
         return self._process.slice(self.tid, self.name, self.begin_ns, end_ns, self.args)
-
-
-def arrow(number: int, start: TraceEvent, end: TraceEvent) -> tuple[TraceEvent, TraceEvent]:
-    """The two ends of an arrow from one slice to another."""
-    s = TraceEvent(ph="s", name="command", cat=CATEGORY, id=number, pid=start.pid, tid=start.tid, ts=start.ts)
-    f = TraceEvent(ph="f", name="command", cat=CATEGORY, id=number, bp="e", pid=end.pid, tid=end.tid, ts=end.ts)
-    return s, f

@@ -87,9 +87,10 @@ def test_annotations_and_calls_that_overlap_are_all_drawn(written: Written) -> N
     ]
     _, events = drawn(written, torch_trace(stacked))
     lasts = {name: dur for name, (_, dur) in ops(events).items()}
-    assert lasts == {"learn": 8000, "aten::mm": 1000, "caller": 9500, "enter": 1000, "callee": 1500}
+    assert lasts == {"learn": 8000, "aten::mm": 1000, "caller": 9500, "enter": 1000, "callee": 1750}
     threads = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
-    assert len({threads["aten::mm"], threads["caller"], threads["callee"]}) == 1 != threads["learn"]
+    assert threads["aten::mm"] == threads["caller"] == threads["enter"]
+    assert len({threads[name] for name in ("caller", "callee", "learn")}) == 3
     named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert named[threads["learn"]] == "annotations (thread 78)"
 
