@@ -1,31 +1,4 @@
-"""Every error that a user of rolloutctl can meet.
-
-::
-
-    RolloutctlError
-    ├── ConfigError             an argument, option or file is wrong; nothing was sent
-    │   └── BusAddressError     the address can't be used
-    │       └── AddressInUse    another process listens there
-    ├── CommandError            the command can't be issued; nothing was sent
-    │   └── SyncInProgress      another weight sync has not ended
-    ├── CheckpointError         a checkpoint is missing, cut off, unsafe, or of another model
-    ├── BusError                the bus itself
-    │   ├── BusClosed           it is closed, or was never opened
-    │   ├── BusFaulted          it can't record any more, so it does not publish
-    │   ├── BusOverloaded       the bounded queue to the bus is full
-    │   ├── BusUnreachable      nobody answered at that address
-    │   └── AgentsMissing       the fleet was not complete in time
-    ├── AgentError              an agent can't start or continue
-    │   └── IdentityTaken       another live agent has this replica and node rank
-    ├── WireError               a peer sent bytes that are not a message
-    ├── LogError                a log or journal file can't be used
-    │   ├── LogFull             no space left; everything recorded before stays readable
-    │   ├── LogCorrupt          the file is damaged; says where, and what is readable before it
-    │   └── LogLocked           another process writes this file
-    ├── ReplayDiffers           a replayed decision is not the recorded one
-    ├── CommandFailed           `report.raise_for_failures()`: some agents failed or did not answer
-    └── EngineError             raised by an engine adapter; becomes `failed(...)` in an outcome
-        └── UnsupportedError    the engine was not called, because it can't do what is asked
+"""Every error that a user of rolloutctl can meet; all are a `RolloutctlError`.
 
 What happens in the fleet is data (`schemas.outcomes`). Exceptions are for mistakes of the caller, and for files and
 sockets that can't be used. Each message says what was asked, what was found, what state things are in and what to do.

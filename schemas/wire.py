@@ -5,7 +5,7 @@ frozen for major version 2. The body is a tagged map, so fields can be added. Nu
 with the unit. Nothing is decoded into `Any`, and no hook builds objects.
 """
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -223,6 +223,8 @@ class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
 Operator = StatusRequest | Submit
 Reply = FleetStatus | Report | RequestRejected
 
+T = TypeVar("T")
+
 # --- encoding and decoding --------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -275,26 +277,17 @@ def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
 
 def decode_upward(body: bytes) -> Upward | Operator:
     """Decode a body that an agent or operator sent. Raises WireError."""
-    try:
-        return _upward_decoder.decode(body)
-    except DECODE_ERRORS as error:
-        raise WireError(f"unreadable message from an agent: {_describe(error)}") from None
+    return _decode(_upward_decoder, body, "message from an agent")
 
 
 def decode_downward(body: bytes) -> Downward | Reply:
     """Decode a body that the bus sent. Raises WireError."""
-    try:
-        return _downward_decoder.decode(body)
-    except DECODE_ERRORS as error:
-        raise WireError(f"unreadable message from the bus: {_describe(error)}") from None
+    return _decode(_downward_decoder, body, "message from the bus")
 
 
 def decode_envelope(body: bytes) -> Envelope:
     """Decode a body on the publish socket; the command inside stays encoded. Raises WireError."""
-    try:
-        return _envelope_decoder.decode(body)
-    except DECODE_ERRORS as error:
-        raise WireError(f"unreadable envelope: {_describe(error)}") from None
+    return _decode(_envelope_decoder, body, "envelope")
 
 
 def decode_command(body: Raw) -> Command | UnknownCommand:
@@ -312,6 +305,8 @@ def decode_command(body: Raw) -> Command | UnknownCommand:
         return UnknownCommand("unreadable")
 
 
-def _describe(error: Exception) -> str:
-    """Return the type of the error and, for invalid fields, their place. Never the bytes themselves."""
-    return f"{type(error).__name__}: {str(error)[:200]}"
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str) -> T:
+    try:
+        return decoder.decode(body)
+    except DECODE_ERRORS as error:  # it names the place of an invalid field, and never shows the bytes themselves
+        raise WireError(f"unreadable {what}: {type(error).__name__}: {str(error)[:200]}") from None

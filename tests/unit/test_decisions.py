@@ -33,7 +33,6 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
-from workers.machine.gate import GATE
 from workers.machine.state import AgentState, call_name
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "decision-table.md").read_text("utf-8")
@@ -366,10 +365,9 @@ def test_rule_10_an_epoch_start_ends_what_the_previous_trainer_left_paused() -> 
 # --- the document -----------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_the_rules_of_the_code_in_order() -> None:
+def test_the_page_has_ten_rules_in_order() -> None:
     rules = [int(number) for number in re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE)]
     assert rules == list(range(1, 11))
-    assert [rule.number for rule in GATE] == [number for number in rules if number in (5, 6, 8, 9)]
 
 
 @pytest.mark.parametrize(

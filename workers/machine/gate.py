@@ -1,11 +1,8 @@
 """Rules 4 to 9 of the decision table: may this agent act on this command at all? The first rule that holds wins.
 
 Rules 4 and 7 depend on the time: `must_wait` keeps a command in the queue while the engine launches (7), and `expiry`
-answers it when its time is over (4, or 7 if the engine was still launching). The others are the table `GATE`.
+answers it when its time is over (4, or 7 if the engine was still launching). `refusal` has the others.
 """
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 from schemas.commands import EngineCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived
@@ -20,14 +17,6 @@ _EXPIRED = Skipped(Reason.EXPIRED)
 _NOT_TARGETED = Skipped(Reason.NOT_TARGETED)
 _NOT_AN_ENGINE = Skipped(Reason.NOT_AN_ENGINE)
 _NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
-
-
-class Rule(NamedTuple):
-    """One rule of the decision table."""
-
-    number: int
-    when: Callable[[AgentState, CommandReceived], bool]
-    then: Callable[[AgentState, CommandReceived], Outcome]
 
 
 def is_targeted(state: AgentState, event: CommandReceived) -> bool:
@@ -53,10 +42,32 @@ def expiry(state: AgentState, event: CommandReceived) -> Answer:
 
 def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
     """Rules 5, 6, 8 and 9: the answer to a command on which this agent must not act; None if it may."""
-    for number, when, then in GATE:
-        if when(state, event):
-            return Answer(epoch=event.origin, seq=event.seq, outcome=then(state, event), rule=number)
-    return None
+    identity, command = state.identity, event.command
+    if not is_targeted(state, event):
+        return _answer(event, _NOT_TARGETED, 5)
+    if identity.role != ROLLOUT and isinstance(command, WeightSync | EngineCommand):
+        return _answer(event, _NOT_AN_ENGINE, 5)
+    if identity.node_rank > 0:
+        if not is_disk_command(command):
+            return _answer(event, _NOT_PRIMARY, 6)
+    elif state.engine.tokenizer == "absent":
+        message = (
+            f"replica {identity.replica} has no tokenizer manager on its node rank 0, so its engine can't be "
+            "commanded. It was not called: check how it was launched."
+        )
+        return _answer(event, Failed(ErrorKind.TOKENIZER_MISSING, message), 8)
+    missing = missing_operation(command, state.engine)
+    if missing is None or needs_no_engine(command, state.engine, identity):
+        return None
+    if isinstance(command, UnknownCommand):
+        message = f"this agent does not know the command {command.tag!r}: it is older than its bus."
+    else:
+        available = ", ".join(sorted(state.engine.operations)) or "none"
+        message = (
+            f"{state.engine.name} has no operation {missing}; it has: {available}. For a server, `rolloutctl engine "
+            "probe URL` says how to launch it."
+        )
+    return _answer(event, Failed(ErrorKind.UNSUPPORTED, message), 9)
 
 
 def _answer(event: CommandReceived, outcome: Outcome, rule: int) -> Answer:
@@ -68,56 +79,3 @@ def _awaits_launch(state: AgentState, event: CommandReceived) -> bool:
     if state.engine.tokenizer != "unknown" or state.identity.node_rank > 0 or not is_targeted(state, event):
         return False
     return not (is_disk_command(event.command) or needs_no_engine(event.command, state.engine, state.identity))
-
-
-def _concerns_others(state: AgentState, event: CommandReceived) -> bool:
-    if state.identity.role != ROLLOUT and isinstance(event.command, WeightSync | EngineCommand):
-        return True
-    return event.target.replicas is not None and not event.target.includes(state.identity)
-
-
-def _not_concerned(state: AgentState, event: CommandReceived) -> Outcome:
-    return _NOT_AN_ENGINE if is_targeted(state, event) else _NOT_TARGETED
-
-
-def _not_the_primary(state: AgentState, event: CommandReceived) -> bool:
-    return state.identity.node_rank > 0 and not is_disk_command(event.command)
-
-
-def _lacks_tokenizer(state: AgentState, event: CommandReceived) -> bool:
-    return state.identity.node_rank == 0 and state.engine.tokenizer == "absent"
-
-
-def _tokenizer_missing(state: AgentState, event: CommandReceived) -> Outcome:
-    return Failed(
-        ErrorKind.TOKENIZER_MISSING,
-        f"replica {state.identity.replica} has no tokenizer manager on its node rank 0, so its engine can't be "
-        "commanded. It was not called: check how it was launched.",
-    )
-
-
-def _lacks_operation(state: AgentState, event: CommandReceived) -> bool:
-    lacking = missing_operation(event.command, state.engine) is not None
-    return lacking and not needs_no_engine(event.command, state.engine, state.identity)
-
-
-def _unsupported(state: AgentState, event: CommandReceived) -> Outcome:
-    if isinstance(event.command, UnknownCommand):
-        message = f"this agent does not know the command {event.command.tag!r}: it is older than its bus."
-        return Failed(ErrorKind.UNSUPPORTED, message)
-    available = ", ".join(sorted(state.engine.operations)) or "none"
-    missing = missing_operation(event.command, state.engine)
-    return Failed(
-        ErrorKind.UNSUPPORTED,
-        f"{state.engine.name} has no operation {missing}; it has: {available}. For a server, `rolloutctl engine probe "
-        "URL` says how to launch it.",
-    )
-
-
-GATE: tuple[Rule, ...] = (
-    Rule(5, _concerns_others, _not_concerned),
-    Rule(6, _not_the_primary, lambda state, event: _NOT_PRIMARY),
-    Rule(8, _lacks_tokenizer, _tokenizer_missing),
-    Rule(9, _lacks_operation, _unsupported),
-)
-"""The rules that do not depend on the time."""
