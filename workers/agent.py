@@ -24,23 +24,10 @@ import anyio
 import zmq
 from anyio import CancelScope
 
+from schemas import events
 from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig
 from schemas.errors import RolloutctlError
-from schemas.events import (
-    Answer,
-    CommandReceived,
-    Effect,
-    Event,
-    HeadSeen,
-    MachineSettings,
-    Perform,
-    RequestResend,
-    RequestSnapshot,
-    Restart,
-    Started,
-    Tick,
-)
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Skipped
 from workers.driver import EngineDriver
@@ -56,7 +43,7 @@ logger = logging.getLogger("rolloutctl.agent")
 ENGINE_CLOSE_S: Final = 30.0
 """Longest time that closing an engine may take."""
 
-_COMMITTED_LATER = (CommandReceived, HeadSeen, Tick)
+_COMMITTED_LATER = (events.CommandReceived, events.HeadSeen, events.Tick)
 """Events whose decisions may wait for the next commit, unless they call the engine or enter a new epoch."""
 
 
@@ -191,8 +178,8 @@ class Agent:
         )
         driver = EngineDriver(self._engine, self._traces, self._config.observe_ms, lambda: self.state, self._step)
         self._life = _Life(link, driver)
-        settings = MachineSettings(reconcile_timeout_ms=self._config.reconcile_timeout_ms)
-        self._step(Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))
+        settings = events.MachineSettings(reconcile_timeout_ms=self._config.reconcile_timeout_ms)
+        self._step(events.Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))
 
     async def _serve(self, life: _Life) -> None:
         try:
@@ -223,7 +210,7 @@ class Agent:
 
     # --- decide, write down, perform ----------------------------------------------------------------------------------
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: events.Event) -> None:
         journal, life = self._journal, self._life
         before = journal.state
         state, effects = decide(before, event)
@@ -241,24 +228,24 @@ class Agent:
             self._changed.set()
             self._changed = None
 
-    def _perform(self, effect: Effect, life: _Life) -> None:
+    def _perform(self, effect: events.Effect, life: _Life) -> None:
         match effect:
-            case Answer():
+            case events.Answer():
                 life.link.send_outcome(effect)
                 self._log_outcome(effect)
-            case Perform():
+            case events.Perform():
                 life.driver.request(effect)
-            case RequestResend():
+            case events.RequestResend():
                 life.link.request_resend(effect.first)
-            case RequestSnapshot():
+            case events.RequestSnapshot():
                 life.link.request_snapshot()
-            case Restart():
+            case events.Restart():
                 life.restarting = True
                 life.scope.cancel()
             case _:
                 assert_never(effect)
 
-    def _log_outcome(self, answer: Answer) -> None:
+    def _log_outcome(self, answer: events.Answer) -> None:
         """Log one line per command. Skips are logged at debug: most agents skip most commands."""
         agent, seq = self.identity.agent, answer.seq
         match answer.outcome:
@@ -294,7 +281,7 @@ class Agent:
                 await life.tick_moved.wait()
                 continue
             if next_deadline(self.state) == due_ms:
-                self._step(Tick(at_ms=max(due_ms, now_ms())))
+                self._step(events.Tick(at_ms=max(due_ms, now_ms())))
 
 
 def _own_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

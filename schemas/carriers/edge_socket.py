@@ -212,7 +212,7 @@ class EdgeSocket:
         if self._read_events() & flag:
             return
         if self._watch is None:
-            self._watch = _watch_for(self._fd)
+            self._watch = _watch_of_loop()
             self._watch.add(self._fd, self._waiters)
         waiter = _Waiter(self, flag)
         self._waiters.append(waiter)
@@ -275,14 +275,11 @@ class _Watch:
 
     epoll is edge-triggered, so each edge is reported once, read or not. That is enough, since every waiter reads EVENTS
     before it waits; level-triggered, it would keep the loop awake for a socket that nobody wants to read.
-
-    Without epoll each socket has a watch of its own: `only` is then the descriptor of that socket.
     """
 
-    def __init__(self, only: int | None = None) -> None:
+    def __init__(self) -> None:
         self.closed = False
-        self._epoll = select.epoll() if only is None else None
-        self._fd = self._epoll.fileno() if self._epoll is not None else only or 0
+        self._epoll = select.epoll()
         self._sockets: dict[int, list[_Waiter]] = {}
         self._waiting: dict[_Waiter, None] = {}
         self._leader: _Waiter | None = None
@@ -290,21 +287,18 @@ class _Watch:
 
     def add(self, fd: int, waiters: list[_Waiter]) -> None:
         self._sockets[fd] = waiters
-        if self._epoll is not None:
-            self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+        self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
     def remove(self, fd: int) -> None:
         """Remove a socket that is about to close and whose waiters have been woken."""
         self._sockets.pop(fd, None)
-        if self._epoll is not None:
-            with contextlib.suppress(OSError):  # the context was destroyed, which closed the descriptor
-                self._epoll.unregister(fd)
+        with contextlib.suppress(OSError):  # the context was destroyed, which closed the descriptor
+            self._epoll.unregister(fd)
         if not self._sockets:
             self.closed = True
             if self._leader is not None:
-                anyio.notify_closing(self._fd)
-            if self._epoll is not None:
-                self._epoll.close()
+                anyio.notify_closing(self._epoll.fileno())
+            self._epoll.close()
 
     async def wait(self, waiter: _Waiter) -> None:
         """Return when the waiter has been woken."""
@@ -331,14 +325,14 @@ class _Watch:
         edge = False
         try:
             with waiter.scope:
-                await anyio.wait_readable(self._fd)
+                await anyio.wait_readable(self._epoll.fileno())
                 edge = True
         finally:
             self._leader = waiter.scope = None
         if self.closed:
             return
         if edge:
-            for fd in self._sockets if self._epoll is None else [fd for fd, _ in self._epoll.poll(0)]:
+            for fd, _ in self._epoll.poll(0):
                 for woken in self._sockets[fd]:
                     woken.wake()
         if anyio.current_time() >= self._next_poll:
@@ -349,13 +343,10 @@ class _Watch:
 
 
 _watches = RunVar[_Watch]("rolloutctl.sockets.watch")
-_HAS_EPOLL = hasattr(select, "epoll")
 
 
-def _watch_for(fd: int) -> _Watch:
-    """Return the watch of the running loop; without epoll, a new one for this descriptor."""
-    if not _HAS_EPOLL:
-        return _Watch(only=fd)
+def _watch_of_loop() -> _Watch:
+    """Return the watch of the running loop."""
     watch = _watches.get(None)
     if watch is None or watch.closed:
         watch = _Watch()

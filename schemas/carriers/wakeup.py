@@ -1,7 +1,6 @@
 """Wakes a task of an event loop from another thread."""
 
 import os
-import socket
 import threading
 
 import anyio
@@ -18,7 +17,8 @@ class Wakeup:
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = _open_descriptors()
+        # At most one notification is unread at any time, so no write blocks and one read empties the descriptor.
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._notified = False
         self._waiting = False
@@ -35,7 +35,7 @@ class Wakeup:
         with self._lock:
             if not self._closed:
                 self._notified = True
-                os.write(self._writer, b"\1" * 8)
+                os.write(self._fd, b"\1" * 8)
 
     async def wait(self) -> None:
         """Return once notified since the last return. One task at a time. Raises anyio.ClosedResourceError."""
@@ -45,14 +45,14 @@ class Wakeup:
             raise anyio.ClosedResourceError
         self._waiting = True
         try:
-            await anyio.wait_readable(self._reader)
+            await anyio.wait_readable(self._fd)
         finally:
             self._waiting = False
         if self._closed:
             raise anyio.ClosedResourceError
         # Empty the descriptor first and clear the flag second. In the other order, a notification in between would be
         # read away and leave the flag set over an empty descriptor for ever.
-        os.read(self._reader, 8)
+        os.read(self._fd, 8)
         self._notified = False
 
     def close(self) -> None:
@@ -62,20 +62,5 @@ class Wakeup:
         with self._lock:
             self._closed = True
             if self._waiting:
-                anyio.notify_closing(self._reader)
-            for descriptor in {self._reader, self._writer}:
-                os.close(descriptor)
-
-
-def _open_descriptors() -> tuple[int, int]:
-    """Descriptors to read and to write: the same eventfd, or a socket pair on systems without one.
-
-    At most one notification is unread at any time, so no write blocks and one read empties the descriptor.
-    """
-    if hasattr(os, "eventfd"):
-        descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        return descriptor, descriptor
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-    return reader.detach(), writer.detach()
+                anyio.notify_closing(self._fd)
+            os.close(self._fd)

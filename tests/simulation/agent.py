@@ -8,27 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schemas.events import (
-    Answer,
-    CommandReceived,
-    DiskCall,
-    Effect,
-    EngineObserved,
-    EngineReturned,
-    Event,
-    HeadSeen,
-    LeaseExpired,
-    MachineSettings,
-    Observation,
-    Perform,
-    RequestResend,
-    RequestSnapshot,
-    Restart,
-    Returned,
-    SnapshotReceived,
-    Started,
-    Tick,
-)
+from schemas import events
 from schemas.identity import Identity
 from schemas.outcomes import Skipped, Trace
 from schemas.reports import AgentStatus
@@ -58,7 +38,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import World
 
 HOLD = 8
-NO_TOKENIZER = Observation(engine="model", tokenizer="absent")
+NO_TOKENIZER = events.Observation(engine="model", tokenizer="absent")
 
 
 class Slot:
@@ -125,7 +105,7 @@ class Process:
         self.lease_over = False
         self.next_hello_ms = self.next_join_ms = 0
         self.deadline_ms: int | None = None
-        self.looked: Observation | None = None
+        self.looked: events.Observation | None = None
 
     @property
     def clock_ms(self) -> int:
@@ -140,8 +120,8 @@ class Process:
             state, _effects = self.world.mechanisms.agent(state, event_decoder.decode(event))
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
-        settings = MachineSettings(max_buffered=HOLD, reconcile_timeout_ms=5000)
-        started = Started(
+        settings = events.MachineSettings(max_buffered=HOLD, reconcile_timeout_ms=5000)
+        started = events.Started(
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
         )
         self.feed(started)
@@ -178,7 +158,7 @@ class Process:
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: events.Event) -> None:
         """Decide, journal, perform. Any line below may be the last one of this incarnation."""
         if not self.alive:
             return
@@ -212,26 +192,26 @@ class Process:
         if not self.alive or self.deadline_ms != deadline_ms:
             return
         self.deadline_ms = None
-        self.feed(Tick(at_ms=self.clock_ms))
+        self.feed(events.Tick(at_ms=self.clock_ms))
         if self.alive and self.deadline_ms is not None and self.deadline_ms <= self.clock_ms:
             self.world.promises.broken("P8 bounded", f"{self.peer} spins: its deadline stays in the past")
 
-    def perform(self, effect: Effect) -> None:
+    def perform(self, effect: events.Effect) -> None:
         match effect:
-            case Perform():
+            case events.Perform():
                 self.call(effect)
-            case Answer():
+            case events.Answer():
                 self.up(CommandOutcome(outcome=effect.outcome, rule=effect.rule), seq=effect.seq, origin=effect.epoch)
-            case RequestResend():
+            case events.RequestResend():
                 self.up(ResendRequest(first=effect.first, credit=64))
-            case Restart():
+            case events.Restart():
                 self.commit()
                 self.up(Goodbye())
                 self.stop()
                 if self.slot.engine is not None:
                     self.slot.engine.cut()
                 self.world.at(0, self.slot.start, False)
-            case RequestSnapshot():
+            case events.RequestSnapshot():
                 self.up(Join())
 
     # --- the engine ---------------------------------------------------------------------------------------------------
@@ -245,13 +225,13 @@ class Process:
         idle = engine is None or engine.attempt is None
         if idle and (seen != self.looked or self.looked is None):
             self.looked = seen
-            self.feed(EngineObserved(at_ms=self.clock_ms, observation=seen))
+            self.feed(events.EngineObserved(at_ms=self.clock_ms, observation=seen))
         if engine is not None:
             self.world.at(1000, self.look)
 
-    def call(self, perform: Perform) -> None:
+    def call(self, perform: events.Perform) -> None:
         engine = self.slot.engine
-        if engine is None and isinstance(perform.call, DiskCall):
+        if engine is None and isinstance(perform.call, events.DiskCall):
             self.world.at(self.world.rng.choice((1, 50, 3000)), self.collected, perform.call_id)
             return
         if engine is None:
@@ -264,8 +244,10 @@ class Process:
     def collected(self, call_id: int) -> None:
         """A node without an engine has collected the traces on its disk."""
         if self.alive:
-            returned = Returned(traces=(Trace("global_step_1/replica_0/rank1.json", 1, "sha256"),))
-            self.feed(EngineReturned(at_ms=self.clock_ms, call_id=call_id, result=returned, observation=NO_TOKENIZER))
+            returned = events.Returned(traces=(Trace("global_step_1/replica_0/rank1.json", 1, "sha256"),))
+            self.feed(
+                events.EngineReturned(at_ms=self.clock_ms, call_id=call_id, result=returned, observation=NO_TOKENIZER)
+            )
 
     def returned(self, attempt: Attempt) -> None:
         engine = self.slot.engine
@@ -274,7 +256,7 @@ class Process:
         result = engine.end(attempt)
         seen = engine.observe()
         self.looked = seen
-        self.feed(EngineReturned(at_ms=self.clock_ms, call_id=attempt.call_id, result=result, observation=seen))
+        self.feed(events.EngineReturned(at_ms=self.clock_ms, call_id=attempt.call_id, result=result, observation=seen))
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -346,7 +328,7 @@ class Process:
         if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:
             self.lease_over = True
             self.world.say(f"{self.peer}: the lease has expired")
-            self.feed(LeaseExpired(at_ms=self.clock_ms))
+            self.feed(events.LeaseExpired(at_ms=self.clock_ms))
 
     def hear(self) -> None:
         self.heard_ms = self.world.now
@@ -362,13 +344,13 @@ class Process:
             if self.welcomed and self.snapshot_due:
                 self.join()
         if envelope is None:
-            self.feed(HeadSeen(at_ms=self.clock_ms, epoch=epoch, seq=seq))
+            self.feed(events.HeadSeen(at_ms=self.clock_ms, epoch=epoch, seq=seq))
         else:
             self.command(epoch, origin, seq, envelope)
 
     def command(self, epoch: int, origin: int, seq: int, envelope: Envelope) -> None:
         self.feed(
-            CommandReceived(
+            events.CommandReceived(
                 at_ms=self.clock_ms,
                 epoch=epoch,
                 origin=origin,
@@ -390,7 +372,7 @@ class Process:
                     self.join()
             case Snapshot():
                 self.snapshot_due = False
-                self.feed(SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired))
+                self.feed(events.SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired))
             case Replay():
                 for record in message.records:
                     self.command(epoch, record.origin, record.seq, record.envelope)
@@ -403,6 +385,8 @@ class Process:
                 pass
 
 
-def _binding(effect: Effect) -> bool:
+def _binding(effect: events.Effect) -> bool:
     """Must the decision be durable before this is performed? A skip may be forgotten: it would be decided again."""
-    return isinstance(effect, Perform) or (isinstance(effect, Answer) and not isinstance(effect.outcome, Skipped))
+    return isinstance(effect, events.Perform) or (
+        isinstance(effect, events.Answer) and not isinstance(effect.outcome, Skipped)
+    )

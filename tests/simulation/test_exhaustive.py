@@ -13,25 +13,9 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from schemas import events
 from schemas.commands import EngineCommand, EpochStart
 from schemas.desired import Desired, desired_after
-from schemas.events import (
-    Answer,
-    CommandReceived,
-    Effect,
-    EngineObserved,
-    EngineReturned,
-    Event,
-    HeadSeen,
-    Observation,
-    Pause,
-    Perform,
-    Resume,
-    Returned,
-    SnapshotReceived,
-    Started,
-    Tick,
-)
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Outcome, Reason, Skipped
 from schemas.wire import encode
@@ -47,8 +31,8 @@ PAUSE, RESUME, FLUSH = (EngineCommand(operation=name) for name in ("pause", "res
 HISTORY = ((1, 1, PAUSE), (2, 2, EpochStart(previous_epoch=1, logic=1)), (2, 3, FLUSH))
 
 
-def sent(epoch: int, origin: int, seq: int, command: EngineCommand | EpochStart) -> CommandReceived:
-    return CommandReceived(at_ms=0, epoch=epoch, origin=origin, seq=seq, ttl_ms=1000, command=command)
+def sent(epoch: int, origin: int, seq: int, command: EngineCommand | EpochStart) -> events.CommandReceived:
+    return events.CommandReceived(at_ms=0, epoch=epoch, origin=origin, seq=seq, ttl_ms=1000, command=command)
 
 
 def desired_at(seq: int) -> Desired:
@@ -58,14 +42,14 @@ def desired_at(seq: int) -> Desired:
     return desired
 
 
-MESSAGES: tuple[Event, ...] = (
+MESSAGES: tuple[events.Event, ...] = (
     sent(1, 1, 1, PAUSE),
     sent(1, 1, 2, RESUME),
-    HeadSeen(at_ms=0, epoch=1, seq=2),
-    SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=desired_at(0)),
+    events.HeadSeen(at_ms=0, epoch=1, seq=2),
+    events.SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=desired_at(0)),
     *(sent(2, origin, seq, command) for origin, seq, command in HISTORY),
-    HeadSeen(at_ms=0, epoch=2, seq=3),
-    *(SnapshotReceived(at_ms=0, epoch=2, seq=seq, desired=desired_at(seq)) for seq in (1, 2, 3)),
+    events.HeadSeen(at_ms=0, epoch=2, seq=3),
+    *(events.SnapshotReceived(at_ms=0, epoch=2, seq=seq, desired=desired_at(seq)) for seq in (1, 2, 3)),
 )
 
 
@@ -78,13 +62,13 @@ class Situation(Struct, frozen=True):
     state: AgentState
     durable: AgentState
     generating: bool = True
-    calling: Perform | None = None
+    calling: events.Perform | None = None
     answered: tuple[tuple[int, int, Outcome], ...] = ()
     crashes: int = 0
 
 
-def observation(situation: Situation) -> Observation:
-    return Observation(
+def observation(situation: Situation) -> events.Observation:
+    return events.Observation(
         engine="e",
         instance="one",
         tokenizer="present",
@@ -98,67 +82,67 @@ def observation(situation: Situation) -> Observation:
 
 def begin(situation: Situation, machine: AgentDecide) -> Situation:
     """Begin an incarnation, which observes its engine."""
-    started = Started(at_ms=0, identity=PLACE, incarnation=str(situation.crashes))
+    started = events.Started(at_ms=0, identity=PLACE, incarnation=str(situation.crashes))
     situation = step(situation, started, machine)
-    return step(situation, EngineObserved(at_ms=0, observation=observation(situation)), machine)
+    return step(situation, events.EngineObserved(at_ms=0, observation=observation(situation)), machine)
 
 
-def step(situation: Situation, event: Event, machine: AgentDecide) -> Situation:
+def step(situation: Situation, event: events.Event, machine: AgentDecide) -> Situation:
     """Make one decision, journal it as the agent's shell does, and check it."""
     before = situation.state
     state, effects = machine(before, event)
-    lazy = isinstance(event, CommandReceived | HeadSeen | Tick)
+    lazy = isinstance(event, events.CommandReceived | events.HeadSeen | events.Tick)
     written = not lazy or state.calls_made != before.calls_made or state.epoch != before.epoch
     check(situation, event, state, effects)
     answered = situation.answered
     for effect in effects:
-        if isinstance(effect, Answer) and not _said_of_a_copy(effect):
+        if isinstance(effect, events.Answer) and not _said_of_a_copy(effect):
             key = (effect.epoch, effect.seq, effect.outcome)
             answered = answered if key in answered else (*answered, key)
-    calling = next((effect for effect in effects if isinstance(effect, Perform)), situation.calling)
-    if isinstance(event, EngineReturned) and calling is situation.calling:
+    calling = next((effect for effect in effects if isinstance(effect, events.Perform)), situation.calling)
+    if isinstance(event, events.EngineReturned) and calling is situation.calling:
         calling = None
     durable = state if written else situation.durable
     return replace(situation, state=state, durable=durable, calling=calling, answered=answered)
 
 
-def _said_of_a_copy(answer: Answer) -> bool:
+def _said_of_a_copy(answer: events.Answer) -> bool:
     return answer.outcome in (Skipped(Reason.STALE_EPOCH), Skipped(Reason.SUPERSEDED))
 
 
-def check(situation: Situation, event: Event, state: AgentState, effects: tuple[Effect, ...]) -> None:
+def check(situation: Situation, event: events.Event, state: AgentState, effects: tuple[events.Effect, ...]) -> None:
     """Check what must hold for every single decision."""
     before = situation.state
     assert state.epoch >= before.epoch, "P6: an epoch that was seen is forgotten"
-    if isinstance(event, CommandReceived) and event.epoch < before.epoch:
+    if isinstance(event, events.CommandReceived) and event.epoch < before.epoch:
         assert state == before, "P6: a fenced command left a mark"
-    elif isinstance(event, CommandReceived):
+    elif isinstance(event, events.CommandReceived):
         refused = any(
-            isinstance(effect, Answer) and effect.outcome == Skipped(Reason.STALE_EPOCH) for effect in effects
+            isinstance(effect, events.Answer) and effect.outcome == Skipped(Reason.STALE_EPOCH) for effect in effects
         )
         assert not refused, "P6: the newest epoch is refused"
-    if not isinstance(event, SnapshotReceived):
+    if not isinstance(event, events.SnapshotReceived):
         taken = state.seq - before.seq
         assert taken >= 0, "P1: the position went back"
-        if isinstance(event, CommandReceived):
+        if isinstance(event, events.CommandReceived):
             waiting = {buffered.seq for buffered in before.reorder_buffer} | {event.seq}
             assert set(range(before.seq + 1, state.seq + 1)) <= waiting, "P2: applied beyond a hole"
         else:
             assert taken == 0 or before.reorder_buffer, "P1: a position without a command"
     for effect in effects:
-        if isinstance(effect, Perform):
-            assert situation.calling is None or isinstance(event, EngineReturned), "P5: two calls at once"
+        if isinstance(effect, events.Perform):
+            assert situation.calling is None or isinstance(event, events.EngineReturned), "P5: two calls at once"
             assert effect.call_id > before.calls_made, "P5: a call is made again"
             cause = state.activity.trigger if state.activity is not None else None
             assert cause is None or not _answered(situation, cause), "P5: what was answered is done again"
-        if isinstance(effect, Answer) and not _said_of_a_copy(effect):
+        if isinstance(effect, events.Answer) and not _said_of_a_copy(effect):
             others = {
                 outcome for epoch, seq, outcome in situation.answered if (epoch, seq) == (effect.epoch, effect.seq)
             }
             assert others <= {effect.outcome}, f"P3: two outcomes for {effect.seq}: {others} and {effect.outcome}"
 
 
-def _answered(situation: Situation, cause: CommandReceived) -> bool:
+def _answered(situation: Situation, cause: events.CommandReceived) -> bool:
     return any((epoch, seq) == (cause.origin, cause.seq) for epoch, seq, _ in situation.answered)
 
 
@@ -166,7 +150,7 @@ def done(situation: Situation) -> Situation:
     """The call in flight succeeds."""
     assert situation.calling is not None
     call = situation.calling.call
-    generating = situation.generating and not isinstance(call, Pause) or isinstance(call, Resume)
+    generating = situation.generating and not isinstance(call, events.Pause) or isinstance(call, events.Resume)
     return replace(situation, generating=generating)
 
 
@@ -178,7 +162,9 @@ def following(situation: Situation, machine: AgentDecide, crashes: int) -> Itera
     if situation.calling is not None:
         after = done(situation)
         call_id = situation.calling.call_id
-        result = EngineReturned(at_ms=0, call_id=call_id, result=Returned(), observation=observation(after))
+        result = events.EngineReturned(
+            at_ms=0, call_id=call_id, result=events.Returned(), observation=observation(after)
+        )
         yield step(after, result, machine)
     if situation.crashes < crashes:
         called = [situation] if situation.calling is None else [situation, done(situation)]
@@ -189,9 +175,9 @@ def following(situation: Situation, machine: AgentDecide, crashes: int) -> Itera
                 )
 
 
-def _of_another_connection(state: AgentState, message: Event) -> bool:
+def _of_another_connection(state: AgentState, message: events.Event) -> bool:
     """Whether a snapshot belongs to another connection: the bus of this one is never behind this agent."""
-    return isinstance(message, SnapshotReceived) and not state.joined and message.seq < state.seq
+    return isinstance(message, events.SnapshotReceived) and not state.joined and message.seq < state.seq
 
 
 def search(machine: AgentDecide, crashes: int) -> dict[bytes, Situation]:

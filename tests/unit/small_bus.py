@@ -8,6 +8,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
+from schemas import wire
 from schemas.carriers.records import RecordFile
 from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.commands import Command, EngineCommand, Target
@@ -15,25 +16,6 @@ from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.events import Call, Decision, Observation, Pause, Returned
 from schemas.identity import Identity, Operation
-from schemas.wire import (
-    TOPIC_COMMAND,
-    TOPIC_HEAD,
-    CommandOutcome,
-    CommandRecord,
-    Downward,
-    Envelope,
-    Hello,
-    Join,
-    Rejoin,
-    Snapshot,
-    Upward,
-    Welcome,
-    decision_decoder,
-    decode_upward,
-    encode,
-    encode_header,
-    parse_frames,
-)
 from workers.agent import Agent
 from workers.machine.decide import AgentState
 from workers.traces.node import NodeTraces
@@ -43,7 +25,7 @@ SECOND = Identity(replica=0, node_rank=1, nnodes=2)
 PAUSE = EngineCommand(operation="pause")
 RESUME = EngineCommand(operation="resume")
 FLUSH = EngineCommand(operation="flush")
-STRANGER = Rejoin(reason="the bus does not know you: say hello")
+STRANGER = wire.Rejoin(reason="the bus does not know you: say hello")
 TTL_MS = 60_000
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -101,7 +83,7 @@ class Bus:
         self.run, self.epoch, self.seq = run, 1, 0
         self.heartbeat_ms, self.lease_ms = 40, 60_000
         self.peers: list[bytes] = []
-        self.ignored: list[Upward] = []
+        self.ignored: list[wire.Upward] = []
         self.subscriptions: list[bytes] = []
         self.greet()
 
@@ -114,7 +96,7 @@ class Bus:
         return self.peers[-1]
 
     def greet(self) -> None:
-        self.publisher.set_welcome(TOPIC_HEAD + encode_header(self.epoch, 0, self.seq))
+        self.publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(self.epoch, 0, self.seq))
 
     async def serve(self) -> None:
         """Read who subscribes: otherwise the publisher sends no welcome message."""
@@ -126,37 +108,41 @@ class Bus:
         with anyio.fail_after(10):
             while True:
                 peer, *frames = await self.router.recv()
-                self.last, body = parse_frames(frames)
-                message = decode_upward(body)
+                self.last, body = wire.parse_frames(frames)
+                message = wire.decode_upward(body)
                 if not self.peers or peer != self.peers[-1]:
                     self.peers.append(peer)
                 if isinstance(message, kind):
                     return message
                 self.ignored.append(message)  # type: ignore[arg-type]
 
-    def say(self, message: Downward, seq: int | None = None) -> None:
-        body = encode(message)
+    def say(self, message: wire.Downward, seq: int | None = None) -> None:
+        body = wire.encode(message)
         assert self.router.send_nowait(
-            [self.peer, encode_header(self.epoch, 0, self.seq if seq is None else seq), body]
+            [self.peer, wire.encode_header(self.epoch, 0, self.seq if seq is None else seq), body]
         )
 
-    def envelope(self, command: Command, ttl_ms: int = TTL_MS, target: Target | None = None) -> Envelope:
-        body = msgspec.Raw(encode(command))
-        return Envelope(run=self.run, issued_at_ns=1, ttl_ms=ttl_ms, body=body, target=target or Target())
+    def envelope(self, command: Command, ttl_ms: int = TTL_MS, target: Target | None = None) -> wire.Envelope:
+        body = msgspec.Raw(wire.encode(command))
+        return wire.Envelope(run=self.run, issued_at_ns=1, ttl_ms=ttl_ms, body=body, target=target or Target())
 
-    def record(self, seq: int, command: Command) -> CommandRecord:
-        return CommandRecord(origin=self.epoch, seq=seq, envelope=self.envelope(command))
+    def record(self, seq: int, command: Command) -> wire.CommandRecord:
+        return wire.CommandRecord(origin=self.epoch, seq=seq, envelope=self.envelope(command))
 
     def publish(self, command: Command, seq: int | None = None, ttl_ms: int = TTL_MS) -> None:
         self.seq = self.seq + 1 if seq is None else seq
-        self.raw(TOPIC_COMMAND, encode_header(self.epoch, self.epoch, self.seq), encode(self.envelope(command, ttl_ms)))
+        self.raw(
+            wire.TOPIC_COMMAND,
+            wire.encode_header(self.epoch, self.epoch, self.seq),
+            wire.encode(self.envelope(command, ttl_ms)),
+        )
 
     def raw(self, *frames: bytes) -> None:
         assert self.publisher.send_nowait(frames)
 
-    def welcome(self, recorded: int = 0) -> Welcome:
+    def welcome(self, recorded: int = 0) -> wire.Welcome:
         port = self.publisher.address.rpartition(":")[2]
-        return Welcome(
+        return wire.Welcome(
             run=self.run,
             publish_port=int(port) if port.isdecimal() else None,
             heartbeat_ms=self.heartbeat_ms,
@@ -164,16 +150,16 @@ class Bus:
             recorded_decisions=recorded,
         )
 
-    async def admit(self, desired: Desired | None = None, recorded: int = 0) -> Hello:
+    async def admit(self, desired: Desired | None = None, recorded: int = 0) -> wire.Hello:
         """The whole join, from hello to snapshot."""
-        hello = await self.next(Hello)
+        hello = await self.next(wire.Hello)
         self.say(self.welcome(recorded))
-        await self.next(Join)
-        self.say(Snapshot(desired=desired or Desired()))
+        await self.next(wire.Join)
+        self.say(wire.Snapshot(desired=desired or Desired()))
         return hello
 
-    async def outcome(self, seq: int) -> CommandOutcome:
-        answered = await self.next(CommandOutcome)
+    async def outcome(self, seq: int) -> wire.CommandOutcome:
+        answered = await self.next(wire.CommandOutcome)
         assert (self.last.seq, self.last.origin) == (seq, self.epoch)
         return answered
 
@@ -213,4 +199,4 @@ async def reaches(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentSta
 def recorded(folder: Path, identity: Identity = PRIMARY) -> list[Decision]:
     """Return the decisions in the journal of a closed agent."""
     with RecordFile.open(folder / f"agent-{identity.agent}.db") as file:
-        return [decision_decoder.decode(record.body) for record in file.records() if record.kind != "mark"]
+        return [wire.decision_decoder.decode(record.body) for record in file.records() if record.kind != "mark"]

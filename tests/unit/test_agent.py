@@ -8,25 +8,13 @@ import anyio
 import msgspec
 import pytest
 
+from schemas import wire
 from schemas.carriers.records import RecordFile
 from schemas.carriers.sockets import Context
 from schemas.desired import Desired
 from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
 from schemas.events import Call, Decision, EngineReturned, Pause, Perform, Returned
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from schemas.wire import (
-    TOPIC_HEAD,
-    CommandOutcome,
-    Goodbye,
-    Hello,
-    Replay,
-    ResendRequest,
-    decision_decoder,
-    effects_decoder,
-    encode,
-    encode_header,
-    event_decoder,
-)
 from tests.unit.small_bus import (
     FLUSH,
     PAUSE,
@@ -66,13 +54,13 @@ async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, e
         await bus.admit()
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         bus.publish(PAUSE)
-        assert await bus.outcome(1) == CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
+        assert await bus.outcome(1) == wire.CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
         assert engine.calls == [Pause("abort")]
     async with running(bus, context, idle, tmp_path, SECOND) as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
         bus.publish(RESUME)
-        assert await bus.outcome(2) == CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6)
+        assert await bus.outcome(2) == wire.CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6)
         assert idle.calls == []
 
 
@@ -96,7 +84,7 @@ async def test_a_command_that_arrives_again_is_answered_again_and_not_carried_ou
         await bus.admit()
         bus.publish(PAUSE)
         first = await bus.outcome(1)
-        bus.say(Replay(records=(bus.record(1, PAUSE),)))
+        bus.say(wire.Replay(records=(bus.record(1, PAUSE),)))
         assert await bus.outcome(1) == first
         assert len(engine.calls) == 1
 
@@ -108,8 +96,8 @@ async def test_a_hole_is_requested_and_filled_in_order(
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
         bus.publish(PAUSE, seq=3)
-        assert (await bus.next(ResendRequest)).first == 1
-        bus.say(Replay(records=(bus.record(1, FLUSH), bus.record(2, FLUSH))))
+        assert (await bus.next(wire.ResendRequest)).first == 1
+        bus.say(wire.Replay(records=(bus.record(1, FLUSH), bus.record(2, FLUSH))))
         for seq in (1, 2, 3):
             assert isinstance((await bus.outcome(seq)).outcome, Acted)
         assert [type(call).__name__ for call in engine.calls] == ["Flush", "Flush", "Pause"]
@@ -122,10 +110,10 @@ async def test_pages_of_replay_are_requested_until_nothing_is_missing(
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
         bus.seq = 3
-        bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, 3), b"\xc0")
+        bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, 3), b"\xc0")
         for seq in (1, 2, 3):
-            assert (await bus.next(ResendRequest)).first == seq
-            bus.say(Replay(records=(bus.record(seq, PAUSE),)))
+            assert (await bus.next(wire.ResendRequest)).first == seq
+            bus.say(wire.Replay(records=(bus.record(seq, PAUSE),)))
             await bus.outcome(seq)
 
 
@@ -196,8 +184,8 @@ async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result
                 bus.publish(PAUSE)
                 await anyio.sleep_forever()
         assert isinstance((await bus.outcome(1)).outcome, Acted)
-        await bus.next(Goodbye)
-    last = [event_decoder.decode(decision.event) for decision in recorded(tmp_path)][-1]
+        await bus.next(wire.Goodbye)
+    last = [wire.event_decoder.decode(decision.event) for decision in recorded(tmp_path)][-1]
     assert isinstance(last, EngineReturned) and last.result == Returned()
 
 
@@ -258,7 +246,7 @@ async def test_an_agent_continues_from_its_journal(bus: Bus, context: Context, e
         await bus.outcome(1)
     async with running(bus, context, engine, tmp_path) as agent:
         assert (agent.state.epoch, agent.state.seq, agent.state.engine.generating) == (1, 1, False)
-        second = await bus.next(Hello)
+        second = await bus.next(wire.Hello)
         assert second.journal == first.journal and second.incarnation != first.incarnation
 
 
@@ -278,7 +266,7 @@ async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
         index
         for index, record in enumerate(records)
         if record.kind == "command"
-        and isinstance(effects_decoder.decode(decision_decoder.decode(record.body).effects)[0], Perform)
+        and isinstance(wire.effects_decoder.decode(wire.decision_decoder.decode(record.body).effects)[0], Perform)
     )
     path.unlink()
     with RecordFile.open(path, header) as file:  # as a kill in the middle of the call would leave it
@@ -289,8 +277,8 @@ async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit(paused)
         await reaches(agent, lambda state: state.joined and state.interrupted is None)
-        bus.say(Replay(records=(bus.record(1, PAUSE),)))
-        assert await bus.outcome(1) == CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
+        bus.say(wire.Replay(records=(bus.record(1, PAUSE),)))
+        assert await bus.outcome(1) == wire.CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
         assert engine.calls == []
 
 
@@ -304,8 +292,8 @@ async def test_a_journal_of_other_logic_is_not_continued(
     path = tmp_path / "agent-0.0.db"
     with RecordFile.open(path) as file:
         command = next(record for record in file.records() if record.kind == "command")
-        event = decision_decoder.decode(command.body).event
-        body = encode(Decision(msgspec.Raw(event), msgspec.Raw(encode(()))))
+        event = wire.decision_decoder.decode(command.body).event
+        body = wire.encode(Decision(msgspec.Raw(event), msgspec.Raw(wire.encode(()))))
         file.append("command", "0.0", 1, body)
         file.append("command", "0.0", 1, body)
     with pytest.raises(AgentError, match="cannot be continued.*would be a different one today"):
@@ -336,8 +324,8 @@ async def test_an_agent_that_cannot_write_its_journal_stops_acting(
             tasks.cancel_scope.cancel()
     assert engine.calls == []
     monkeypatch.undo()
-    await bus.next(Goodbye)
-    assert not [message for message in bus.ignored if isinstance(message, CommandOutcome)]
+    await bus.next(wire.Goodbye)
+    assert not [message for message in bus.ignored if isinstance(message, wire.CommandOutcome)]
 
 
 async def test_an_agent_joins_a_bus_of_another_run_with_a_new_journal(
@@ -352,9 +340,9 @@ async def test_an_agent_joins_a_bus_of_another_run_with_a_new_journal(
         bus.run, bus.epoch, bus.seq = "run-2", 1, 0
         bus.greet()
         bus.say(STRANGER)
-        await bus.next(Hello)
+        await bus.next(wire.Hello)
         bus.say(bus.welcome())
-        await bus.next(Goodbye)
+        await bus.next(wire.Goodbye)
         second = await bus.admit()
         assert second.journal != first.journal and second.incarnation != first.incarnation
         await reaches(agent, lambda state: state.joined and state.epoch == 1 and state.seq == 0)

@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 
+from schemas import wire
 from schemas.carriers.sockets import Context
 from schemas.commands import ProfileCommand
 from schemas.desired import Desired
@@ -15,21 +16,6 @@ from schemas.errors import AgentError, BusAddressError, EngineError, IdentityTak
 from schemas.events import CommandReceived, Decision
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.reports import AgentStatus
-from schemas.wire import (
-    TOPIC_COMMAND,
-    TOPIC_HEAD,
-    Ack,
-    DecisionBatch,
-    Goodbye,
-    Hello,
-    Join,
-    Rejoin,
-    Replay,
-    Snapshot,
-    encode,
-    encode_header,
-    event_decoder,
-)
 from tests.running import python
 from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, reaches, recorded, running
 from workers.agent import Agent
@@ -56,19 +42,19 @@ async def test_an_agent_requests_a_snapshot_only_after_it_hears_the_publisher(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
-        hello = await bus.next(Hello)
+        hello = await bus.next(wire.Hello)
         assert hello.identity == PRIMARY
         assert bus.peer == f"0.0/{hello.incarnation}".encode()
         bus.publisher.set_welcome(b"")  # a publisher without a welcome message
         bus.say(bus.welcome())
         await bus.next(AgentStatus)
         await bus.next(AgentStatus)
-        assert not [message for message in bus.ignored if isinstance(message, Join)]
-        assert b"\x01" + TOPIC_HEAD in bus.subscriptions
-        bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, 0), b"\xc0")
-        await bus.next(Join)
+        assert not [message for message in bus.ignored if isinstance(message, wire.Join)]
+        assert b"\x01" + wire.TOPIC_HEAD in bus.subscriptions
+        bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, 0), b"\xc0")
+        await bus.next(wire.Join)
         assert not agent.state.joined
-        bus.say(Snapshot(desired=Desired()), seq=7)
+        bus.say(wire.Snapshot(desired=Desired()), seq=7)
         with anyio.fail_after(10):
             await agent.wait_ready()
         assert (agent.state.epoch, agent.state.seq) == (1, 7)
@@ -89,8 +75,8 @@ async def test_hello_is_repeated_until_it_is_answered(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path
 ) -> None:
     async with running(bus, context, engine, tmp_path) as agent:
-        first = await bus.next(Hello)
-        assert await bus.next(Hello) == first
+        first = await bus.next(wire.Hello)
+        assert await bus.next(wire.Hello) == first
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
 
@@ -133,8 +119,8 @@ async def test_an_agent_whose_place_is_taken_ends(bus: Bus, context: Context, en
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
 
     async def turn_away() -> None:
-        await bus.next(Hello)
-        bus.say(Rejoin(reason="agent 0.0 is held by another", give_up=True))
+        await bus.next(wire.Hello)
+        bus.say(wire.Rejoin(reason="agent 0.0 is held by another", give_up=True))
 
     async with agent, anyio.create_task_group() as tasks:
         tasks.start_soon(turn_away)
@@ -186,29 +172,29 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(
         bus.publish(PAUSE)
         await reaches(agent, lambda state: not state.engine.generating)
         await reaches(agent, lambda state: state.diverged and state.engine.generating)
-        bus.raw(TOPIC_HEAD, encode_header(bus.epoch, 0, bus.seq), b"\xc0")
-        await bus.next(Join)
-        bus.say(Snapshot(desired=Desired(generation="paused")))
+        bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, bus.seq), b"\xc0")
+        await bus.next(wire.Join)
+        bus.say(wire.Snapshot(desired=Desired(generation="paused")))
         await reaches(agent, lambda state: not state.diverged and not state.engine.generating)
 
 
 async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = encode(bus.envelope(PAUSE))
+    good = wire.encode(bus.envelope(PAUSE))
     hostile = [
-        (TOPIC_COMMAND,),
-        (TOPIC_HEAD, b"", b""),
-        (TOPIC_COMMAND, b"\xc1", good),
-        (TOPIC_COMMAND, encode_header(1, 1, 1), b"\xff" * 40),
-        (TOPIC_COMMAND, encode_header(0, 1, 1), good),
-        (TOPIC_COMMAND, encode_header(1, 0, 1), good),
-        (TOPIC_COMMAND, encode_header(1, 1, 0), good),
-        (TOPIC_COMMAND, encode_header(1, 1, 2**63), good),
-        (TOPIC_COMMAND, encode_header(1, 1, 1), good, b"more"),
-        (TOPIC_COMMAND, encode_header(1, 1, 1), encode(bus.envelope(PAUSE, ttl_ms=2**62))),
-        (TOPIC_COMMAND, encode_header(1, 1, 1), good.replace(b"run-1", b"run-2")),
-        (TOPIC_COMMAND + b"x", encode_header(1, 1, 1), good),
+        (wire.TOPIC_COMMAND,),
+        (wire.TOPIC_HEAD, b"", b""),
+        (wire.TOPIC_COMMAND, b"\xc1", good),
+        (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), b"\xff" * 40),
+        (wire.TOPIC_COMMAND, wire.encode_header(0, 1, 1), good),
+        (wire.TOPIC_COMMAND, wire.encode_header(1, 0, 1), good),
+        (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 0), good),
+        (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 2**63), good),
+        (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), good, b"more"),
+        (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), wire.encode(bus.envelope(PAUSE, ttl_ms=2**62))),
+        (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), good.replace(b"run-1", b"run-2")),
+        (wire.TOPIC_COMMAND + b"x", wire.encode_header(1, 1, 1), good),
     ]
     with caplog.at_level(logging.WARNING):
         async with running(bus, context, engine, tmp_path) as agent:
@@ -218,11 +204,11 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
             for frames in hostile:
                 bus.raw(*frames)
             bus.router.send_nowait([bus.peer, b"x"])
-            bus.router.send_nowait([bus.peer, encode_header(1, 0, 0), b"\x81\xa4type\xa5nosuc"])
-            bus.router.send_nowait([bus.peer, encode_header(1, 0, 0), encode(Goodbye())])
+            bus.router.send_nowait([bus.peer, wire.encode_header(1, 0, 0), b"\x81\xa4type\xa5nosuc"])
+            bus.router.send_nowait([bus.peer, wire.encode_header(1, 0, 0), wire.encode(wire.Goodbye())])
             bus.publish(PAUSE, seq=1)
             await bus.outcome(1)
-            bus.say(Replay(records=(bus.record(1, PAUSE),)))
+            bus.say(wire.Replay(records=(bus.record(1, PAUSE),)))
             await bus.outcome(1)
             assert before.seq == 0 and agent.state.seq == 1
             assert agent.malformed == len(hostile) + 3
@@ -240,7 +226,7 @@ async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
             bus.envelope(PAUSE), body=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
         )
         bus.seq = 1
-        bus.raw(TOPIC_COMMAND, encode_header(1, 1, 1), encode(unknown))
+        bus.raw(wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), wire.encode(unknown))
         failed = (await bus.outcome(1)).outcome
         assert isinstance(failed, Failed) and failed.error == ErrorKind.UNSUPPORTED
         bus.publish(ProfileCommand(action="stop", step=1))
@@ -257,9 +243,9 @@ async def test_an_agent_that_ends_uploads_its_decisions_and_says_goodbye(
         await bus.outcome(1)
         await reaches(agent, lambda state: state.engine.tokenizer == "present")
     decisions: list[Decision] = []
-    await bus.next(Goodbye)
+    await bus.next(wire.Goodbye)
     for message in bus.ignored:
-        if isinstance(message, DecisionBatch):
+        if isinstance(message, wire.DecisionBatch):
             assert message.first == len(decisions) + 1
             decisions.extend(message.decisions)
     assert decisions == recorded(tmp_path, SECOND)
@@ -271,12 +257,12 @@ async def test_an_agent_that_ends_uploads_its_decisions_and_says_goodbye(
 
 async def take(bus: Bus, log: list[Decision], through: int) -> None:
     """Acknowledge uploads, as the bus does, until `log` holds `through` decisions."""
-    arrived = [message for message in bus.ignored if isinstance(message, DecisionBatch)]
+    arrived = [message for message in bus.ignored if isinstance(message, wire.DecisionBatch)]
     while len(log) < through:
-        message = arrived.pop(0) if arrived else await bus.next(DecisionBatch)
+        message = arrived.pop(0) if arrived else await bus.next(wire.DecisionBatch)
         new = message.decisions[len(log) + 1 - message.first :] if message.first <= len(log) + 1 else ()
         log.extend(new)
-        bus.say(Ack(journal=message.journal, through=len(log)))
+        bus.say(wire.Ack(journal=message.journal, through=len(log)))
 
 
 async def test_decisions_are_uploaded_once_and_in_order(
@@ -291,7 +277,7 @@ async def test_decisions_are_uploaded_once_and_in_order(
             await bus.outcome(seq)
         await take(bus, log, 14)  # started, epoch seen, snapshot, observed, and the commands
     assert log == recorded(tmp_path, SECOND)
-    kinds = {type(event_decoder.decode(decision.event)) for decision in log}
+    kinds = {type(wire.event_decoder.decode(decision.event)) for decision in log}
     assert CommandReceived in kinds
 
 
@@ -305,16 +291,16 @@ async def test_an_upload_continues_after_a_reconnect_without_holes_or_duplicates
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         await take(bus, log, 4)
         bus.publish(PAUSE)
-        lost = await bus.next(DecisionBatch)  # never acknowledged: the bus dies with it
+        lost = await bus.next(wire.DecisionBatch)  # never acknowledged: the bus dies with it
         assert lost.first == 5
         bus.epoch = 2
         bus.greet()
         bus.say(STRANGER)
         await bus.admit(recorded=4)
-        again = await bus.next(DecisionBatch)
+        again = await bus.next(wire.DecisionBatch)
         assert again.first == 5 and again.decisions[: len(lost.decisions)] == lost.decisions
         log.extend(again.decisions)
-        bus.say(Ack(journal=again.journal, through=len(log)))
+        bus.say(wire.Ack(journal=again.journal, through=len(log)))
         await reaches(agent, lambda state: state.epoch == 2)
         await take(bus, log, 6)
     assert log == recorded(tmp_path, SECOND)[: len(log)]
@@ -326,7 +312,7 @@ async def test_an_agent_whose_disk_lost_decisions_that_the_log_holds_refuses_to_
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
 
     async def greet() -> None:
-        await bus.next(Hello)
+        await bus.next(wire.Hello)
         bus.say(bus.welcome(recorded=50))
 
     async with agent, anyio.create_task_group() as tasks:

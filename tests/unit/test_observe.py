@@ -3,22 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
+from schemas import events
 from schemas.commands import Checkpoint, Manifest, ProfilePlan, Window
 from schemas.desired import Committed, Desired, ProfileSession
-from schemas.events import (
-    Call,
-    Fault,
-    Flush,
-    Load,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind
 from tests.unit.machines import PRESENT
@@ -50,7 +37,7 @@ from workers.machine.state import EngineState, call_name
 
 def test_what_an_engine_cannot_report_stays_as_believed() -> None:
     engine = replace(ON_V1, generating=False, asleep=CACHE, session=SESSION, digest="d")
-    silent = Observation(engine="e", tokenizer="present", operations=frozenset(Operation))
+    silent = events.Observation(engine="e", tokenizer="present", operations=frozenset(Operation))
     assert apply_observation(engine, silent) == engine
 
 
@@ -64,14 +51,14 @@ def test_an_observation_corrects_what_was_believed() -> None:
 
 def test_nothing_is_believed_about_a_relaunched_engine_but_the_observation() -> None:
     engine = replace(ON_V1, generating=False, torn=True, session=SESSION)
-    silent = Observation(engine="e", instance="two", tokenizer="present", operations=frozenset(Operation))
+    silent = events.Observation(engine="e", instance="two", tokenizer="present", operations=frozenset(Operation))
     found = apply_observation(engine, silent)
     assert found == replace(READY, name="e", instance="two")
     assert relaunched(engine, found)
 
 
 def test_an_engine_without_an_instance_counts_as_the_same_one() -> None:
-    silent = Observation(engine="e", tokenizer="present")
+    silent = events.Observation(engine="e", tokenizer="present")
     assert not relaunched(READY, apply_observation(READY, silent))
     assert not relaunched(EngineState(), READY)
 
@@ -79,15 +66,15 @@ def test_an_engine_without_an_instance_counts_as_the_same_one() -> None:
 # --- calls that returned ----------------------------------------------------------------------------------------------
 
 CONTENT = Manifest(tensors=1, nbytes=1, layout="l", content="right")
-EXACT = Load(2, Checkpoint("v2"), CONTENT)
+EXACT = events.Load(2, Checkpoint("v2"), CONTENT)
 
-CONTRADICTED: dict[str, tuple[Call, Observation, str]] = {
-    "pause": (Pause("abort"), replace(PRESENT, generating=True), "it still generates"),
-    "resume": (Resume(), replace(PRESENT, generating=False), "it is still paused"),
-    "sleep": (Sleep(BOTH), replace(PRESENT, asleep=WEIGHTS), "still awake: kv_cache"),
-    "wake": (Wake(BOTH), replace(PRESENT, asleep=WEIGHTS), "still asleep: weights"),
-    "start_profile": (StartProfile(SESSION, "d"), replace(PRESENT, profiling=False), "no session is open"),
-    "stop_profile": (StopProfile(SESSION, "d"), replace(PRESENT, profiling=True), "a session is still open"),
+CONTRADICTED: dict[str, tuple[events.Call, events.Observation, str]] = {
+    "pause": (events.Pause("abort"), replace(PRESENT, generating=True), "it still generates"),
+    "resume": (events.Resume(), replace(PRESENT, generating=False), "it is still paused"),
+    "sleep": (events.Sleep(BOTH), replace(PRESENT, asleep=WEIGHTS), "still awake: kv_cache"),
+    "wake": (events.Wake(BOTH), replace(PRESENT, asleep=WEIGHTS), "still asleep: weights"),
+    "start_profile": (events.StartProfile(SESSION, "d"), replace(PRESENT, profiling=False), "no session is open"),
+    "stop_profile": (events.StopProfile(SESSION, "d"), replace(PRESENT, profiling=True), "a session is still open"),
     "load": (LOAD_2, replace(PRESENT, version=1), "it holds version 1, not 2"),
 }
 
@@ -95,26 +82,29 @@ CONTRADICTED: dict[str, tuple[Call, Observation, str]] = {
 @pytest.mark.parametrize("call", CONTRADICTED)
 def test_a_success_that_the_observation_contradicts_is_a_failure(call: str) -> None:
     made, seen, message = CONTRADICTED[call]
-    failure = contradiction(made, Returned(), seen)
+    failure = contradiction(made, events.Returned(), seen)
     assert failure is not None and failure.error is ErrorKind.NO_EFFECT
     assert failure.message == f"tiny 1 reported success for {call}, but {message}."
 
 
 @pytest.mark.parametrize("call", CONTRADICTED)
 def test_an_engine_that_cannot_report_is_believed(call: str) -> None:
-    assert contradiction(CONTRADICTED[call][0], Returned(), Observation(engine="e", tokenizer="present")) is None
+    assert (
+        contradiction(CONTRADICTED[call][0], events.Returned(), events.Observation(engine="e", tokenizer="present"))
+        is None
+    )
 
 
 def test_a_session_whose_window_closed_before_the_observation_still_needs_a_stop() -> None:
     windowed = ProfileSession(3, ProfilePlan(window=Window(0, 1)))
     seen = replace(PRESENT, profiling=False)
-    engine, failure = apply_result(READY, StartProfile(windowed, "d"), Returned(), seen)
+    engine, failure = apply_result(READY, events.StartProfile(windowed, "d"), events.Returned(), seen)
     assert failure is None and engine.session == windowed
 
 
 def test_weights_that_differ_from_the_source_are_a_mismatch_and_torn() -> None:
     seen = replace(PRESENT, version=2, digest="wrong", generating=False)
-    engine, failure = apply_result(PAUSED, EXACT, Returned(), seen)
+    engine, failure = apply_result(PAUSED, EXACT, events.Returned(), seen)
     assert failure is not None and failure.error is ErrorKind.DIGEST_MISMATCH
     assert "digest wrong, not the source's right" in failure.message
     assert engine.torn
@@ -122,34 +112,34 @@ def test_weights_that_differ_from_the_source_are_a_mismatch_and_torn() -> None:
 
 def test_the_digest_that_the_load_returned_is_compared_too() -> None:
     seen = replace(PRESENT, version=2, generating=False)
-    assert contradiction(EXACT, Returned(digest="right"), seen) is None
-    failure = contradiction(EXACT, Returned(digest="wrong"), seen)
+    assert contradiction(EXACT, events.Returned(digest="right"), seen) is None
+    failure = contradiction(EXACT, events.Returned(digest="wrong"), seen)
     assert failure is not None and failure.error is ErrorKind.DIGEST_MISMATCH
 
 
 def test_a_successful_load_leaves_a_stale_cache_and_an_unchecked_source() -> None:
-    engine, failure = apply_result(replace(PAUSED, checked=V2, torn=True), LOAD_2, Returned(digest="d"), None)
+    engine, failure = apply_result(replace(PAUSED, checked=V2, torn=True), LOAD_2, events.Returned(digest="d"), None)
     assert failure is None
     assert engine == replace(PAUSED, version=2, digest="d", loaded=V2, stale_cache=True)
 
 
 def test_a_released_cache_is_no_longer_stale() -> None:
     stale = replace(PAUSED, stale_cache=True)
-    assert not carried_out(stale, (Sleep(CACHE),)).stale_cache
-    assert carried_out(stale, (Sleep(WEIGHTS),)).stale_cache
+    assert not carried_out(stale, (events.Sleep(CACHE),)).stale_cache
+    assert carried_out(stale, (events.Sleep(WEIGHTS),)).stale_cache
 
 
 def test_kept_requests_are_remembered_until_the_resume() -> None:
-    kept = carried_out(READY, (Pause("keep"),))
+    kept = carried_out(READY, (events.Pause("keep"),))
     assert kept.requests_kept
-    assert not carried_out(kept, (Resume(),)).requests_kept
+    assert not carried_out(kept, (events.Resume(),)).requests_kept
 
 
 @pytest.mark.parametrize(
     ("kind", "torn"), [("engine_error", True), ("source_refused", False)], ids=["engine", "source"]
 )
 def test_a_failed_load_leaves_torn_weights_only_if_it_reached_the_engine(kind: str, torn: bool) -> None:
-    refused = Fault("engine_error" if kind == "engine_error" else "source_refused", "It is not there.")
+    refused = events.Fault("engine_error" if kind == "engine_error" else "source_refused", "It is not there.")
     engine, failure = apply_result(ON_V1, LOAD_2, refused, None)
     assert engine.torn is torn and failure is not None and failure.error == kind
     held = "weights that nobody can vouch for" if torn else "version 1"
@@ -159,38 +149,38 @@ def test_a_failed_load_leaves_torn_weights_only_if_it_reached_the_engine(kind: s
 def test_a_failed_load_that_left_the_digest_unchanged_did_no_harm() -> None:
     engine = replace(ON_V1, generating=False, digest="d")
     seen = replace(PRESENT, generating=False, version=1, digest="d")
-    after, _ = apply_result(engine, LOAD_2, Fault("engine_error", "No."), seen)
+    after, _ = apply_result(engine, LOAD_2, events.Fault("engine_error", "No."), seen)
     assert not after.torn
-    after, _ = apply_result(replace(engine, torn=True), LOAD_2, Fault("engine_error", "No."), seen)
+    after, _ = apply_result(replace(engine, torn=True), LOAD_2, events.Fault("engine_error", "No."), seen)
     assert after.torn, "nobody knows of which weights that digest is"
 
 
-@pytest.mark.parametrize("call", [StartProfile(SESSION, "d"), StopProfile(SESSION, "d")], ids=call_name)
-def test_a_failed_profile_call_leaves_no_session(call: Call) -> None:
-    engine, failure = apply_result(replace(READY, session=SESSION), call, Fault("engine_error", "No."), None)
+@pytest.mark.parametrize("call", [events.StartProfile(SESSION, "d"), events.StopProfile(SESSION, "d")], ids=call_name)
+def test_a_failed_profile_call_leaves_no_session(call: events.Call) -> None:
+    engine, failure = apply_result(replace(READY, session=SESSION), call, events.Fault("engine_error", "No."), None)
     assert engine.session is None and failure is not None
 
 
 # --- calls that were cut off ------------------------------------------------------------------------------------------
 
 LOADED = replace(PRESENT, version=2, digest="right", generating=False)
-CUT: dict[str, tuple[Call, Observation, bool]] = {
-    "a pause that is seen": (Pause("abort"), replace(PRESENT, generating=False), True),
-    "a pause that is not": (Pause("abort"), PRESENT, False),
-    "a resume that is seen": (Resume(), PRESENT, True),
-    "a resume that is not": (Resume(), replace(PRESENT, generating=False), False),
-    "a sleep that is seen": (Sleep(CACHE), replace(PRESENT, asleep=BOTH), True),
-    "a sleep that is seen in part": (Sleep(BOTH), replace(PRESENT, asleep=CACHE), False),
-    "a sleep that cannot be seen": (Sleep(CACHE), replace(PRESENT, asleep=None), False),
-    "a wake that is seen": (Wake(CACHE), replace(PRESENT, asleep=WEIGHTS), True),
-    "a wake that is seen in part": (Wake(BOTH), replace(PRESENT, asleep=CACHE), False),
-    "a profile stop that is seen": (StopProfile(SESSION, "d"), PRESENT, True),
-    "a profile stop that is not": (StopProfile(SESSION, "d"), replace(PRESENT, profiling=True), False),
-    "a profile start, whatever is seen": (StartProfile(SESSION, "d"), replace(PRESENT, profiling=True), False),
+CUT: dict[str, tuple[events.Call, events.Observation, bool]] = {
+    "a pause that is seen": (events.Pause("abort"), replace(PRESENT, generating=False), True),
+    "a pause that is not": (events.Pause("abort"), PRESENT, False),
+    "a resume that is seen": (events.Resume(), PRESENT, True),
+    "a resume that is not": (events.Resume(), replace(PRESENT, generating=False), False),
+    "a sleep that is seen": (events.Sleep(CACHE), replace(PRESENT, asleep=BOTH), True),
+    "a sleep that is seen in part": (events.Sleep(BOTH), replace(PRESENT, asleep=CACHE), False),
+    "a sleep that cannot be seen": (events.Sleep(CACHE), replace(PRESENT, asleep=None), False),
+    "a wake that is seen": (events.Wake(CACHE), replace(PRESENT, asleep=WEIGHTS), True),
+    "a wake that is seen in part": (events.Wake(BOTH), replace(PRESENT, asleep=CACHE), False),
+    "a profile stop that is seen": (events.StopProfile(SESSION, "d"), PRESENT, True),
+    "a profile stop that is not": (events.StopProfile(SESSION, "d"), replace(PRESENT, profiling=True), False),
+    "a profile start, whatever is seen": (events.StartProfile(SESSION, "d"), replace(PRESENT, profiling=True), False),
     "a load with the source's digest": (EXACT, LOADED, True),
     "a load with another digest": (EXACT, replace(LOADED, digest="wrong"), False),
     "a load of which only the version is seen": (LOAD_2, LOADED, False),
-    "a flush": (Flush(), PRESENT, False),
+    "a flush": (events.Flush(), PRESENT, False),
 }
 
 
@@ -201,7 +191,7 @@ def test_an_observation_proves_that_a_cut_off_call_was_done(case: str) -> None:
 
 
 def test_a_relaunched_engine_has_not_done_the_call_that_was_cut_off() -> None:
-    engine, done = apply_interruption(READY, Pause("abort"), replace(PRESENT, instance="two", generating=False))
+    engine, done = apply_interruption(READY, events.Pause("abort"), replace(PRESENT, instance="two", generating=False))
     assert not done and engine.instance == "two"
 
 
@@ -210,7 +200,7 @@ def test_a_profile_start_that_may_have_happened_counts_as_done(
     profiling: bool | None, believed: ProfileSession | None
 ) -> None:
     engine, _ = apply_interruption(
-        READY, StartProfile(SESSION, "d"), replace(PRESENT, instance="one", profiling=profiling)
+        READY, events.StartProfile(SESSION, "d"), replace(PRESENT, instance="one", profiling=profiling)
     )
     assert engine.session == believed
     assert planned(Desired(), engine) == (["stop_profile"] if believed else [])
@@ -250,12 +240,12 @@ def test_an_error_names_the_weights_that_the_engine_holds(engine: EngineState, m
 
 def test_a_digest_of_the_engines_own_kind_is_not_compared_with_the_source() -> None:
     seen = replace(PRESENT, version=2, generating=False)
-    assert contradiction(EXACT, Returned(digest="vllm:of its own tensors"), seen) is None
+    assert contradiction(EXACT, events.Returned(digest="vllm:of its own tensors"), seen) is None
 
 
 @pytest.mark.parametrize("discard", [True, False])
 def test_a_sleep_that_failed_or_was_cut_off_may_have_discarded_the_weights(discard: bool) -> None:
-    call = Sleep(BOTH, discard=discard)
-    failed, _ = apply_result(ON_V1, call, Fault("engine_error", "no"), None)
+    call = events.Sleep(BOTH, discard=discard)
+    failed, _ = apply_result(ON_V1, call, events.Fault("engine_error", "no"), None)
     cut, _ = apply_interruption(ON_V1, call, replace(PRESENT, version=1, asleep=None))
     assert failed.torn == cut.torn == discard

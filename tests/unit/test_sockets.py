@@ -23,15 +23,6 @@ ANY_PORT = "tcp://127.0.0.1:0"
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["epoll", "no epoll"])
-def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with one watch for all sockets of the loop, and with one watch per socket."""
-    if request.param == "no epoll":
-        monkeypatch.setattr(edge_socket, "_HAS_EPOLL", False)
-    elif not edge_socket._HAS_EPOLL:
-        pytest.skip("this system has no epoll")
-
-
 def pair(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
     """Two DEALERs that connect over TCP, with room for `queue` messages each way."""
     bound, dialled = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -226,7 +217,6 @@ class Traffic:
             await self.pause()
 
 
-@pytest.mark.usefixtures("watching")
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_cancellation_loses_repeats_and_reorders_nothing(context: Context, seed: int) -> None:
     left, right = pair(context, queue=5)
@@ -300,7 +290,6 @@ async def test_any_touch_of_a_socket_clears_the_edge(context: Context) -> None:
         assert right.recv_nowait() == [b"waits"]
 
 
-@pytest.mark.usefixtures("watching")
 async def test_a_sender_that_clears_the_edge_wakes_the_receiver(context: Context) -> None:
     left, right = await connected(context)
     got: list[bytes] = []
@@ -321,7 +310,6 @@ async def test_a_sender_that_clears_the_edge_wakes_the_receiver(context: Context
     assert right.safety_polls == 0
 
 
-@pytest.mark.usefixtures("watching")
 async def test_a_cancelled_leader_hands_over_to_a_follower(context: Context) -> None:
     left, right = await connected(context)
     got: list[bytes] = []
@@ -345,7 +333,6 @@ async def test_a_cancelled_leader_hands_over_to_a_follower(context: Context) -> 
         assert right.safety_polls == 0
 
 
-@pytest.mark.usefixtures("watching")
 async def test_the_safety_poll_turns_a_missed_edge_into_latency_and_counts_it(context: Context) -> None:
     left, right = await connected(context)
     got: list[bytes] = []
@@ -365,7 +352,6 @@ async def test_the_safety_poll_turns_a_missed_edge_into_latency_and_counts_it(co
         assert right.safety_polls == 1
 
 
-@pytest.mark.usefixtures("watching")
 async def test_an_idle_wait_does_not_count_as_a_missed_edge(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_socket, "SAFETY_POLL_S", 0.0001)
     left, right = pair(context)
@@ -420,7 +406,6 @@ async def test_any_task_of_any_socket_can_become_the_leader(context: Context) ->
 # --- closing, threads, forks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("watching")
 async def test_closing_wakes_the_leader_and_the_followers(context: Context) -> None:
     left, right = pair(context)
     woken = 0
@@ -483,12 +468,8 @@ def test_a_fork_may_use_neither_socket_nor_wakeup(context: Context) -> None:
 # --- wakeups ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["eventfd", "socketpair"])
-def wakeup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wakeup]:
-    if request.param == "socketpair":
-        monkeypatch.delattr(os, "eventfd", raising=False)
-    elif not hasattr(os, "eventfd"):
-        pytest.skip("this system has no eventfd")
+@pytest.fixture
+def wakeup() -> Iterator[Wakeup]:
     made = Wakeup()
     yield made
     # In the loop's thread, and after its end.

@@ -7,29 +7,16 @@ import msgspec
 import pytest
 from msgspec import Raw, Struct
 
+from schemas import wire
 from schemas.commands import EngineCommand, UnknownCommand
 from schemas.errors import CommandFailed, WireError
 from schemas.json_schema import document, schema
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome, AgentStatus, Report
-from schemas.wire import (
-    MAGIC,
-    MAJOR,
-    MAX_BYTES,
-    Header,
-    Join,
-    decode_command,
-    decode_downward,
-    decode_envelope,
-    decode_upward,
-    encode,
-    encode_header,
-    parse_frames,
-)
 from tests.golden.samples import ENVELOPE, PROFILE, named
 
 DOCS = Path(__file__).parents[2] / "docs"
-JOIN = encode(Join())
+JOIN = wire.encode(wire.Join())
 SCHEMA = schema()
 
 
@@ -50,23 +37,25 @@ class NewStatus(AgentStatus, frozen=True, kw_only=True, tag="status", omit_defau
 
 
 def test_an_older_reader_ignores_fields_that_it_does_not_know() -> None:
-    newer = encode(AgentStatus(ready=True, engine="tiny 1", version=4, asleep=("weights",)))
+    newer = wire.encode(AgentStatus(ready=True, engine="tiny 1", version=4, asleep=("weights",)))
     assert msgspec.msgpack.decode(newer, type=OldStatus) == OldStatus(ready=True, engine="tiny 1")
 
 
 def test_a_newer_reader_fills_in_defaults() -> None:
-    assert decode_upward(encode(OldStatus(ready=True, engine="tiny 1"))) == AgentStatus(ready=True, engine="tiny 1")
+    assert wire.decode_upward(wire.encode(OldStatus(ready=True, engine="tiny 1"))) == AgentStatus(
+        ready=True, engine="tiny 1"
+    )
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
-    assert decode_upward(encode(NewStatus(ready=True, temperature_celsius=90))) == AgentStatus(ready=True)
+    assert wire.decode_upward(wire.encode(NewStatus(ready=True, temperature_celsius=90))) == AgentStatus(ready=True)
 
 
 def test_another_minor_version_is_read_and_another_major_version_is_not() -> None:
-    minor = encode(Header(MAGIC, MAJOR, 7, 1, 0, 0))
-    assert parse_frames([minor, JOIN])[0].minor == 7
-    with pytest.raises(WireError, match=f"protocol version {MAJOR + 1}, this side speaks {MAJOR}"):
-        parse_frames([encode(Header(MAGIC, MAJOR + 1, 0, 1, 0, 0)), JOIN])
+    minor = wire.encode(wire.Header(wire.MAGIC, wire.MAJOR, 7, 1, 0, 0))
+    assert wire.parse_frames([minor, JOIN])[0].minor == 7
+    with pytest.raises(WireError, match=f"protocol version {wire.MAJOR + 1}, this side speaks {wire.MAJOR}"):
+        wire.parse_frames([wire.encode(wire.Header(wire.MAGIC, wire.MAJOR + 1, 0, 1, 0, 0)), JOIN])
 
 
 @pytest.mark.parametrize(
@@ -82,11 +71,11 @@ def test_another_minor_version_is_read_and_another_major_version_is_not() -> Non
     ],
 )
 def test_a_command_that_can_not_be_read_becomes_an_unknown_command(body: object, tag: str) -> None:
-    assert decode_command(Raw(encode(body))) == UnknownCommand(tag)
+    assert wire.decode_command(Raw(wire.encode(body))) == UnknownCommand(tag)
 
 
 def test_the_command_in_an_envelope_is_decoded() -> None:
-    assert decode_command(decode_envelope(encode(ENVELOPE)).body) == PROFILE
+    assert wire.decode_command(wire.decode_envelope(wire.encode(ENVELOPE)).body) == PROFILE
 
 
 # --- bytes that are not a message -------------------------------------------------------------------------------------
@@ -96,22 +85,22 @@ def test_the_command_in_an_envelope_is_decoded() -> None:
     ("frames", "message"),
     [
         ([], "2 frames, not 0"),
-        ([encode_header(1)], "2 frames, not 1"),
-        ([encode_header(1), JOIN, JOIN], "2 frames, not 3"),
-        ([encode_header(1), b"x" * MAX_BYTES], f"at most {MAX_BYTES} bytes"),
+        ([wire.encode_header(1)], "2 frames, not 1"),
+        ([wire.encode_header(1), JOIN, JOIN], "2 frames, not 3"),
+        ([wire.encode_header(1), b"x" * wire.MAX_BYTES], f"at most {wire.MAX_BYTES} bytes"),
         ([b"\xff\xff", JOIN], "unreadable header"),
         ([b"", JOIN], "unreadable header"),
-        ([encode(Header(1, MAJOR, 0, 1, 0, 0)), JOIN], "not a message of rolloutctl"),
-        ([encode(Header(MAGIC, MAJOR, 0, -1, 0, 0)), JOIN], "negative number"),
-        ([encode([MAGIC, MAJOR]), JOIN], "unreadable header"),
+        ([wire.encode(wire.Header(1, wire.MAJOR, 0, 1, 0, 0)), JOIN], "not a message of rolloutctl"),
+        ([wire.encode(wire.Header(wire.MAGIC, wire.MAJOR, 0, -1, 0, 0)), JOIN], "negative number"),
+        ([wire.encode([wire.MAGIC, wire.MAJOR]), JOIN], "unreadable header"),
     ],
 )
 def test_frames_that_are_not_a_message_are_refused_with_a_reason(frames: list[bytes], message: str) -> None:
     with pytest.raises(WireError, match=message):
-        parse_frames(frames)
+        wire.parse_frames(frames)
 
 
-@pytest.mark.parametrize("decode", [decode_upward, decode_downward, decode_envelope])
+@pytest.mark.parametrize("decode", [wire.decode_upward, wire.decode_downward, wire.decode_envelope])
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa4nope", b"\x91" * 5000, b"\xa4\xff\xff\xff\xff", JOIN + b"\x00"]
 )
@@ -122,7 +111,7 @@ def test_a_body_that_is_not_a_message_is_a_wire_error(decode: object, body: byte
 
 def test_an_error_never_repeats_the_bytes() -> None:
     with pytest.raises(WireError) as caught:
-        decode_upward(encode({"type": "status", "ready": "SECRET-TOKEN"}))
+        wire.decode_upward(wire.encode({"type": "status", "ready": "SECRET-TOKEN"}))
     assert "SECRET" not in str(caught.value)
 
 
@@ -162,7 +151,7 @@ MESSAGES = [name for name, sample in named().items() if type(sample).__name__ in
 @pytest.mark.parametrize("name", MESSAGES)
 def test_every_message_is_valid_under_the_schema(name: str) -> None:
     sample = named()[name]
-    value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(encode(sample))))
+    value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(wire.encode(sample))))
     jsonschema.validate(value, {"$ref": f"#/$defs/{type(sample).__name__}", "$defs": SCHEMA["$defs"]})
 
 

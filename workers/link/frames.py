@@ -7,25 +7,9 @@ built, and which the machine could count beyond what MessagePack can encode.
 
 from collections.abc import Iterator
 
+from schemas import wire
 from schemas.errors import WireError
 from schemas.events import CommandReceived, HeadSeen, SnapshotReceived
-from schemas.wire import (
-    TOPIC_COMMAND,
-    TOPIC_HEAD,
-    Ack,
-    Downward,
-    Envelope,
-    Header,
-    Rejoin,
-    Replay,
-    Snapshot,
-    TimeReply,
-    Welcome,
-    decode_command,
-    decode_downward,
-    decode_envelope,
-    parse_frames,
-)
 
 NUMBER_MAX = 1 << 53
 """Largest epoch, seq and time to live that is accepted."""
@@ -45,46 +29,48 @@ def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandRecei
         WireError: The message is malformed, or of another run.
     """
     topic = frames[0]
-    if topic == TOPIC_COMMAND:
-        head, body = parse_frames(frames[1:])
-        return _command(head.epoch, head.origin, head.seq, decode_envelope(body), run, now_ms)
-    if topic == TOPIC_HEAD:
-        head, _ = parse_frames(frames[1:])
-    elif len(frames) == 1 and topic.startswith(TOPIC_HEAD):  # libzmq packs what a new subscriber gets into one frame
-        head, _ = parse_frames([topic[len(TOPIC_HEAD) :], _NIL])
+    if topic == wire.TOPIC_COMMAND:
+        head, body = wire.parse_frames(frames[1:])
+        return _command(head.epoch, head.origin, head.seq, wire.decode_envelope(body), run, now_ms)
+    if topic == wire.TOPIC_HEAD:
+        head, _ = wire.parse_frames(frames[1:])
+    elif len(frames) == 1 and topic.startswith(
+        wire.TOPIC_HEAD
+    ):  # libzmq packs what a new subscriber gets into one frame
+        head, _ = wire.parse_frames([topic[len(wire.TOPIC_HEAD) :], _NIL])
     else:
         raise WireError("a publication under a topic that was not subscribed to")
     return read_head(head, now_ms)
 
 
-def read_control(frames: list[bytes]) -> tuple[Header, Downward]:
+def read_control(frames: list[bytes]) -> tuple[wire.Header, wire.Downward]:
     """Decode what arrived from the router. Raises WireError."""
-    head, body = parse_frames(frames)
+    head, body = wire.parse_frames(frames)
     _check(head.epoch, head.seq)
-    message = decode_downward(body)
-    if not isinstance(message, Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply):
+    message = wire.decode_downward(body)
+    if not isinstance(message, wire.Welcome | wire.Snapshot | wire.Replay | wire.Ack | wire.Rejoin | wire.TimeReply):
         raise WireError(f"{type(message).__name__} is not for agents")
     return head, message
 
 
-def read_head(head: Header, now_ms: int) -> HeadSeen:
+def read_head(head: wire.Header, now_ms: int) -> HeadSeen:
     """Return the position of the bus, which is in heads and in pages of replay. Raises WireError."""
     _check(head.epoch, head.seq)
     return HeadSeen(at_ms=now_ms, epoch=head.epoch, seq=head.seq)
 
 
-def read_snapshot(head: Header, snapshot: Snapshot, now_ms: int) -> SnapshotReceived:
+def read_snapshot(head: wire.Header, snapshot: wire.Snapshot, now_ms: int) -> SnapshotReceived:
     """Return the desired state as of the header's seq."""
     return SnapshotReceived(at_ms=now_ms, epoch=head.epoch, seq=head.seq, desired=snapshot.desired)
 
 
-def read_replay(head: Header, replay: Replay, run: str, now_ms: int) -> Iterator[CommandReceived]:
+def read_replay(head: wire.Header, replay: wire.Replay, run: str, now_ms: int) -> Iterator[CommandReceived]:
     """Yield the commands of a page, as if they came from the publisher now. Raises WireError."""
     for record in replay.records:
         yield _command(head.epoch, record.origin, record.seq, record.envelope, run, now_ms)
 
 
-def publish_address(dialled: str, welcome: Welcome) -> str:
+def publish_address(dialled: str, welcome: wire.Welcome) -> str:
     """Return the address of the publish socket: beside the router, on the host that was dialled.
 
     Raises:
@@ -97,7 +83,7 @@ def publish_address(dialled: str, welcome: Welcome) -> str:
     return f"{dialled.rpartition(':')[0]}:{welcome.publish_port}"
 
 
-def _command(epoch: int, origin: int, seq: int, envelope: Envelope, run: str, now_ms: int) -> CommandReceived:
+def _command(epoch: int, origin: int, seq: int, envelope: wire.Envelope, run: str, now_ms: int) -> CommandReceived:
     if not (0 < epoch < NUMBER_MAX and 0 < origin < NUMBER_MAX and 0 < seq < NUMBER_MAX):
         raise WireError("a command without epoch, origin or seq")
     if envelope.ttl_ms > NUMBER_MAX:
@@ -110,7 +96,7 @@ def _command(epoch: int, origin: int, seq: int, envelope: Envelope, run: str, no
         origin=origin,
         seq=seq,
         ttl_ms=envelope.ttl_ms,
-        command=decode_command(envelope.body),
+        command=wire.decode_command(envelope.body),
         target=envelope.target,
     )
 

@@ -22,33 +22,13 @@ from typing import Final, assert_never
 import anyio
 from anyio import CancelScope
 
+from schemas import wire
 from schemas.carriers.edge_socket import EdgeSocket
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired
 from schemas.identity import Identity
-from schemas.wire import (
-    MAX_BYTES,
-    TOPIC_COMMAND,
-    TOPIC_HEAD,
-    Ack,
-    CommandOutcome,
-    Downward,
-    Goodbye,
-    Header,
-    Hello,
-    Join,
-    Rejoin,
-    Replay,
-    ResendRequest,
-    Snapshot,
-    TimeReply,
-    Upward,
-    Welcome,
-    encode,
-    encode_header,
-)
 from workers.link.frames import (
     publish_address,
     read_control,
@@ -82,7 +62,7 @@ class RunChanged(RolloutctlError):
 class _Session:
     """The time from a welcome to the next rejoin."""
 
-    welcome: Welcome
+    welcome: wire.Welcome
     scope: CancelScope = field(default_factory=CancelScope)
     subscribed: anyio.Event = field(default_factory=anyio.Event)
     snapshot: anyio.Event = field(default_factory=anyio.Event)
@@ -119,12 +99,12 @@ class Link:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
         self._dealer = agent_dealer(context, bus, f"{identity.agent}/{incarnation}".encode())
-        self._hello = Hello(
+        self._hello = wire.Hello(
             identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
         )
         self._session: _Session | None = None
         self._welcomed = anyio.Event()
-        self._intervals: BusConfig | Welcome = BusConfig()  # lease and heartbeat, as the last welcome set them
+        self._intervals: BusConfig | wire.Welcome = BusConfig()  # lease and heartbeat, as the last welcome set them
         self._heard_ms = 0
         self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
         self._upload = DecisionUpload(journal, config.batch, self._send)
@@ -156,15 +136,15 @@ class Link:
 
     def send_outcome(self, answer: Answer) -> None:
         """Send the outcome of one command."""
-        self._send(CommandOutcome(outcome=answer.outcome, rule=answer.rule), answer.epoch, answer.seq)
+        self._send(wire.CommandOutcome(outcome=answer.outcome, rule=answer.rule), answer.epoch, answer.seq)
 
     def request_resend(self, first: int) -> None:
         """Ask for the commands from `first` on."""
-        self._send(ResendRequest(first=first, credit=CREDIT))
+        self._send(wire.ResendRequest(first=first, credit=CREDIT))
 
     def request_snapshot(self) -> None:
         """Ask for the desired state."""
-        self._send(Join())
+        self._send(wire.Join())
 
     def note_decision(self, state: AgentState) -> None:
         """A decision led to `state`: it is uploaded soon, and the bus learns at once if the agent became ready."""
@@ -174,7 +154,7 @@ class Link:
     def leave(self) -> None:
         """Send what was decided, then good-bye, for an orderly end. Never waits."""
         self._upload.flush()
-        self._send(Goodbye())
+        self._send(wire.Goodbye())
 
     def close(self) -> None:
         """Close the socket. What was sent is still delivered, within the linger time."""
@@ -197,7 +177,7 @@ class Link:
         self._waiting.begin(unreachable)
         while True:
             with anyio.move_on_after(self._jittered_s(pause_ms)):
-                await self._dealer.send([self._header(), encode(self._hello)])
+                await self._dealer.send([self._header(), wire.encode(self._hello)])
                 if self._waiting.reason == unreachable:
                     self._waiting.reason = f"the bus at {self._bus} has not answered hello"
                 await self._welcomed.wait()
@@ -208,7 +188,7 @@ class Link:
     def _jittered_s(self, pause_ms: int) -> float:
         return (self._config.hello_retry_ms + random.uniform(0, pause_ms)) / 1000
 
-    def _accept_welcome(self, welcome: Welcome) -> None:
+    def _accept_welcome(self, welcome: wire.Welcome) -> None:
         """Begin a session, and continue the upload from where this bus stands."""
         if self._session is not None:
             return
@@ -234,7 +214,7 @@ class Link:
             self._malformed.add([], error)
             return
         async with (
-            agent_subscriber(self._context, address, (TOPIC_COMMAND, TOPIC_HEAD)) as subscriber,
+            agent_subscriber(self._context, address, (wire.TOPIC_COMMAND, wire.TOPIC_HEAD)) as subscriber,
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(self._read_publications, subscriber, session)
@@ -255,7 +235,7 @@ class Link:
                 return await session.snapshot.wait()
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
 
-    def _rejoin(self, message: Rejoin) -> None:
+    def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
             raise IdentityTaken(message.reason)
         self._waiting.reason = f"the bus at {self._bus} answers: {message.reason}"
@@ -291,24 +271,24 @@ class Link:
             except WireError as error:
                 self._malformed.add(frames, error)
 
-    def _handle_control(self, head: Header, message: Downward, received_ms: int) -> None:
+    def _handle_control(self, head: wire.Header, message: wire.Downward, received_ms: int) -> None:
         match message:
-            case Replay():
+            case wire.Replay():
                 run = self._session.welcome.run if self._session is not None else ""
                 for command in read_replay(head, message, run, received_ms):
                     self._handle(command)
                 self._handle(read_head(head, received_ms))  # more may be missing than fits into a page
-            case Ack():
+            case wire.Ack():
                 self._upload.apply_ack(message)
-            case TimeReply():
+            case wire.TimeReply():
                 self._heartbeat.apply_time(message)
-            case Snapshot():
+            case wire.Snapshot():
                 self._handle(read_snapshot(head, message, received_ms))
                 if self._session is not None:
                     self._session.snapshot.set()
-            case Welcome():
+            case wire.Welcome():
                 self._accept_welcome(message)
-            case Rejoin():
+            case wire.Rejoin():
                 self._rejoin(message)
             case _:
                 assert_never(message)
@@ -336,13 +316,13 @@ class Link:
 
     def _header(self, origin: int = 0, seq: int | None = None) -> bytes:
         state = self._journal.state
-        return encode_header(state.epoch, origin, state.seq if seq is None else seq)
+        return wire.encode_header(state.epoch, origin, state.seq if seq is None else seq)
 
-    def _send(self, message: Upward, origin: int = 0, seq: int | None = None) -> bool:
+    def _send(self, message: wire.Upward, origin: int = 0, seq: int | None = None) -> bool:
         if self._session is None:
             return False
-        body = encode(message)
-        if len(body) > MAX_BYTES - 1024:
+        body = wire.encode(message)
+        if len(body) > wire.MAX_BYTES - 1024:
             logger.error("agent %s can't send %d bytes in one message", self._agent, len(body))
             return False
         return bool(self._dealer.send_nowait([self._header(origin, seq), body]))
