@@ -67,9 +67,12 @@ def read_verl_config(source: Source, *, ranks: RankUnit = "global", layout: Layo
 
 def read_config(source: Source) -> ConfigReading:
     """Read verl's configuration or ours. A file with a section that only verl has is verl's."""
-    from schemas.profiler.readers import is_verl
+    from schemas.profiler.readers import load
 
-    return read_verl_config(source) if is_verl(source) else ConfigReading(ProfilerConfig.from_yaml(source), [])
+    tree = load(source)
+    if tree.keys() & {"global_profiler", "actor_rollout_ref"}:
+        return read_verl_config(tree)
+    return ConfigReading(ProfilerConfig.from_yaml(tree), [])
 
 
 def checked(config: ProfilerConfig) -> ProfilerConfig:

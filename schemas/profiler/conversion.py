@@ -11,7 +11,6 @@ from msgspec import inspect
 from schemas.errors import ConfigError
 
 T = TypeVar("T")
-_CLOSE_PER_MILLE: Final = 700
 _LARGEST: Final = 2**63 - 1
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 
@@ -33,18 +32,19 @@ def convert(value: object, kind: type[T], path: str = "") -> T:
     """Return `value` as a `kind`, strictly. Null counts as absent where a field does not allow null.
 
     Args:
-        value: Mappings, lists and scalars, as a YAML file has them.
+        value: Dicts, lists and scalars, as a YAML file has them.
         kind: A Struct whose fields hold scalars, lists and Structs.
         path: Dotted path of `value` in its file, "" for the file itself.
 
     Raises:
         ConfigError: The text names the key, its value and what is allowed.
     """
-    value = _without_nulls(value, inspect.type_info(kind), path)
+    described = inspect.type_info(kind)
+    value = _without_nulls(value, described, path)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), value, inspect.type_info(kind), path) from None
+        raise _explained(str(error), value, described, path) from None
 
 
 def unknown_keys(value: object, kind: type[msgspec.Struct], path: str = "") -> list[UnknownKey]:
@@ -54,23 +54,14 @@ def unknown_keys(value: object, kind: type[msgspec.Struct], path: str = "") -> l
 
 def shown(value: object) -> str:
     """Format a value as its file would have it, cut to 80 characters."""
-    match value:
-        case None | bool():
-            text = {None: "null", True: "true", False: "false"}[value]
-        case str():
-            text = f"'{value}'"
-        case Mapping():
-            text = f"a mapping with {', '.join(map(str, value)) or 'no keys'}"
-        case tuple():
-            text = str(list(value))
-        case _:
-            text = repr(value)  # which tells a number from one of NumPy's
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return `; did you mean x?` when one of the names is spelled alike, else ""."""
-    close = get_close_matches(word, list(names), n=1, cutoff=_CLOSE_PER_MILLE / 1000)
+    close = get_close_matches(word, list(names), n=1, cutoff=7 / 10)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -79,11 +70,8 @@ def joined(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-# --- types ------------------------------------------------------------------------------------------------------------
-
-
 def _members(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The alternatives of a union, without annotations; a tuple of one for any other type."""
+    """The alternatives of a union, or the type itself, without annotations."""
     if isinstance(kind, inspect.Metadata):
         return _members(kind.type)
     if isinstance(kind, inspect.UnionType):
@@ -91,18 +79,10 @@ def _members(kind: inspect.Type) -> tuple[inspect.Type, ...]:
     return (kind,)
 
 
-def _parts(kind: inspect.Type) -> list[inspect.Type]:
-    """The alternatives of a union, with their annotations, null left out."""
-    parts = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    return [part for part in parts if not isinstance(part, inspect.NoneType)]
-
-
 def _fields(kind: inspect.Type) -> dict[str, inspect.Type]:
     """The keys of a section and their types; empty for a type that is not a section."""
-    for member in _members(kind):
-        if isinstance(member, inspect.StructType):
-            return {field.encode_name: field.type for field in member.fields}
-    return {}
+    structs = (member for member in _members(kind) if isinstance(member, inspect.StructType))
+    return {field.encode_name: field.type for struct in structs for field in struct.fields}
 
 
 def _item(kind: inspect.Type, index: int) -> inspect.Type:
@@ -121,32 +101,26 @@ def _without_nulls(value: object, kind: inspect.Type, path: str) -> object:
         return [_without_nulls(item, _item(kind, index), f"{path}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    fields = _fields(kind)
-    kept: dict[str, object] = {}
+    fields, kept = _fields(kind), dict[str, object]()
     for key, entry in value.items():
         field = fields.get(key, inspect.NoneType())
-        if entry is not None or any(isinstance(member, inspect.NoneType) for member in _members(field)):
+        if entry is not None or inspect.NoneType() in _members(field):
             kept[key] = _without_nulls(entry, field, joined(path, key))
     return kept
 
 
 def _unknown(value: object, kind: inspect.Type, path: str) -> Iterator[UnknownKey]:
     fields = _fields(kind)
-    if not fields or not isinstance(value, Mapping):
-        return
-    for key, entry in value.items():
+    for key, entry in value.items() if fields and isinstance(value, Mapping) else ():
         if key in fields:
             yield from _unknown(entry, fields[key], joined(path, key))
         else:
             yield UnknownKey(joined(path, key), entry, tuple(fields))
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
 def _explained(text: str, value: object, kind: inspect.Type, path: str) -> ConfigError:
     """Turn msgspec's message, such as ``Expected `int`, got `str` - at `$.ranks[1]` ``, into one for a person."""
-    problem, _, place = text.rpartition(" - at `$") if " - at `$" in text else (text, "", "")
+    problem, _, place = text.partition(" - at `$")
     for key, index in re.findall(r"\.([^.\[`]+)|\[(\d+)\]", place):
         if isinstance(value, Mapping):
             kind, value, path = _fields(kind).get(key, kind), value.get(key), joined(path, key)
@@ -155,14 +129,9 @@ def _explained(text: str, value: object, kind: inspect.Type, path: str) -> Confi
     if missing := _MISSING.fullmatch(problem):
         key = missing[1]
         return ConfigError(f"{joined(path, key)} is missing: allowed is {_allowed(_fields(kind)[key])}")
-    suggestion = did_you_mean(value, _choices(kind)) if isinstance(value, str) else ""
+    choices = [name for member in _members(kind) if isinstance(member, inspect.LiteralType) for name in member.values]
+    suggestion = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
     return ConfigError(f"{path or 'the file'} is {shown(value)}: allowed is {_allowed(kind)}{suggestion}")
-
-
-def _choices(kind: inspect.Type) -> list[str]:
-    return [
-        str(value) for member in _members(kind) if isinstance(member, inspect.LiteralType) for value in member.values
-    ]
 
 
 def _allowed(kind: inspect.Type) -> str:
@@ -172,19 +141,16 @@ def _allowed(kind: inspect.Type) -> str:
             return description
         case inspect.Metadata(type=inner):
             return _allowed(inner)
-        case inspect.LiteralType() | inspect.UnionType() if choices := sorted(_choices(kind)):
-            others = [member for member in _parts(kind) if not isinstance(member, inspect.LiteralType)]
-            described = [_allowed(member) for member in others]
-            return " or ".join([", ".join(choices), *described]) if described else f"one of {', '.join(choices)}"
-        case inspect.UnionType():
-            return " or ".join(_allowed(member) for member in _parts(kind))
+        case inspect.UnionType(types=types):
+            return " or ".join(_allowed(member) for member in types if not isinstance(member, inspect.NoneType))
+        case inspect.LiteralType(values=values):
+            return f"one of {', '.join(sorted(map(str, values)))}"
         case inspect.BoolType():
             return "true or false"
         case inspect.IntType(ge=least):
             return "a whole number" if least is None else f"a whole number of at least {least}"
         case inspect.StrType(min_length=least, max_length=most):
-            bounds = f" of {least or 0} to {most} characters" if most is not None else ""
-            return f"a text{bounds}"
+            return "a text" if most is None else f"a text of {least or 0} to {most} characters"
         case inspect.VarTupleType() | inspect.TupleType() | inspect.FrozenSetType():
             return "a list"
         case _:

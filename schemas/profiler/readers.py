@@ -17,10 +17,10 @@ import yaml
 
 from schemas.errors import ConfigError
 from schemas.profiler import verl_format, verl_warnings, yaml_format
+from schemas.profiler.conversion import joined
 from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
-from schemas.profiler.verl_format import is_missing, overlaid
+from schemas.profiler.verl_format import overlaid
 
-_VERL_ONLY: Final = frozenset({"global_profiler", "actor_rollout_ref"})
 _REFERENCE: Final = re.compile(r"\\\$\{|\$\{(?:\s*oc\.env\s*:\s*(\w+)\s*(?:,([^{}]*))?\})?")
 
 
@@ -39,19 +39,14 @@ def read_verl(
         raise ConfigError(f"ranks is {ranks!r}: allowed are global and replica")
     if layout not in ("step", "verl_step", "verl"):
         raise ConfigError(f"layout is {layout!r}: allowed are step, verl_step and verl")
-    tree = _load(source)
+    tree = load(source)
     reading = verl_format.parse(tree, _resolver(source, tree), ranks=ranks, layout=layout)
     return reading.settings, verl_warnings.warnings(reading)
 
 
 def read_yaml(source: object) -> ProfilerSettings:
     """Read our own YAML. Raises ConfigError."""
-    return yaml_format.parse({key: _substituted(value, key) for key, value in _load(source).items()})
-
-
-def is_verl(source: object) -> bool:
-    """Whether the configuration has a section that only verl has. Raises ConfigError."""
-    return bool(_load(source).keys() & _VERL_ONLY)
+    return yaml_format.parse({key: _plain(value, _substituted, key) for key, value in load(source).items()})
 
 
 def issue(messages: list[str]) -> None:
@@ -62,7 +57,7 @@ def issue(messages: list[str]) -> None:
 
 def yaml_text(settings: ProfilerSettings) -> str:
     """Write the settings as our own YAML."""
-    content = _escaped(yaml_format.content(settings))
+    content = _plain(yaml_format.content(settings), lambda text, _: text.replace("${", r"\${"))
     text: str = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
     return text
 
@@ -70,7 +65,8 @@ def yaml_text(settings: ProfilerSettings) -> str:
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 
-def _load(source: object) -> dict[str, object]:
+def load(source: object) -> dict[str, object]:
+    """Return the content of a mapping, a file or YAML text, its references as they are. Raises ConfigError."""
     if isinstance(source, Mapping):
         return _mapping(source)
     if isinstance(source, str) and ("\n" in source or ": " in source or "{" in source):
@@ -87,18 +83,13 @@ def _load(source: object) -> dict[str, object]:
 def _parsed(text: str, name: str) -> dict[str, object]:
     try:
         tree = _Loader(text).get_single_data()
+        if isinstance(tree, Mapping | None):
+            return _mapping(tree or {})
     except RecursionError:
-        raise ConfigError(f"{name} is nested too deeply") from None
+        raise ConfigError(f"{name} is nested too deeply, or has an anchor that contains itself") from None
     except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: `!!int x`, `!!bool x`
         raise ConfigError(f"{name} is not valid YAML: {error}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{name} holds a {type(tree).__name__}: allowed is a mapping of keys")
-    try:
-        return _mapping(tree)
-    except RecursionError:
-        raise ConfigError(f"{name} has an anchor that contains itself") from None
+    raise ConfigError(f"{name} holds a {type(tree).__name__}: allowed is a mapping of keys")
 
 
 class _Loader(yaml.SafeLoader):
@@ -129,29 +120,32 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> object:
     return node.value if ambiguous else loader.construct_yaml_int(node)
 
 
-def _text(_: _Loader, node: yaml.ScalarNode) -> object:
-    return node.value
-
-
 _Loader.add_constructor("tag:yaml.org,2002:int", _number)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _text)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
 
 
-def _mapping(mapping: Mapping[Any, Any]) -> dict[str, object]:
+def _unchanged(text: str, _: str) -> object:
+    return text
+
+
+def _mapping(
+    mapping: Mapping[Any, Any], change: Callable[[str, str], object] = _unchanged, path: str = ""
+) -> dict[str, object]:
     """Copy a trainer's mappings and sequences, of whatever types, into dicts and lists. References are kept."""
     if hasattr(mapping, "_get_root"):  # a DictConfig
         from omegaconf import OmegaConf
 
         mapping = dict[Any, Any](OmegaConf.to_container(mapping, resolve=False))  # type: ignore[arg-type]
-    return {str(key): _plain(value) for key, value in mapping.items()}
+    return {str(key): _plain(value, change, joined(path, key)) for key, value in mapping.items()}
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, change: Callable[[str, str], object] = _unchanged, path: str = "") -> object:
+    """Do the same to any value, and change each text, which is given with its path."""
     if isinstance(value, Mapping):
-        return _mapping(value)
+        return _mapping(value, change, path)
     if isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes):
-        return [_plain(item) for item in value]
-    return value
+        return [_plain(item, change, f"{path}[{index}]") for index, item in enumerate(value)]
+    return change(value, path) if isinstance(value, str) else value
 
 
 # --- references -------------------------------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ def _resolver(source: object, tree: dict[str, object]) -> Callable[[str], object
     def resolve(path: str) -> object:
         try:
             found = OmegaConf.select(config, path)
-            return _given(OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found)
+            return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
         except OmegaConfBaseException as error:
             raise _reference_error(error) from None
 
@@ -198,47 +192,25 @@ def _reference_error(error: Any) -> ConfigError:
     return ConfigError(f"{error.full_key} has a reference that can't be resolved: {problem}; {advice}")
 
 
-def _given(value: object) -> object:
-    """Return a section without the keys that are still to be given (???)."""
-    if isinstance(value, dict):
-        return {key: _given(entry) for key, entry in value.items() if not is_missing(entry)}
-    return value
-
-
-def _substituted(value: object, path: str) -> object:
-    """Put environment variables into the texts of our own YAML. A value that is one reference is read as YAML."""
-    if isinstance(value, dict):
-        return {key: _substituted(entry, f"{path}.{key}") for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_substituted(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if not isinstance(value, str):
-        return value
+def _substituted(text: str, path: str) -> object:
+    """Put environment variables into a text of our own YAML. A text that is one reference is read as YAML."""
 
     def replacement(match: re.Match[str]) -> str:
+        name, default = match.groups()
         if match[0].startswith("\\"):
             return "${"
-        if match[1] is None:
-            raise ConfigError(f"{path} is '{value}': allowed is ${{oc.env:NAME}}, or \\${{ for plain text")
-        if match[1] not in os.environ and match[2] is None:
-            raise ConfigError(f"{path} needs the environment variable {match[1]}, which is not set")
-        return os.environ.get(match[1], match[2] or "")
+        if name is None:
+            raise ConfigError(f"{path} is '{text}': allowed is ${{oc.env:NAME}}, or \\${{ for plain text")
+        value = os.environ.get(name, default)
+        if value is None:
+            raise ConfigError(f"{path} needs the environment variable {name}, which is not set")
+        return value
 
-    whole = _REFERENCE.fullmatch(value)
-    text = _REFERENCE.sub(replacement, value)
-    return _scalar(text) if whole and whole[1] else text
-
-
-def _scalar(text: str) -> object:
+    whole = _REFERENCE.fullmatch(text)
+    filled = _REFERENCE.sub(replacement, text)
+    if not (whole and whole[1]):
+        return filled
     try:
-        return _Loader(text).get_single_data()
+        return _Loader(filled).get_single_data()
     except (yaml.YAMLError, ValueError, LookupError, RecursionError):
-        return text
-
-
-def _escaped(value: object) -> object:
-    """Return the content of a file with no text in it that would be taken for a reference."""
-    if isinstance(value, dict):
-        return {key: _escaped(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | frozenset):
-        return [_escaped(item) for item in value]
-    return value.replace("${", r"\${") if isinstance(value, str) else value
+        return filled

@@ -15,9 +15,9 @@ the same. On an NPU an empty list records only the CPU, and `contents: null` eve
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from schemas.commands import (
     Activity,
@@ -55,17 +55,19 @@ from schemas.profiler.verl_keys import (
     VerlWindow,
 )
 
+_ACTIVITIES: Final[Mapping[str, Activity]] = {
+    "cpu": "cpu",
+    "cuda": "cuda",
+    "gpu": "cuda",
+    "npu": "npu",
+    "memory": "memory",
+    "MEM": "memory",
+}
+"""Contents that are activities."""
+
 
 class VerlSection(NamedTuple):
-    """One profiler section.
-
-    Attributes:
-        path: Where it is.
-        content: Its content, with its references resolved.
-        profiler: The same with types, and with what it inherits.
-        window: The window of forward steps that it asks for.
-        plan: What is profiled.
-    """
+    """One profiler section: as the file has it, with types and what it inherits, and what is profiled."""
 
     path: str
     content: Mapping[str, object]
@@ -80,18 +82,14 @@ class VerlFile(NamedTuple):
     Attributes:
         tree: The content of the file, with its references.
         content: The content of `global_profiler`, with its references resolved.
-        shared: The same, with types.
         sections: The rollouts' section, and those of the training roles that the file has.
         settings: What is profiled.
-        ranks: Unit of the rollouts' `ranks`.
     """
 
     tree: Mapping[str, object]
     content: Mapping[str, object]
-    shared: VerlGlobal
     sections: tuple[VerlSection, ...]
     settings: ProfilerSettings
-    ranks: RankUnit
 
     @property
     def enabled(self) -> tuple[VerlSection, ...]:
@@ -122,7 +120,7 @@ def parse(
     def section(path: str) -> VerlSection:
         content = _content(resolve, path)
         profiler = convert(overlaid(for_engine if path == ROLLOUT else for_rank, content), VerlProfiler, path)
-        tool = windowed(profiler)
+        tool = _windowed(profiler)
         window = _window(tool, tool_path(profiler, path)) if tool is not None else None
         plan = replace(_plan(profiler, path), layout=layout)
         plan = _for_rollouts(plan, profiler, ranks, window) if path == ROLLOUT else _for_rank(plan, profiler)
@@ -142,7 +140,7 @@ def parse(
         save_path=next(iter(values_of("save_path", sections).values()), shared.save_path),
         finish_hook_cmd=next(iter(values_of("finish_hook_cmd", sections).values()), ""),
     )
-    return VerlFile(tree, top, shared, sections, settings, ranks)
+    return VerlFile(tree, top, sections, settings)
 
 
 def values_of(key: Literal["save_path", "finish_hook_cmd"], sections: Iterable[VerlSection]) -> dict[str, str]:
@@ -195,12 +193,12 @@ def _content(resolve: Callable[[str], object], path: str) -> Mapping[str, object
 
 
 def overlaid(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
-    """Merge two trees; `above` counts. Null or ??? in the place of a section leaves what is below."""
+    """Merge two trees; `above` counts. A value that is ???, or null in the place of a section, leaves what is below."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
-        if isinstance(under, Mapping) and isinstance(value, Mapping):
-            merged[key] = overlaid(under, value)
+        if isinstance(value, Mapping):
+            merged[key] = overlaid(under if isinstance(under, Mapping) else {}, value)
         elif not is_missing(value) and not (isinstance(under, Mapping) and value is None):
             merged[key] = value
     return merged
@@ -239,20 +237,16 @@ def _for_rank(plan: ProfilePlan, profiler: VerlProfiler) -> ProfilePlan:
     if profiler.tool != "torch":
         return plan
     torch, keys = profiler.tool_config.torch, profiler.tool_config.torch.schedule
-    cuda = not torch.contents or not {"cuda", "gpu"}.isdisjoint(torch.contents)
+    cuda = not torch.contents or {"cuda", "gpu"} & set(torch.contents)
     activities: frozenset[Activity] = frozenset({"cpu", "cuda"} if cuda else {"cpu"})
-    schedule = None
-    if keys.active:
-        repeat = keys.repeat or (0 if torch.discrete else 1)  # as in verl: one window for each session
-        schedule = Schedule(
-            active=keys.active, wait=keys.wait, warmup=keys.warmup, repeat=repeat, skip_first=keys.skip_first
-        )
+    repeat = keys.repeat or (0 if torch.discrete else 1)  # as in verl: one window for each session
+    schedule = Schedule(**{**asdict(keys), "repeat": repeat}) if keys.active else None
     return replace(plan, activities=activities | (plan.activities & {"memory"}), schedule=schedule)
 
 
 def _plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
     """What rollouts and training ranks have in common."""
-    contents, tool = _contents(profiler), windowed(profiler)
+    contents, tool = _contents(profiler), _windowed(profiler)
     return ProfilePlan(
         enabled=profiler.enable and profiler.tool is not None,
         tool=profiler.tool or "torch",
@@ -261,8 +255,8 @@ def _plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
         with_stack="stack" in contents,
         with_modules="module" in contents,
         record_shapes="shapes" in contents,
-        by_stage=by_stage(profiler),
-        merge=merge(profiler),
+        by_stage=asks_for(profiler, "profile_by_stage"),
+        merge=asks_for(profiler, "merge_profiles"),
         discrete=tool.discrete if tool else profiler.tool == "nsys" and profiler.tool_config.nsys.discrete,
         options=_options(profiler, path),
         finish=Finish(
@@ -274,15 +268,11 @@ def _plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
     )
 
 
-def windowed(profiler: VerlProfiler) -> VerlTorch | VerlNpu | None:
-    """Return the keys of the tool in use, if it is one that engines run."""
-    match profiler.tool:
-        case "torch":
-            return profiler.tool_config.torch
-        case "npu":
-            return profiler.tool_config.npu
-        case _:
-            return None
+def _windowed(profiler: VerlProfiler) -> VerlTorch | VerlNpu | None:
+    """The keys of the tool in use, if it is one that engines run."""
+    if profiler.tool == "torch":
+        return profiler.tool_config.torch
+    return profiler.tool_config.npu if profiler.tool == "npu" else None
 
 
 def tool_path(profiler: VerlProfiler, path: str) -> str:
@@ -291,39 +281,29 @@ def tool_path(profiler: VerlProfiler, path: str) -> str:
 
 
 def _contents(profiler: VerlProfiler) -> frozenset[str]:
-    tool = windowed(profiler)
+    tool = _windowed(profiler)
     if tool is None:
         return frozenset()
     everything = ("npu", "cpu", "memory", "shapes", "module", "stack")
     return frozenset(everything if tool.contents is None else tool.contents)
 
 
-def by_stage(profiler: VerlProfiler) -> bool:
-    """Return whether a trace of each stage is asked for: by a key of the tool, or else by a content."""
-    tool = windowed(profiler)
-    if tool is not None and tool.profile_by_stage is not None:
-        return tool.profile_by_stage
-    return bool(_contents(profiler) & {"profile-by-stage", "profile_by_stage"})
-
-
-def merge(profiler: VerlProfiler) -> bool:
-    """Return whether merged traces are asked for: by a key of the tool, or else by a content."""
-    tool = windowed(profiler)
-    if tool is not None and tool.merge_profiles is not None:
-        return tool.merge_profiles
-    return bool(_contents(profiler) & {"merge-profiles", "merge_profiles"})
+def asks_for(profiler: VerlProfiler, name: Literal["profile_by_stage", "merge_profiles"]) -> bool:
+    """Return whether stages or merged traces are asked for: by a key of the tool, or else by a content."""
+    key: bool | None = getattr(_windowed(profiler), name, None)
+    return key if key is not None else bool(_contents(profiler) & {name, name.replace("_", "-")})
 
 
 def _activities(contents: frozenset[str], tool: str | None) -> frozenset[Activity]:
     """The activities of an engine."""
-    memory: frozenset[Activity] = frozenset({"memory"} if contents & {"memory", "MEM"} else ())
-    if tool == "npu":
-        return memory | ({"cpu", "npu"} if "npu" in contents else {"cpu"})
-    if tool != "torch":
-        return ProfilePlan().activities
-    cpu: frozenset[Activity] = frozenset({"cpu"} if "cpu" in contents else ())
-    cuda: frozenset[Activity] = frozenset({"cuda"} if contents & {"cuda", "gpu"} else ())
-    return memory | (cpu | cuda or frozenset[Activity]({"cpu", "cuda"}))
+    listed = frozenset(_ACTIVITIES[content] for content in contents & _ACTIVITIES.keys())
+    match tool:
+        case "npu":
+            return listed | {"cpu"}
+        case "torch":
+            return listed if listed - {"memory"} else listed | {"cpu", "cuda"}
+        case _:
+            return ProfilePlan().activities
 
 
 def _options(profiler: VerlProfiler, path: str) -> ToolOptions | None:
@@ -359,27 +339,23 @@ def _window(keys: VerlWindow, path: str) -> Window | None:
     """Return the forward steps to record, from whichever generation of keys is set; None for the whole session.
 
     Raises:
-        ConfigError: Two generations contradict each other, or the window is empty.
+        ConfigError: Two keys contradict each other, or the window is empty.
     """
     starts = _set(keys, "step_start", "profile_token_start")
     ends = _set(keys, "step_end", "profile_token_end")
-    found = ", ".join(f"{key} is {value}" for key, value in {**starts, **ends}.items())
-    if len(set(starts.values())) > 1 or len(set(ends.values())) > 1:
-        raise ConfigError(f"{path} contradicts itself: {found}; allowed is one of the two, or equal values")
-    start, end = next(iter(starts.values()), 0), next(iter(ends.values()), None)
-    if keys.num_steps is not None:
-        if end is not None and end - start != keys.num_steps:
-            raise ConfigError(
-                f"{path} contradicts itself: {found}, num_steps is {keys.num_steps}; allowed is an end or a number"
-            )
-        end = start + keys.num_steps
-    if end is None:
+    length = _set(keys, "num_steps")
+    start = next(iter(starts.values()), 0)
+    bounds = {*ends.values(), *(start + number for number in length.values())}
+    if len(set(starts.values())) > 1 or len(bounds) > 1:
+        found = ", ".join(f"{key} is {value}" for key, value in {**starts, **ends, **length}.items())
+        raise ConfigError(f"{path} contradicts itself: {found}; allowed is one start and one end, or equal values")
+    if not bounds:
         return Window(start) if start else None
+    (end,) = bounds
     if end <= start:
-        beside = f"{next(iter(starts))} is {start}" if starts else "the start is not set, which is 0"
         raise ConfigError(
-            f"{path}.{next(iter(ends))} is {end} and {beside}: allowed is an end larger than the start; the window "
-            "[start, end) would be empty"
+            f"{path}.{next(iter(ends))} is {end} and {next(iter(starts), 'the start')} is {start}: allowed is an end "
+            "larger than the start; the window [start, end) would be empty"
         )
     return Window(start, end)
 

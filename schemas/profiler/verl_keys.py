@@ -48,20 +48,10 @@ ToolName = Literal["torch", "npu", "nsys", "torch_memory", "precision_debugger"]
 Numbers = Annotated[tuple[Count, ...], Meta(description="a list of whole numbers of at least 0")]
 Bound = Annotated[int, Meta(ge=-1)]
 """A forward step; -1 is unset."""
-Common = Literal[
-    "cpu",
-    "memory",
-    "shapes",
-    "stack",
-    "module",
-    "profile-by-stage",
-    "profile_by_stage",
-    "merge-profiles",
-    "merge_profiles",
-]
-"""Contents that torch and npu have in common; the last two in either spelling."""
-TorchContent = Common | Literal["cuda", "gpu", "MEM"]
-NpuContent = Common | Literal["npu"]
+Common = Literal["cpu", "memory", "shapes", "stack", "module"]
+EngineOnly = Literal["profile-by-stage", "profile_by_stage", "merge-profiles", "merge_profiles"]
+TorchContent = Literal[Common, EngineOnly, "cuda", "gpu", "MEM"]
+NpuContent = Literal[Common, EngineOnly, "npu"]
 
 
 class VerlSchedule(Struct, frozen=True, kw_only=True):

@@ -7,9 +7,8 @@ from schemas.profiler.conversion import did_you_mean, joined, shown, unknown_key
 from schemas.profiler.verl_format import (
     VerlFile,
     VerlSection,
+    asks_for,
     at,
-    by_stage,
-    merge,
     tool_path,
     values_of,
 )
@@ -22,7 +21,6 @@ from schemas.profiler.verl_keys import (
     ROLLOUT,
     SECTIONS,
     STAGES,
-    VerlDebugger,
     VerlGlobal,
     VerlProfiler,
 )
@@ -37,8 +35,8 @@ def warnings(file: VerlFile) -> list[str]:
     found += [*_one_for_all(file, "save_path"), *_one_for_all(file, "finish_hook_cmd")]
     if file.tree and not found and not file.tree.keys() & set(SECTIONS):
         found.append(
-            f"none of verl's sections, such as global_profiler, is in {shown(file.tree)}: nothing is profiled; hand "
-            "over the trainer's whole configuration"
+            f"none of verl's sections, such as global_profiler, is in {shown(list(file.tree))}: nothing is profiled; "
+            "hand over the trainer's whole configuration"
         )
     return list(dict.fromkeys(found))
 
@@ -79,7 +77,7 @@ def _who(file: VerlFile) -> Iterator[str]:
         if section.profiler.tool is None:
             yield f"{section.path}.enable is true and {section.path}.tool is null: nothing is profiled there"
     if file.enabled and not file.settings.steps:
-        yield f"global_profiler.steps is {shown(file.shared.steps)}: no step is profiled"
+        yield f"global_profiler.steps is {shown(file.content.get('steps'))}: no step is profiled"
     if file.settings.steps and not switched_on:
         yield "global_profiler.steps lists steps and no section has enable: true: nothing is profiled"
     for section in file.enabled:
@@ -147,8 +145,8 @@ def _of_rank(section: VerlSection) -> Iterator[str]:
             f"{path} has a window, which has no effect: it counts forward steps of an engine; write it in "
             f"{ROLLOUT}.tool_config.{plan.tool}, and for mini-batches of a training rank write a schedule"
         )
-    for name, asked in (("profile-by-stage", by_stage(profiler)), ("merge-profiles", merge(profiler))):
-        if asked:
+    for name in ("profile_by_stage", "merge_profiles"):
+        if asks_for(profiler, name):
             yield f"{path} asks for {name}, which has no effect: only engines do that; write it in {ROLLOUT}"
     schedule = plan.schedule
     if schedule and not plan.discrete and not (schedule.skip_first or schedule.wait or schedule.warmup):
@@ -156,16 +154,8 @@ def _of_rank(section: VerlSection) -> Iterator[str]:
             f"{path}.schedule is set and {path}.discrete is not: only mini-batches are recorded, where verl keeps the "
             "stages before them too; with discrete: true each stage has its trace"
         )
-    if plan.tool == "torch_memory" and profiler.tool_config.torch_memory.kw_args:
-        yield f"{path}.kw_args has no effect: write context, stacks and trace_alloc_max_entries"
-    if plan.tool == "precision_debugger":
-        yield from _of_debugger(profiler.tool_config.precision_debugger, path)
-
-
-def _of_debugger(debugger: VerlDebugger, path: str) -> Iterator[str]:
-    if debugger.steps is not None:
-        yield f"{path}.steps has no effect, in verl either: write global_profiler.steps"
-    for stage in debugger.stages or ():
+    stages = profiler.tool_config.precision_debugger.stages if plan.tool == "precision_debugger" else ()
+    for stage in stages or ():
         if stage not in STAGES:
             yield f"{path}.stages lists {shown(stage)}, which is not a stage of verl{did_you_mean(stage, STAGES)}"
 

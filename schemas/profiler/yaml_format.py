@@ -46,9 +46,9 @@ _WINDOW: Final = "two whole numbers [start, end), the end larger than the start,
 
 Item = Annotated[Count | Annotated[str, Meta(pattern=r"^\d{1,18}-\d{1,18}$")], Meta(description=_NUMBER)]
 Numbers = Annotated[tuple[Item, ...], Meta(description=_NUMBERS)]
-Selection = Numbers | Literal["all"]
+Selection = Annotated[tuple[Item, ...] | Literal["all"], Meta(description=f"all or {_NUMBERS}")]
 Hook = Annotated[bool | str, Meta(description="true, false, or (in the file's own `finish`) a command")]
-HookRanks = Numbers | Literal["all", "profiled"]
+HookRanks = Annotated[tuple[Item, ...] | Literal["all", "profiled"], Meta(description=f"all, profiled or {_NUMBERS}")]
 Content = Literal["cpu", "cuda", "npu", "memory", "stack", "modules", "shapes"]
 
 
@@ -122,10 +122,8 @@ def parse(tree: Mapping[str, object]) -> ProfilerSettings:
         try:
             msgspec.convert(role, Role)
         except msgspec.ValidationError:
-            raise ConfigError(
-                f"roles.{role} is not the name of a role: allowed are 1 to 32 lower-case letters, digits, _ and -, "
-                "a letter first"
-            ) from None
+            allowed = "allowed are 1 to 32 lower-case letters, digits, _ and -, a letter first"
+            raise ConfigError(f"roles.{role} is not the name of a role: {allowed}") from None
     rollout = tree.get("rollout") if "rollout" in tree else not file.roles
     return ProfilerSettings(
         plan=_plan(rollout, ROLLOUT, file),
@@ -181,15 +179,13 @@ def _check_effects(section: PlanSection, path: str) -> None:
         (tool not in _OPTIONS, "options", f"{tool} has none"),
     )
     for applies, key, reason in rules:
-        value = getattr(section, key)
-        if applies and value not in (None, False, "all", ()):
-            content = msgspec.to_builtins(value)
-            raise ConfigError(f"{joined(path, key)} is {shown(content)}, which has no effect there: {reason}")
+        if applies and getattr(section, key) not in (None, False, "all", ()):
+            raise ConfigError(f"{joined(path, key)} has no effect there: {reason}")
 
 
 def _selected(items: tuple[int | str, ...] | str | None, path: str) -> frozenset[int] | None:
     """The numbers of a selection; None for all."""
-    return None if items is None or isinstance(items, str) else _expanded(items, path)
+    return _expanded(items, path) if isinstance(items, tuple) else None
 
 
 def _expanded(items: Iterable[int | str], path: str) -> frozenset[int]:
@@ -210,7 +206,7 @@ def _window(bounds: tuple[int, int | None] | None, path: str) -> Window | None:
         return None
     start, end = bounds
     if start < 0 or (end is not None and end <= start):
-        raise ConfigError(f"{path}.window is {shown(bounds)}: allowed is {_WINDOW}")
+        raise ConfigError(f"{path}.window is {shown(list(bounds))}: allowed is {_WINDOW}")
     return Window(start, end)
 
 
@@ -227,10 +223,7 @@ def _finish(section: FinishSection, file: FinishSection, path: str) -> Finish:
             "the file's own finish.hook"
         )
     relocate, hook, ranks = (
-        value if value is not None else default
-        for value, default in zip(
-            (section.relocate, section.hook, section.ranks), (file.relocate, file.hook, file.ranks), strict=True
-        )
+        getattr(file if getattr(section, key) is None else section, key) for key in ("relocate", "hook", "ranks")
     )
     return Finish(
         relocate=bool(relocate),
@@ -260,19 +253,18 @@ def content(settings: ProfilerSettings) -> dict[str, object]:
 
 def _written(section: Struct) -> dict[str, object]:
     """The keys of a section whose values are not the defaults."""
-    default, written = type(section)(), dict[str, object]()
-    for key, value in asdict(section).items():
-        if isinstance(value, FinishSection) and value != FinishSection():
-            written[key] = _written(value)
-        elif value != getattr(default, key):
-            written[key] = value if isinstance(value, dict) else msgspec.to_builtins(value)
-    return written
+    default = asdict(type(section)())
+    changed = {key: value for key, value in asdict(section).items() if value != default[key]}
+    return {
+        key: _written(value) if isinstance(value, FinishSection) else msgspec.to_builtins(value)
+        for key, value in changed.items()
+    }
 
 
 def _section(plan: ProfilePlan, hook: bool) -> PlanSection:
     """`hook` tells whether the file has a command, which applies to every section that does not say otherwise."""
     finish, ranks = plan.finish, None if plan.finish.hook_all_ranks else ranges(plan.finish.hook_ranks)
-    contents = contents_of(plan)
+    contents = _contents_of(plan)
     return PlanSection(
         **{name: getattr(plan, name) for name in _SAME},
         steps=None if plan.steps is None else ranges(plan.steps),
@@ -295,8 +287,7 @@ def _keys(options: ToolOptions) -> dict[str, object]:
     return {key: value for key, value in keys.items() if key != "type"}  # which the tool's name stands for
 
 
-def contents_of(plan: ProfilePlan) -> tuple[Content, ...]:
-    """Return what a plan records, in the words of `contents`."""
+def _contents_of(plan: ProfilePlan) -> tuple[Content, ...]:
     details = (content for content, field in _DETAILS.items() if getattr(plan, field))
     return (*(activity for activity in _ACTIVITIES if activity in plan.activities), *details)
 

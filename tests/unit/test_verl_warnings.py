@@ -75,7 +75,7 @@ def test_a_file_that_hydra_has_not_composed_is_recognized() -> None:
 def test_a_file_without_any_section_of_verl_is_named() -> None:
     assert warnings_of({"config": {"global_profiler": {"steps": [1]}}, "name": "a"}) == [
         (
-            "none of verl's sections, such as global_profiler, is in a mapping with config, name: nothing is profiled; "
+            "none of verl's sections, such as global_profiler, is in ['config', 'name']: nothing is profiled; "
             "hand over the trainer's whole configuration"
         )
     ]
@@ -157,20 +157,6 @@ def test_an_unknown_key_that_is_null_is_not_named() -> None:
                 "critic.profiler.tool_config.torch.schedule is set and critic.profiler.tool_config.torch.discrete is "
                 "not: only mini-batches are recorded, where verl keeps the stages before them too; with discrete: true "
                 "each stage has its trace"
-            ),
-        ),
-        (
-            critic("torch_memory", kw_args={"a": 1}),
-            (
-                "critic.profiler.tool_config.torch_memory.kw_args has no effect: write context, stacks and "
-                "trace_alloc_max_entries"
-            ),
-        ),
-        (
-            critic("precision_debugger", steps=[1]),
-            (
-                "critic.profiler.tool_config.precision_debugger.steps has no effect, in verl either: write "
-                "global_profiler.steps"
             ),
         ),
         (
