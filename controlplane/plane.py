@@ -332,11 +332,11 @@ async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int,
 
     def loading_or_over(state: CoordinatorState) -> bool:
         sync = state.sync
-        return ticket.done or (sync is not None and sync.version == version and sync.phase != "prepare")
+        return ticket.done or (sync is not None and sync.request.version == version and sync.phase != "prepare")
 
     try:
         sync = (await bus.wait_until(loading_or_over)).sync
-        if sync is not None and sync.version == version and sync.phase == "load":
+        if sync is not None and sync.request.version == version and sync.phase == "load":
             members = tuple(sorted(sync.members - sync.lost))
             await to_thread.run_sync(send, members, abandon_on_cancel=True)
     except Exception as error:

@@ -18,32 +18,18 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any, Final, Self, assert_never
 
 import anyio
+import msgspec
 import zmq
 from anyio import CancelScope, to_thread
+from msgspec.structs import replace
 
 from controlplane.bus.callers import Callers, Order, checked_order
 from controlplane.bus.inbox import Inbox
+from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide, next_deadline
-from controlplane.machine.events import (
-    Closed,
-    Conclude,
-    CoordinatorEffect,
-    CoordinatorEvent,
-    CoordinatorSettings,
-    Issued,
-    Opened,
-    PeerLost,
-    Ping,
-    Publish,
-    Refuse,
-    Send,
-    SyncRequested,
-    TimerFired,
-)
 from controlplane.machine.fleet import member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
@@ -147,7 +133,9 @@ class Bus:
             BusOverloaded, BusFaulted, BusClosed: Nothing was sent.
         """
         ticket: Ticket[Report] = self._callers.new_ticket()
-        order = Issued(at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms)
+        order = events.Issued(
+            at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms
+        )
         self._hand_over(ticket, order)
         return ticket
 
@@ -164,7 +152,7 @@ class Bus:
     ) -> Ticket[SyncReport]:
         """Hand a weight sync to the bus. `timeout_ms` is for each phase. Otherwise like `publish`."""
         ticket: Ticket[SyncReport] = self._callers.new_ticket()
-        order = SyncRequested(
+        order = events.SyncRequested(
             at_us=0,
             at_ns=0,
             ticket=ticket.number,
@@ -232,9 +220,7 @@ class Bus:
             self._open = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, anyio.get_cancelled_exc_class()):
             return bool(await self._open.__aexit__(kind, error, trace))
         await self._open.aclose()  # the caller's own error is not wrapped in a group
@@ -261,18 +247,11 @@ class Bus:
 
     async def _begin(self) -> None:
         """The first decision of this life."""
-        config = self._config
-        port = self._publisher.address.rpartition(":")[2]
-        settings = CoordinatorSettings(
-            heartbeat_ms=config.heartbeat_ms,
-            agent_timeout_ms=config.agent_timeout_ms,
-            lease_ms=config.lease_ms,
-            history=config.history,
-            retransmit_ms=config.retransmit_ms,
-            publish_port=int(port) if self.address.startswith("tcp://") else None,
-        )
+        settings = msgspec.convert(self._config, events.CoordinatorSettings, from_attributes=True)
+        if self.address.startswith("tcp://"):
+            settings = replace(settings, publish_port=int(self._publisher.address.rpartition(":")[2]))
         at_us, at_ns = self._now_us(), time.time_ns()
-        opened = Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
+        opened = events.Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
         self._next_head_us = at_us
         await self._process([opened], at_us, at_ns)
         if self.fault is not None:  # a bus that can't record its first decision does not open
@@ -292,7 +271,7 @@ class Bus:
             if self.fault is None:
                 at_us, at_ns = self._now_us(), time.time_ns()
                 orders = self._callers.take_orders(at_us, at_ns)
-                await self._process([*orders, Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+                await self._process([*orders, events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
     def _fail_all(self) -> None:
         self._closed = True
@@ -352,11 +331,11 @@ class Bus:
             self._answer_time_questions()
             if at_us >= self._next_head_us:
                 self._beat(at_us, drained)
-            events = self._inbox.take_events()
-            events += self._callers.take_orders(at_us, at_ns)
+            batch = self._inbox.take_events()
+            batch += self._callers.take_orders(at_us, at_ns)
             if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
-                events.append(TimerFired(at_us=at_us))  # last, so that what arrived in time counts
-            await self._process(events, at_us, at_ns)
+                batch.append(events.TimerFired(at_us=at_us))  # last, so that what arrived in time counts
+            await self._process(batch, at_us, at_ns)
 
     def _receive(self, arrived: list[bytes] | None) -> bool:
         """Pass what lies on the socket to the inbox. Returns whether that was all."""
@@ -380,10 +359,10 @@ class Bus:
         if drained:  # else a sign of life may lie unread
             self._inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000)
 
-    async def _process(self, events: list[CoordinatorEvent], at_us: int, at_ns: int) -> None:
+    async def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
         """Decide, record and perform; and again for peers that prove unreachable by that."""
         while True:
-            state, effects = self._decide(events, at_ns)
+            state, effects = self._decide(batch, at_ns)
             if (effects or self._inbox.acks) and not await self._commit():
                 return
             changed, self.state = state is not self.state, state
@@ -394,16 +373,19 @@ class Bus:
                 self._wake_watchers()
             if not self._unreachable:
                 break
-            events = [PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._unreachable]
+            batch = [events.PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._unreachable]
             self._unreachable.clear()
-        await self._flush_when_due(at_us)
+        if self._flush_due(at_us):
+            await self._commit()
         if self._due_us() < self._planned_us:
             self._sooner.set()
 
-    def _decide(self, events: list[CoordinatorEvent], at_ns: int) -> tuple[CoordinatorState, list[CoordinatorEffect]]:
+    def _decide(
+        self, batch: list[events.CoordinatorEvent], at_ns: int
+    ) -> tuple[CoordinatorState, list[events.CoordinatorEffect]]:
         state = self.state
-        effects: list[CoordinatorEffect] = []
-        for event in events:
+        effects: list[events.CoordinatorEffect] = []
+        for event in batch:
             before = state
             state, decided = decide(state, event)
             if decided or state is not before:
@@ -411,11 +393,10 @@ class Bus:
                 effects.extend(decided)
         return state, effects
 
-    async def _flush_when_due(self, at_us: int) -> None:
+    def _flush_due(self, at_us: int) -> bool:
         if self._log.pending and self._flush_us is None:
             self._flush_us = at_us + FLUSH_US
-        elif self._flush_us is not None and at_us >= self._flush_us:
-            await self._commit()
+        return self._flush_us is not None and at_us >= self._flush_us
 
     async def _commit(self) -> bool:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
@@ -441,18 +422,18 @@ class Bus:
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: CoordinatorEffect) -> None:
+    def _perform(self, effect: events.CoordinatorEffect) -> None:
         match effect:
-            case Publish(epoch=epoch, seq=seq):
+            case events.Publish(epoch=epoch, seq=seq):
                 self._publisher.send_nowait([TOPIC_COMMAND, encode_header(epoch, epoch, seq), encode(effect.envelope)])
                 self._publisher.set_welcome(TOPIC_HEAD + encode_header(epoch, 0, seq))
-            case Send():
+            case events.Send():
                 self._send(effect.peer, effect.epoch, effect.seq, effect.message)
-            case Ping():
+            case events.Ping():
                 self._ping(effect.peer)
-            case Conclude():
+            case events.Conclude():
                 self._callers.conclude(effect)
-            case Refuse():
+            case events.Refuse():
                 self._callers.refuse(effect)
             case _:
                 assert_never(effect)
@@ -487,18 +468,15 @@ class Bus:
         for peer, request in self._inbox.requests:
             if isinstance(request, StatusRequest):
                 self._reply(peer, self.status())
-                continue
-            reason = str(self.fault) if self.fault is not None else self._callers.add_operator(peer, request)
-            if reason is not None:
+            elif reason := str(self.fault or "") or self._callers.add_operator(peer, request):
                 self._reply(peer, RequestRejected(reason=reason))
         self._inbox.requests.clear()
 
     def _reply(self, peer: str, reply: Reply) -> None:
         body = encode(reply)
         if len(body) > MAX_BYTES - 1024:
-            body = encode(
-                RequestRejected(reason=f"the reply takes {len(body)} bytes, and a message has at most {MAX_BYTES}")
-            )
+            reason = f"the reply takes {len(body)} bytes, and a message has at most {MAX_BYTES}"
+            body = encode(RequestRejected(reason=reason))
         self._router.send_nowait([peer.encode(), encode_header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:

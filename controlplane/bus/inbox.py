@@ -9,57 +9,29 @@ heartbeat that repeats the last one is a sign of life and nothing more.
 Rule 1  An agent speaks for itself: its routing id is its name and its incarnation, and a hello that says otherwise is
         malformed. Only an operator's routing id may send an operator's request.
 Rule 2  Outcomes that arrived before a hello or a goodbye are passed on before it: the order decides who is missing.
-Rule 3  Nothing here grows with what strangers send: there is an entry for each agent that said hello, and a fixed
-        number of entries for senders of malformed messages.
+Rule 3  Nothing here grows with what strangers send: there are entries only for agents that said hello.
 """
 
 import hashlib
 import logging
 import time
+from collections import deque
 from typing import Final, NamedTuple
 
-from controlplane.machine.events import (
-    AnswersReceived,
-    CoordinatorEvent,
-    HelloReceived,
-    JoinReceived,
-    PeerAnswer,
-    PeerLost,
-    ResendRequested,
-    StatusReceived,
-)
+from controlplane.machine import events
 from controlplane.machine.fleet import CoordinatorState, member_at
 from controlplane.record.log import RunLog
+from schemas import wire
 from schemas.errors import WireError
 from schemas.reports import AgentStatus
-from schemas.wire import (
-    Ack,
-    CommandOutcome,
-    DecisionBatch,
-    Goodbye,
-    Header,
-    Hello,
-    Join,
-    Operator,
-    ResendRequest,
-    StatusRequest,
-    Submit,
-    TimeRequest,
-    Upward,
-    decode_upward,
-    parse_frames,
-)
 
 logger = logging.getLogger("rolloutctl.bus")
 
 OPERATOR: Final = "op/"
 """Prefix of operators' routing ids; no agent's begins with it."""
 MALFORMED_US: Final = 60_000_000
-"""Time between two log lines about one peer."""
 MALFORMED_LINES: Final = 20
-"""Log lines about all peers in that time."""
-MALFORMED_PEERS: Final = 1024
-"""Peers whose malformed messages are counted separately; beyond that, the oldest are forgotten."""
+"""Log lines about malformed messages in each period of `MALFORMED_US`."""
 
 
 class TimeQuestion(NamedTuple):
@@ -84,18 +56,17 @@ class Inbox:
     """
 
     def __init__(self, log: RunLog) -> None:
-        self.events: list[CoordinatorEvent] = []
-        self.acks: list[tuple[str, Ack]] = []
-        self.requests: list[tuple[str, Operator]] = []
+        self.events: list[events.CoordinatorEvent] = []
+        self.acks: list[tuple[str, wire.Ack]] = []
+        self.requests: list[tuple[str, wire.Operator]] = []
         self.time_questions: list[TimeQuestion] = []
         self.last_heard_us: dict[str, int] = {}
         self.operators_only = False
         self.malformed = 0
         self._log = log
-        self._answers: list[PeerAnswer] = []
+        self._answers: list[events.PeerAnswer] = []
         self._last_status: dict[str, tuple[int, bytes]] = {}  # by peer: seq and body of its last heartbeat
-        self._malformed_by: dict[bytes, tuple[int, int]] = {}  # by peer: how many, and when one was last logged
-        self._logged_us: list[int] = []
+        self._logged_us: deque[int] = deque(maxlen=MALFORMED_LINES)  # when malformed messages were logged
         self._at_us = self._at_ns = 0
         self._state = log.state
 
@@ -107,24 +78,24 @@ class Inbox:
         """Read one message. Never raises for anything that a peer sends."""
         try:
             peer = frames[0].decode()
-            header, body = parse_frames(frames[1:])
+            header, body = wire.parse_frames(frames[1:])
             if peer in self.last_heard_us:
                 self.last_heard_us[peer] = self._at_us
                 if self._last_status.get(peer) == (header.seq, body) and member_at(self._state, peer) is not None:
                     return
-            message = decode_upward(body)
-            if isinstance(message, (StatusRequest, Submit)):
+            message = wire.decode_upward(body)
+            if isinstance(message, (wire.StatusRequest, wire.Submit)):
                 self._on_request(peer, message)
             elif not self.operators_only:
                 self._on_message(peer, header, body, message)
         except (WireError, UnicodeDecodeError) as error:
             self._on_malformed(frames, error)
 
-    def take_events(self) -> list[CoordinatorEvent]:
+    def take_events(self) -> list[events.CoordinatorEvent]:
         """Return the events of the messages received since the last call."""
         self._flush_answers()
-        events, self.events = self.events, []
-        return events
+        taken, self.events = self.events, []
+        return taken
 
     def drop_silent(self, since_us: int) -> None:
         """Report agents as lost that have sent nothing since a moment, and forget them."""
@@ -132,7 +103,7 @@ class Inbox:
             if heard_us < since_us:  # not sooner, even for a stranger: its hello may be of this very turn
                 del self.last_heard_us[peer]
                 if member_at(self._state, peer) is not None:
-                    self.events.append(PeerLost(at_us=self._at_us, peer=peer, reason="silent"))
+                    self.events.append(events.PeerLost(at_us=self._at_us, peer=peer, reason="silent"))
         for peer in self._last_status.keys() - self.last_heard_us.keys():
             del self._last_status[peer]
 
@@ -142,38 +113,38 @@ class Inbox:
 
     # --- one message --------------------------------------------------------------------------------------------------
 
-    def _on_message(self, peer: str, header: Header, body: bytes, message: Upward) -> None:
+    def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
         at_us = self._at_us
         match message:
-            case CommandOutcome(outcome=outcome, rule=rule):
-                answer = PeerAnswer(peer=peer, origin=header.origin, seq=header.seq, outcome=outcome, rule=rule)
+            case wire.CommandOutcome(outcome=outcome, rule=rule):
+                answer = events.PeerAnswer(peer=peer, origin=header.origin, seq=header.seq, outcome=outcome, rule=rule)
                 self._answers.append(answer)
             case AgentStatus():
                 self._last_status[peer] = (header.seq, body)
-                self.events.append(StatusReceived(at_us=at_us, peer=peer, seq=header.seq, status=message))
-            case TimeRequest():
+                self.events.append(events.StatusReceived(at_us=at_us, peer=peer, seq=header.seq, status=message))
+            case wire.TimeRequest():
                 # Read the clock now, not at the beginning of the turn: a request can't be read before it was sent.
                 if member_at(self._state, peer) is not None:
                     self.time_questions.append(TimeQuestion(peer, message.sent_ns, time.time_ns()))
-            case DecisionBatch():
+            case wire.DecisionBatch():
                 self._on_decisions(peer, message)
-            case ResendRequest(first=first, credit=credit):
-                self.events.append(ResendRequested(at_us=at_us, peer=peer, first=first, credit=credit))
-            case Join():
-                self.events.append(JoinReceived(at_us=at_us, peer=peer))
-            case Hello():
+            case wire.ResendRequest(first=first, credit=credit):
+                self.events.append(events.ResendRequested(at_us=at_us, peer=peer, first=first, credit=credit))
+            case wire.Join():
+                self.events.append(events.JoinReceived(at_us=at_us, peer=peer))
+            case wire.Hello():
                 self._on_hello(peer, message)
-            case Goodbye():
+            case wire.Goodbye():
                 self._flush_answers()
-                self.events.append(PeerLost(at_us=at_us, peer=peer, reason="left"))
+                self.events.append(events.PeerLost(at_us=at_us, peer=peer, reason="left"))
 
-    def _on_decisions(self, peer: str, batch: DecisionBatch) -> None:
+    def _on_decisions(self, peer: str, batch: wire.DecisionBatch) -> None:
         name = member_at(self._state, peer)
         if name is not None:  # a stranger is told to say hello at its next sign of life
             through = self._log.append_batch(name, batch, self._at_ns)
-            self.acks.append((peer, Ack(journal=batch.journal, through=through)))
+            self.acks.append((peer, wire.Ack(journal=batch.journal, through=through)))
 
-    def _on_hello(self, peer: str, hello: Hello) -> None:
+    def _on_hello(self, peer: str, hello: wire.Hello) -> None:
         name = hello.identity.agent
         if peer != f"{name}/{hello.incarnation}":
             raise WireError(f"a hello of agent {name} under another routing id")
@@ -181,31 +152,25 @@ class Inbox:
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
         recorded = self._log.recorded(name, hello.journal)
-        self.events.append(HelloReceived(at_us=self._at_us, peer=peer, hello=hello, recorded_decisions=recorded))
+        self.events.append(events.HelloReceived(at_us=self._at_us, peer=peer, hello=hello, recorded_decisions=recorded))
 
-    def _on_request(self, peer: str, request: Operator) -> None:
+    def _on_request(self, peer: str, request: wire.Operator) -> None:
         if not peer.startswith(OPERATOR):
             raise WireError("an operator's request from a peer that is no operator")
         self.requests.append((peer, request))
 
     def _flush_answers(self) -> None:
         if self._answers:
-            self.events.append(AnswersReceived(at_us=self._at_us, answers=tuple(self._answers)))
+            self.events.append(events.AnswersReceived(at_us=self._at_us, answers=tuple(self._answers)))
             self._answers.clear()
 
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:
         """Count it, and log it now and then: by hash, since the bytes are a stranger's."""
         self.malformed += 1
-        peer, at_us = frames[0], self._at_us
-        count, logged_us = self._malformed_by.pop(peer, (0, at_us - MALFORMED_US))
-        self._logged_us = [line_us for line_us in self._logged_us if at_us - line_us < MALFORMED_US]
-        if at_us - logged_us >= MALFORMED_US and len(self._logged_us) < MALFORMED_LINES:
-            logged_us = at_us
-            self._logged_us.append(at_us)
-            digest = hashlib.sha256(b"\0".join(frames[1:])).hexdigest()[:16]
-            nbytes = sum(map(len, frames[1:]))
-            text = "dropped a malformed message from %a: %s; %d bytes, sha256 %s; %d from this peer so far"
-            logger.warning(text, peer[:64], error, nbytes, digest, count + 1)
-        self._malformed_by[peer] = (count + 1, logged_us)
-        if len(self._malformed_by) > MALFORMED_PEERS:
-            del self._malformed_by[next(iter(self._malformed_by))]
+        if len(self._logged_us) == MALFORMED_LINES and self._at_us - self._logged_us[0] < MALFORMED_US:
+            return
+        self._logged_us.append(self._at_us)
+        data = b"\0".join(frames[1:])
+        digest = hashlib.sha256(data).hexdigest()[:16]
+        text = "dropped a malformed message from %a: %s; %d bytes, sha256 %s; %d so far"
+        logger.warning(text, frames[0][:64], error, len(data), digest, self.malformed)

@@ -6,21 +6,11 @@ from typing import Final
 import anyio
 import zmq
 
+from schemas import wire
 from schemas.carriers.sockets import agent_dealer
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.errors import BusUnreachable, CommandError
 from schemas.reports import FleetStatus, Report
-from schemas.wire import (
-    Operator,
-    Reply,
-    RequestRejected,
-    StatusRequest,
-    Submit,
-    decode_downward,
-    encode,
-    encode_header,
-    parse_frames,
-)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
@@ -28,7 +18,7 @@ ANSWER_S: Final = 5.0
 
 async def ask_status(bus: str, timeout_s: float = ANSWER_S) -> FleetStatus:
     """Return the status of the fleet. Raises BusUnreachable, BusAddressError, or CommandError if the bus refused."""
-    reply = await _ask(bus, StatusRequest(), timeout_s)
+    reply = await _ask(bus, wire.StatusRequest(), timeout_s)
     assert isinstance(reply, FleetStatus)
     return reply
 
@@ -41,21 +31,21 @@ async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Targ
         BusAddressError: The address can't be used.
         CommandError: The bus refused.
     """
-    request = Submit(command=command, target=target, timeout_ms=max(1, int(timeout_s * 1000)))
+    request = wire.Submit(command=command, target=target, timeout_ms=max(1, int(timeout_s * 1000)))
     reply = await _ask(bus, request, timeout_s + ANSWER_S)
     assert isinstance(reply, Report)
     return reply
 
 
-async def _ask(bus: str, request: Operator, timeout_s: float) -> Reply:
-    expected = FleetStatus if isinstance(request, StatusRequest) else Report
+async def _ask(bus: str, request: wire.Operator, timeout_s: float) -> wire.Reply:
+    expected = FleetStatus if isinstance(request, wire.StatusRequest) else Report
     async with agent_dealer(zmq.Context.instance(), bus, b"op/" + secrets.token_hex(16).encode()) as dealer:
         with anyio.move_on_after(timeout_s):
-            await dealer.send([encode_header(0), encode(request)])
+            await dealer.send([wire.encode_header(0), wire.encode(request)])
             while True:
-                _, body = parse_frames(await dealer.recv())
-                reply = decode_downward(body)
-                if isinstance(reply, RequestRejected):
+                _, body = wire.parse_frames(await dealer.recv())
+                reply = wire.decode_downward(body)
+                if isinstance(reply, wire.RequestRejected):
                     raise CommandError(f"the bus at {bus} refused: {reply.reason}")
                 if isinstance(reply, expected):
                     return reply

@@ -3,17 +3,18 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from controlplane.machine import coordinator
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from controlplane.record.replay import AgentReducer, Replayed, Replayer, replay
-from workers.machine import decide as machine
-from workers.machine.decide import AgentState
+from controlplane.record.replay import Replayed, Replayer
+from workers.machine.decide import AgentState, decide
 
 
 def replay_log(entries: Iterable[LogEntry]) -> Replayed:
-    """Make every decision again. Raises ReplayDiffers or LogCorrupt."""
-    return replay(entries, coordinator.decide, _agent_reducer())
+    """Make every decision again, from the first record on. Raises ReplayDiffers or LogCorrupt."""
+    replayer = replayer_of_log()
+    for entry in entries:
+        replayer.feed(entry)
+    return replayer.result()
 
 
 def replay_file(path: Path) -> Replayed:
@@ -30,8 +31,4 @@ def replay_file(path: Path) -> Replayed:
 
 def replayer_of_log() -> Replayer[AgentState]:
     """Return a fold that the caller feeds, to inspect the state at any position."""
-    return Replayer(coordinator.decide, _agent_reducer())
-
-
-def _agent_reducer() -> AgentReducer[AgentState]:
-    return AgentReducer(machine.decide, AgentState())
+    return Replayer(decide, AgentState())

@@ -24,26 +24,7 @@ from typing import NamedTuple, assert_never
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.machine import fleet
-from controlplane.machine.events import (
-    AnswersReceived,
-    Closed,
-    Conclude,
-    CoordinatorEffect,
-    CoordinatorEvent,
-    HelloReceived,
-    Issued,
-    JoinReceived,
-    Opened,
-    PeerAnswer,
-    PeerLost,
-    Publish,
-    Refuse,
-    ResendRequested,
-    StatusReceived,
-    SyncRequested,
-    TimerFired,
-)
+from controlplane.machine import events, fleet
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
 from controlplane.machine.weights import Sync, first_phase, next_phase
 from schemas.commands import Command, EpochStart, ProfileCommand, Target, WeightSync
@@ -70,31 +51,33 @@ class _Now(NamedTuple):
     ns: int
 
 
-def decide(state: CoordinatorState, event: CoordinatorEvent) -> tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]:
+def decide(
+    state: CoordinatorState, event: events.CoordinatorEvent
+) -> tuple[CoordinatorState, tuple[events.CoordinatorEffect, ...]]:
     """Return the next state, and the effects to perform, in order."""
     effects: Effects = []
     match event:
-        case AnswersReceived():
+        case events.AnswersReceived():
             state = _on_answers(state, event, effects)
-        case StatusReceived():
+        case events.StatusReceived():
             state = fleet.on_status(state, event, effects)
-        case Issued():
+        case events.Issued():
             state = _on_issued(state, event, effects)
-        case SyncRequested():
+        case events.SyncRequested():
             state = _on_sync_requested(state, event, effects)
-        case ResendRequested():
+        case events.ResendRequested():
             state = fleet.on_resend_requested(state, event, effects)
-        case HelloReceived():
+        case events.HelloReceived():
             state = _conclude(fleet.on_hello(state, event, effects), event.at_us, effects)
-        case JoinReceived():
+        case events.JoinReceived():
             state = fleet.on_join(state, event, effects)
-        case PeerLost():
+        case events.PeerLost():
             state = _conclude(fleet.on_lost(state, event), event.at_us, effects)
-        case TimerFired():
+        case events.TimerFired():
             state = _on_timer(state, event, effects)
-        case Opened():
+        case events.Opened():
             state = _on_opened(state, event, effects)
-        case Closed():
+        case events.Closed():
             state = _on_closed(state, event, effects)
         case _:
             assert_never(event)
@@ -109,7 +92,7 @@ def next_deadline(state: CoordinatorState) -> int | None:
 # --- issuing ----------------------------------------------------------------------------------------------------------
 
 
-def _on_opened(state: CoordinatorState, event: Opened, effects: Effects) -> CoordinatorState:
+def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) -> CoordinatorState:
     """A new life: agents must join again, and what an earlier trainer left open ends."""
     state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), event.at_us, effects)
     members = {name: replace(member, state="gone") for name, member in state.members.items() if member.state != "left"}
@@ -128,50 +111,41 @@ def _on_opened(state: CoordinatorState, event: Opened, effects: Effects) -> Coor
     return _conclude(state, event.at_us, effects)
 
 
-def _on_closed(state: CoordinatorState, event: Closed, effects: Effects) -> CoordinatorState:
+def _on_closed(state: CoordinatorState, event: events.Closed, effects: Effects) -> CoordinatorState:
     """An orderly end. A sync in progress is aborted, so that the fleet resumes without waiting for its lease."""
     sync = state.sync
     state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), event.at_us, effects)
     if sync is None:
         return state
-    reason = f"the bus was closed in the {sync.phase} phase of the sync to version {sync.version}; it was aborted"
-    effects.append(Refuse(ticket=sync.ticket, kind="closed", reason=reason))
-    abort = WeightSync(phase="abort", version=sync.version)
-    return _publish(state, abort, sync.target, sync.timeout_ms, _Now(event.at_us, event.at_ns), effects)
+    request = sync.request
+    reason = f"the bus was closed in the {sync.phase} phase of the sync to version {request.version}; it was aborted"
+    effects.append(events.Refuse(ticket=request.ticket, kind="closed", reason=reason))
+    abort = WeightSync(phase="abort", version=request.version)
+    return _publish(state, abort, request.target, request.timeout_ms, _Now(event.at_us, event.at_ns), effects)
 
 
-def _on_issued(state: CoordinatorState, event: Issued, effects: Effects) -> CoordinatorState:
+def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) -> CoordinatorState:
     size = len(encode(event.command))
     if size > MAX_COMMAND_BYTES:
         reason = f"the command takes {size} bytes, of at most {MAX_COMMAND_BYTES}; nothing was published"
-        effects.append(Refuse(ticket=event.ticket, kind="command", reason=reason))
+        effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
     now = _Now(event.at_us, event.at_ns)
     state = _publish(state, event.command, event.target, event.timeout_ms, now, effects, event.ticket)
     return _conclude(state, event.at_us, effects)
 
 
-def _on_sync_requested(state: CoordinatorState, event: SyncRequested, effects: Effects) -> CoordinatorState:
-    if state.sync is not None:
+def _on_sync_requested(state: CoordinatorState, event: events.SyncRequested, effects: Effects) -> CoordinatorState:
+    if (sync := state.sync) is not None:
         reason = (
-            f"a sync to version {state.sync.version} is in its {state.sync.phase} phase; two at once would split the "
+            f"a sync to version {sync.request.version} is in its {sync.phase} phase; two at once would split the "
             "fleet. Wait for its report, then ask again"
         )
-        effects.append(Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
+        effects.append(events.Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
         return state
-    sync = Sync(
-        ticket=event.ticket,
-        version=event.version,
-        source=event.source,
-        manifest=event.manifest,
-        in_flight=event.in_flight,
-        quorum=event.quorum,
-        target=event.target,
-        timeout_ms=event.timeout_ms,
-        seq=state.seq + 1,
-    )
+    state = replace(state, sync=Sync(request=event, seq=state.seq + 1))
     now = _Now(event.at_us, event.at_ns)
-    state = _publish(replace(state, sync=sync), first_phase(sync), event.target, event.timeout_ms, now, effects)
+    state = _publish(state, first_phase(event), event.target, event.timeout_ms, now, effects)
     return _conclude(state, event.at_us, effects)
 
 
@@ -204,7 +178,7 @@ def _publish(
     )
     limit = state.settings.history if state.settings is not None else 1
     history = (*state.history, (record, now.us + ttl_ms * 1000))
-    effects.append(Publish(epoch=state.epoch, seq=seq, envelope=envelope))
+    effects.append(events.Publish(epoch=state.epoch, seq=seq, envelope=envelope))
     return replace(
         state,
         seq=seq,
@@ -235,8 +209,8 @@ def _absent_identity(unit: int | str) -> Identity:
 # --- answers and ends -------------------------------------------------------------------------------------------------
 
 
-def _on_answers(state: CoordinatorState, event: AnswersReceived, effects: Effects) -> CoordinatorState:
-    by_seq: dict[int, dict[str, PeerAnswer]] = {}
+def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects: Effects) -> CoordinatorState:
+    by_seq: dict[int, dict[str, events.PeerAnswer]] = {}
     for answer in event.answers:
         name = fleet.member_at(state, answer.peer)
         if name is None:
@@ -291,7 +265,7 @@ def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> Coordina
         record = ended.record
         report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=ended.outcomes)
         state = replace(state, open=tuple(command for command in state.open if command is not ended))
-        effects.append(Conclude(ticket=ended.ticket, report=report))
+        effects.append(events.Conclude(ticket=ended.ticket, report=report))
         if state.sync is not None and state.sync.seq == report.seq:
             now = _Now(at_us, record.envelope.issued_at_ns)
             state = _end_phase(state, state.sync, report, now, effects)
@@ -300,13 +274,13 @@ def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> Coordina
 def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, effects: Effects) -> CoordinatorState:
     sync, following = next_phase(sync, report)
     if isinstance(following, SyncReport):
-        effects.append(Conclude(ticket=sync.ticket, report=following))
+        effects.append(events.Conclude(ticket=sync.request.ticket, report=following))
         return replace(state, sync=None)
     state = replace(state, sync=replace(sync, seq=state.seq + 1))
-    return _publish(state, following, sync.target, sync.timeout_ms, now, effects)
+    return _publish(state, following, sync.request.target, sync.request.timeout_ms, now, effects)
 
 
-def _on_timer(state: CoordinatorState, event: TimerFired, effects: Effects) -> CoordinatorState:
+def _on_timer(state: CoordinatorState, event: events.TimerFired, effects: Effects) -> CoordinatorState:
     open_commands = []
     for command in state.open:
         if event.at_us >= command.deadline_us:

@@ -11,17 +11,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.machine.events import (
-    CoordinatorEffect,
-    CoordinatorSettings,
-    HelloReceived,
-    JoinReceived,
-    PeerLost,
-    Ping,
-    ResendRequested,
-    Send,
-    StatusReceived,
-)
+from controlplane.machine import events
 from controlplane.machine.weights import Sync
 from schemas.commands import Command
 from schemas.desired import Desired
@@ -37,7 +27,7 @@ PAGE_BYTES = 192 * 1024
 UNKNOWN_PEER = Rejoin(reason="the bus does not know you: say hello")
 
 MissingReason = Literal["deadline", "gone", "restarted", "bus_restarted"]
-Effects = list[CoordinatorEffect]
+Effects = list[events.CoordinatorEffect]
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -92,7 +82,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     run: str = ""
     epoch: Count = 0
     seq: Count = 0
-    settings: CoordinatorSettings | None = None
+    settings: events.CoordinatorSettings | None = None
     members: dict[str, Member] = {}
     open: tuple[OpenCommand, ...] = ()
     history: tuple[tuple[CommandRecord, int], ...] = ()
@@ -124,7 +114,7 @@ def member_at(state: CoordinatorState, peer: str) -> str | None:
     return name if member is not None and member.peer == peer and member.state in ("joining", "live") else None
 
 
-def on_hello(state: CoordinatorState, event: HelloReceived, effects: Effects) -> CoordinatorState:
+def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effects) -> CoordinatorState:
     """A new agent, a new incarnation of one that was lost, or a living one that lost its connection."""
     hello, settings = event.hello, state.settings
     name = hello.identity.agent
@@ -149,7 +139,11 @@ def on_hello(state: CoordinatorState, event: HelloReceived, effects: Effects) ->
 
 
 def _dispute(
-    state: CoordinatorState, event: HelloReceived, holder: Member, settings: CoordinatorSettings, effects: Effects
+    state: CoordinatorState,
+    event: events.HelloReceived,
+    holder: Member,
+    settings: events.CoordinatorSettings,
+    effects: Effects,
 ) -> CoordinatorState:
     """Two incarnations claim one place. A ping, or its silence, shows whether the holder is dead. Until then the
     claimant waits; it is turned away once the holder has had time to fall silent and has not.
@@ -164,12 +158,14 @@ def _dispute(
         f"pid {holder.hello.pid}. Two agents can't share a replica and node rank: stop the other, or start this one "
         "with a different replica or node rank"
     )
-    effects.append(Ping(peer=holder.peer))
+    effects.append(events.Ping(peer=holder.peer))
     send(state, event.peer, Rejoin(reason=reason, give_up=give_up), effects)
     return replace(state, claims={**state.claims, name: (event.hello.incarnation, since_us)})
 
 
-def on_join(state: CoordinatorState, event: JoinReceived | ResendRequested, effects: Effects) -> CoordinatorState:
+def on_join(
+    state: CoordinatorState, event: events.JoinReceived | events.ResendRequested, effects: Effects
+) -> CoordinatorState:
     """The agent hears the commands. Send it the desired state; from here on it has to answer each command."""
     name = member_at(state, event.peer)
     if name is None:
@@ -207,7 +203,7 @@ def _first_desired(default_desired: Desired, identity: Identity) -> Desired:
     return default_desired
 
 
-def on_status(state: CoordinatorState, event: StatusReceived, effects: Effects) -> CoordinatorState:
+def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Effects) -> CoordinatorState:
     """Keep what an agent reports of itself, for people and for `wait_for_agents`. No decision depends on it."""
     name = member_at(state, event.peer)
     if name is None:
@@ -217,7 +213,7 @@ def on_status(state: CoordinatorState, event: StatusReceived, effects: Effects) 
     return replace(state, members={**state.members, name: member})
 
 
-def on_lost(state: CoordinatorState, event: PeerLost) -> CoordinatorState:
+def on_lost(state: CoordinatorState, event: events.PeerLost) -> CoordinatorState:
     """The agent is out of the fleet, and missing from every open command. If its place is claimed, it restarted."""
     name = member_at(state, event.peer)
     if name is None:
@@ -232,7 +228,7 @@ def on_lost(state: CoordinatorState, event: PeerLost) -> CoordinatorState:
 # --- replay -----------------------------------------------------------------------------------------------------------
 
 
-def on_resend_requested(state: CoordinatorState, event: ResendRequested, effects: Effects) -> CoordinatorState:
+def on_resend_requested(state: CoordinatorState, event: events.ResendRequested, effects: Effects) -> CoordinatorState:
     """Send a page of the missing records, or a snapshot if the history does not reach back that far."""
     if member_at(state, event.peer) is None:
         send(state, event.peer, UNKNOWN_PEER, effects)
@@ -255,4 +251,4 @@ def on_resend_requested(state: CoordinatorState, event: ResendRequested, effects
 
 def send(state: CoordinatorState, peer: str, message: Downward, effects: Effects) -> None:
     """Append a control message to `effects`."""
-    effects.append(Send(peer=peer, epoch=max(1, state.epoch), seq=state.seq, message=message))
+    effects.append(events.Send(peer=peer, epoch=max(1, state.epoch), seq=state.seq, message=message))

@@ -14,8 +14,9 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import Manifest, Source, Target, WeightSync
-from schemas.identity import Count, InFlight, Positive, replica_and_node
+from controlplane.machine.events import SyncRequested
+from schemas.commands import WeightSync
+from schemas.identity import Count, replica_and_node
 from schemas.outcomes import Acted, Conclusion, Reason, Skipped
 from schemas.reports import Report, SyncReport
 
@@ -33,14 +34,7 @@ class Sync(Struct, frozen=True, kw_only=True):
         reports: Of the phases that have ended.
     """
 
-    ticket: Positive
-    version: Positive
-    source: Source
-    manifest: Manifest | None
-    in_flight: InFlight
-    quorum: Positive | None
-    target: Target
-    timeout_ms: Positive
+    request: SyncRequested
     phase: Literal["prepare", "load", "commit", "abort"] = "prepare"
     seq: Count = 0
     members: frozenset[Count] = frozenset()
@@ -49,10 +43,14 @@ class Sync(Struct, frozen=True, kw_only=True):
     reports: tuple[Report, ...] = ()
 
 
-def first_phase(sync: Sync) -> WeightSync:
-    """Return the command that opens the sync."""
+def first_phase(request: SyncRequested) -> WeightSync:
+    """Return the command that opens a sync."""
     return WeightSync(
-        phase="prepare", version=sync.version, source=sync.source, manifest=sync.manifest, in_flight=sync.in_flight
+        phase="prepare",
+        version=request.version,
+        source=request.source,
+        manifest=request.manifest,
+        in_flight=request.in_flight,
     )
 
 
@@ -60,6 +58,7 @@ def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncRepor
     """Return what follows the end of a phase: the command of the next one, or the report of the whole sync."""
     conclusions = primary_conclusions(report)
     sync = _with_report(sync, report, conclusions)
+    request, version = sync.request, sync.request.version
     succeeded = sync.members & {replica for replica, conclusion in conclusions.items() if _succeeded(conclusion)}
     match sync.phase:
         case "prepare" if sync.members and all(
@@ -71,12 +70,16 @@ def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncRepor
         case "commit":
             return sync, _report(sync, "committed", succeeded)
         case _ if not _meets_quorum(sync, succeeded):
-            return replace(sync, phase="abort"), WeightSync(phase="abort", version=sync.version)
+            return replace(sync, phase="abort"), WeightSync(phase="abort", version=version)
         case "prepare":
-            return replace(sync, phase="load"), WeightSync(phase="load", version=sync.version, quarantine=sync.lost)
+            return replace(sync, phase="load"), WeightSync(phase="load", version=version, quarantine=sync.lost)
         case "load":
             commit = WeightSync(
-                phase="commit", version=sync.version, source=sync.source, manifest=sync.manifest, quarantine=sync.lost
+                phase="commit",
+                version=version,
+                source=request.source,
+                manifest=request.manifest,
+                quarantine=sync.lost,
             )
             return replace(sync, phase="commit"), commit
 
@@ -105,8 +108,8 @@ def _succeeded(conclusion: Conclusion) -> bool:
 
 
 def _meets_quorum(sync: Sync, succeeded: frozenset[int]) -> bool:
-    quorum = sync.quorum if sync.quorum is not None else len(sync.members) // 2 + 1
-    return len(succeeded) >= max(1, quorum)
+    quorum = sync.request.quorum or len(sync.members) // 2 + 1
+    return len(succeeded) >= quorum
 
 
 def _report(
@@ -114,5 +117,9 @@ def _report(
 ) -> SyncReport:
     quarantined = tuple(sorted(sync.lost)) if status == "committed" else ()
     return SyncReport(
-        version=sync.version, status=status, loaded=tuple(sorted(loaded)), quarantined=quarantined, phases=sync.reports
+        version=sync.request.version,
+        status=status,
+        loaded=tuple(sorted(loaded)),
+        quarantined=quarantined,
+        phases=sync.reports,
     )

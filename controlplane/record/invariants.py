@@ -27,39 +27,11 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.machine.events import (
-    AnswersReceived,
-    Closed,
-    Conclude,
-    CoordinatorEffect,
-    CoordinatorEvent,
-    HelloReceived,
-    JoinReceived,
-    Opened,
-    PeerLost,
-    Publish,
-    ResendRequested,
-    Send,
-    StatusReceived,
-)
+from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
+from schemas import events
 from schemas.commands import WeightSync
 from schemas.desired import Desired, desired_after, orphaned
-from schemas.events import (
-    Answer,
-    CommandReceived,
-    Effect,
-    EngineObserved,
-    EngineReturned,
-    Event,
-    Fault,
-    HeadSeen,
-    LeaseExpired,
-    Observation,
-    Perform,
-    SnapshotReceived,
-    Started,
-)
 from schemas.identity import agent_of, identity_of
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
 from schemas.reports import Report
@@ -121,23 +93,23 @@ class _Bus:
         self._now_us = 0
 
     def check(
-        self, entry: LogEntry, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]
+        self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]
     ) -> Iterator[Violation]:
         position = entry.position
         yield from self._overdue(position, event)
         yield from self._strangers(position, event, effects)
         self._follow(event, effects)
         for effect in effects:
-            if isinstance(effect, Publish):
+            if isinstance(effect, bus_events.Publish):
                 yield from self._published(position, effect, event.at_us)
-            elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
+            elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
                 yield from self._concluded(position, effect.report)
-        if isinstance(event, Closed | Opened):
+        if isinstance(event, bus_events.Closed | bus_events.Opened):
             yield from self._left_open(position)
 
-    def _overdue(self, position: int, event: CoordinatorEvent) -> Iterator[Violation]:
+    def _overdue(self, position: int, event: bus_events.CoordinatorEvent) -> Iterator[Violation]:
         """Events of one moment are one turn of the bus, so what is overdue must have ended before the next moment."""
-        if isinstance(event, Opened):
+        if isinstance(event, bus_events.Opened):
             self._now_us = event.at_us  # another life, another clock
             self._open = {seq: replace(command, deadline_us=event.at_us) for seq, command in self._open.items()}
             return
@@ -154,34 +126,36 @@ class _Bus:
             yield Violation("I5", position, (), f"seq {seq} was still open when its bus ended")
 
     def _strangers(
-        self, position: int, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]
+        self, position: int, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]
     ) -> Iterator[Violation]:
-        senders = [event.peer] if isinstance(event, StatusReceived | JoinReceived) else []
-        senders += [answer.peer for answer in event.answers] if isinstance(event, AnswersReceived) else []
+        senders = [event.peer] if isinstance(event, bus_events.StatusReceived | bus_events.JoinReceived) else []
+        senders += [answer.peer for answer in event.answers] if isinstance(event, bus_events.AnswersReceived) else []
         rejected = {effect.peer for effect in _sent(effects, Rejoin)}
         for peer in senders:
             name = agent_of(peer)
             if self._members.get(name) != peer and peer not in rejected:
                 yield Violation("I8", position, (name,), f"{peer} is not in the fleet, and was not told to say hello")
 
-    def _follow(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> None:
+    def _follow(self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]) -> None:
         """Who is in the fleet after this event."""
         match event:
-            case Opened():
+            case bus_events.Opened():
                 self._members.clear()
                 self._live.clear()
-            case HelloReceived(peer=peer) if any(_sent(effects, Welcome)):
+            case bus_events.HelloReceived(peer=peer) if any(_sent(effects, Welcome)):
                 self._members[agent_of(peer)] = peer
                 self._live.discard(agent_of(peer))
-            case JoinReceived(peer=peer) | ResendRequested(peer=peer) if any(_sent(effects, Snapshot)):
+            case bus_events.JoinReceived(peer=peer) | bus_events.ResendRequested(peer=peer) if any(
+                _sent(effects, Snapshot)
+            ):
                 self._live.add(agent_of(peer))
-            case PeerLost(peer=peer) if self._members.get(agent_of(peer)) == peer:
+            case bus_events.PeerLost(peer=peer) if self._members.get(agent_of(peer)) == peer:
                 del self._members[agent_of(peer)]
                 self._live.discard(agent_of(peer))
             case _:
                 pass
 
-    def _published(self, position: int, effect: Publish, at_us: int) -> Iterator[Violation]:
+    def _published(self, position: int, effect: bus_events.Publish, at_us: int) -> Iterator[Violation]:
         if effect.seq != self._seq + 1:
             yield Violation("I4", position, (), f"seq {effect.seq} follows seq {self._seq}")
         if effect.epoch < self._epoch:
@@ -213,8 +187,8 @@ class _Bus:
                 yield Violation("I6", position, (outcome.agent,), f"skipped seq {report.seq} without naming a rule")
 
 
-def _sent(effects: tuple[CoordinatorEffect, ...], kind: type[Downward]) -> Iterator[Send]:
-    return (effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind))
+def _sent(effects: tuple[bus_events.CoordinatorEffect, ...], kind: type[Downward]) -> Iterator[bus_events.Send]:
+    return (effect for effect in effects if isinstance(effect, bus_events.Send) and isinstance(effect.message, kind))
 
 
 # --- an agent ---------------------------------------------------------------------------------------------------------
@@ -231,32 +205,32 @@ class _Agent:
         self._epoch = self._seq = 0
         self._joined = False  # has been sent the desired state in this life
         self._listening = False  # to commands: joined, and the lease has not expired since
-        self._received: dict[tuple[int, int], CommandReceived] = {}  # by epoch and seq of the record
+        self._received: dict[tuple[int, int], events.CommandReceived] = {}  # by epoch and seq of the record
         self._answered: dict[tuple[int, int], Outcome] = {}
         self._calling = False
         self._number = 0  # of the last decision
         self._complete = True  # the log has every decision so far
 
-    def check(self, entry: LogEntry, event: Event, effects: tuple[Effect, ...]) -> Iterator[Violation]:
+    def check(self, entry: LogEntry, event: events.Event, effects: tuple[events.Effect, ...]) -> Iterator[Violation]:
         position = entry.position
         self._complete = self._complete and entry.number == self._number + 1
         self._number = entry.number
-        answers = [effect for effect in effects if isinstance(effect, Answer)]
+        answers = [effect for effect in effects if isinstance(effect, events.Answer)]
         for answer in answers:
             yield from self._on_answer(position, answer)
         yield from self._follow(position, event, answers)
         self._advance()
-        if isinstance(event, EngineReturned):
+        if isinstance(event, events.EngineReturned):
             self._calling = False
-        if any(isinstance(effect, Perform) for effect in effects):
+        if any(isinstance(effect, events.Perform) for effect in effects):
             self._calling = True
         failed = any(isinstance(answer.outcome, Failed) for answer in answers)
-        failed = failed or (isinstance(event, EngineReturned) and isinstance(event.result, Fault))
-        observed = event.observation if isinstance(event, EngineReturned | EngineObserved) else None
+        failed = failed or (isinstance(event, events.EngineReturned) and isinstance(event.result, events.Fault))
+        observed = event.observation if isinstance(event, events.EngineReturned | events.EngineObserved) else None
         if observed is not None and self._complete and not self._calling and not failed:
             yield from self._left_at(position, observed)
 
-    def _on_answer(self, position: int, answer: Answer) -> Iterator[Violation]:
+    def _on_answer(self, position: int, answer: events.Answer) -> Iterator[Violation]:
         outcome = answer.outcome
         if isinstance(outcome, Skipped) and answer.rule == 0:
             yield self._violation("I6", position, f"skipped seq {answer.seq} without naming a rule")
@@ -268,29 +242,31 @@ class _Agent:
         if self._answered.setdefault(key, self._intern(outcome)) != outcome:
             yield self._violation("I3", position, f"seq {answer.seq} of epoch {answer.epoch} has two outcomes")
 
-    def _follow(self, position: int, event: Event, answers: list[Answer]) -> Iterator[Violation]:
+    def _follow(self, position: int, event: events.Event, answers: list[events.Answer]) -> Iterator[Violation]:
         """The desired state of the replica after this event, as far as this agent knows it."""
         match event:
-            case Started():
+            case events.Started():
                 self._identity, self._calling = event.identity, False
                 self._joined = self._listening = False
                 self._received.clear()
-            case CommandReceived():
+            case events.CommandReceived():
                 yield from self._on_command(position, event, answers)
-            case SnapshotReceived():
+            case events.SnapshotReceived():
                 if event.epoch < self._epoch or (self._listening and event.seq < self._seq):
                     return  # refused
                 self._epoch, self._seq, self._desired = event.epoch, event.seq, event.desired
                 self._joined = self._listening = True
-            case HeadSeen():
+            case events.HeadSeen():
                 self._epoch = max(self._epoch, event.epoch)
-            case LeaseExpired():
+            case events.LeaseExpired():
                 self._desired = orphaned(self._desired)
                 self._listening = False
             case _:
                 pass
 
-    def _on_command(self, position: int, event: CommandReceived, answers: list[Answer]) -> Iterator[Violation]:
+    def _on_command(
+        self, position: int, event: events.CommandReceived, answers: list[events.Answer]
+    ) -> Iterator[Violation]:
         if event.epoch >= self._epoch:
             self._epoch = event.epoch
             self._received[event.origin, event.seq] = event
@@ -309,7 +285,7 @@ class _Agent:
             self._desired = desired_after(self._desired, event.command, targeted, self._identity)
             self._received = {key: command for key, command in received.items() if key[1] > self._seq}
 
-    def _left_at(self, position: int, observed: Observation) -> Iterator[Violation]:
+    def _left_at(self, position: int, observed: events.Observation) -> Iterator[Violation]:
         """The agent observed this, and neither calls its engine nor reports a failure."""
         desired = self._desired
         if self._identity.node_rank > 0 or not self._joined:

@@ -1,9 +1,8 @@
 """The run's log: what the coordinator and every agent decided, in one file on `schemas.carriers.records`.
 
     header   run, created (wall clock, ns), major (of the wire protocol), logic (of the coordinator's decisions)
-    records  of the coordinator: agent '', the body is a `Decision`
-             of an agent: its name, the body is an `AgentDecision`: the decision and its number in the agent's journal
-             kind is the tag of the event that was decided
+    records  agent is '' for the coordinator, kind is the tag of the event that was decided, the body is a
+             `LoggedDecision`
 
 Opening for writing replays the coordinator over its own records: a log that does not lead to the recorded effects was
 written by other logic, and to continue it would be a guess. Reading does not check that: any intact log can be read.
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from msgspec import MsgspecError, Raw, Struct
+from msgspec import MsgspecError, Raw, Struct, convert
 from msgspec.msgpack import Decoder
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
@@ -29,27 +28,27 @@ from schemas.carriers.records import Record, RecordFile, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
 from schemas.events import Decision
 from schemas.identity import Count, Name
-from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, decision_decoder, encode
+from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, encode
 
 NUMBER_MAX: Final = 1 << 53
 """Largest number of a decision that is accepted."""
 
 
-class AgentDecision(Struct, frozen=True, kw_only=True):
-    """Body of an agent's record.
+class LoggedDecision(Struct, frozen=True, kw_only=True):
+    """Body of a record. One of the coordinator has only `event` and `effects`.
 
     Attributes:
         journal: The agent's journal; one for each time that it started without an earlier one.
         number: Of the decision in the journal: 1, 2, 3 …
     """
 
-    journal: Name
-    number: Count
+    journal: Name = ""
+    number: Count = 0
     event: Raw
     effects: Raw
 
 
-class RunHeader(Struct, frozen=True, kw_only=True):
+class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "created"}):
     """The head of a log.
 
     Attributes:
@@ -68,7 +67,7 @@ class _Tagged(Struct):
     type: Name
 
 
-_agent_decision_decoder = Decoder(AgentDecision)
+_decision_decoder = Decoder(LoggedDecision)
 _tag_decoder = Decoder(_Tagged)
 
 
@@ -152,11 +151,7 @@ class RunLog:
         return self._file.pending
 
     def append(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...], at_ns: int) -> None:
-        """Append one decision of the coordinator. The next `commit` writes it.
-
-        Args:
-            at_ns: Wall clock.
-        """
+        """Append one decision of the coordinator. The next `commit` writes it. `at_ns` is the wall clock."""
         body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
         self._file.append(str(event.__struct_config__.tag), "", at_ns, body)
 
@@ -188,7 +183,7 @@ class RunLog:
         number = last - len(new)
         for kind, decision in zip(kinds, new, strict=True):
             number += 1
-            body = AgentDecision(journal=batch.journal, number=number, event=decision.event, effects=decision.effects)
+            body = LoggedDecision(journal=batch.journal, number=number, event=decision.event, effects=decision.effects)
             self._file.append(kind, agent, at_ns, encode(body))
         if new:
             self._recorded[key] = last
@@ -217,11 +212,10 @@ class RunLog:
         """Fold the coordinator over its own records."""
         for record in self._file.records(self._file.first_position):
             try:
+                decision = _decision_decoder.decode(record.body)
                 if record.agent:
-                    body = _agent_decision_decoder.decode(record.body)
-                    self._recorded[record.agent, body.journal] = body.number
+                    self._recorded[record.agent, decision.journal] = decision.number
                     continue
-                decision = decision_decoder.decode(record.body)
                 self.state, effects = decide(self.state, coordinator_event_decoder.decode(decision.event))
             except MsgspecError as error:
                 raise _other_logic(self.path, f"record {record.position} can't be understood ({error})") from error
@@ -230,14 +224,8 @@ class RunLog:
 
 
 def _entry(path: Path, record: Record) -> LogEntry:
-    journal, number = "", 0
-    decision: AgentDecision | Decision
     try:
-        if record.agent:
-            decision = _agent_decision_decoder.decode(record.body)
-            journal, number = decision.journal, decision.number
-        else:
-            decision = decision_decoder.decode(record.body)
+        decision = _decision_decoder.decode(record.body)
     except MsgspecError as error:
         raise LogCorrupt(f"{path}: record {record.position} is no decision ({error})", record.position) from error
     return LogEntry(
@@ -245,24 +233,18 @@ def _entry(path: Path, record: Record) -> LogEntry:
         at_ns=record.at_ns,
         agent=record.agent,
         kind=record.kind,
-        journal=journal,
-        number=number,
+        journal=decision.journal,
+        number=decision.number,
         event=decision.event,
         effects=decision.effects,
     )
 
 
 def _read_header(reader: RecordReader) -> RunHeader:
-    header = reader.header
     try:
-        return RunHeader(
-            run=header["run"],
-            created_ns=int(header["created"]),
-            major=int(header["major"]),
-            logic=int(header["logic"]),
-        )
-    except (KeyError, ValueError) as error:
-        raise LogError(f"{reader.path} is a record file but no log of a run: its header lacks {error}") from error
+        return convert(reader.header, RunHeader, strict=False)
+    except MsgspecError as error:
+        raise LogError(f"{reader.path} is a record file but no log of a run: {error}") from error
 
 
 def _written_by(found: RunHeader) -> str:

@@ -5,36 +5,15 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide
-from controlplane.machine.events import (
-    AnswersReceived,
-    Closed,
-    Conclude,
-    CoordinatorEffect,
-    CoordinatorEvent,
-    CoordinatorSettings,
-    HelloReceived,
-    Issued,
-    JoinReceived,
-    Opened,
-    PeerAnswer,
-    PeerLost,
-    Ping,
-    Publish,
-    Refuse,
-    ResendRequested,
-    Send,
-    StatusReceived,
-    SyncRequested,
-    TimerFired,
-)
 from schemas.commands import Checkpoint, Command, Target
 from schemas.identity import ROLLOUT, RolloutMode, identity_of
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import AgentStatus, Report, SyncReport
 from schemas.wire import Downward, Hello, decode_command
 
-SETTINGS = CoordinatorSettings(
+SETTINGS = events.CoordinatorSettings(
     heartbeat_ms=1000, agent_timeout_ms=10_000, lease_ms=60_000, history=8, retransmit_ms=1000, publish_port=7000
 )
 SECOND_US = 1_000_000
@@ -48,11 +27,11 @@ E = TypeVar("E", bound=Struct)
 class Coordinator:
     """The machine of the trainer's side, fed one event at a time. `effects` are those of the last event."""
 
-    def __init__(self, *agents: str, settings: CoordinatorSettings = SETTINGS) -> None:
+    def __init__(self, *agents: str, settings: events.CoordinatorSettings = SETTINGS) -> None:
         """An open bus on an empty log whose fleet is `agents`. Nobody is in the fleet yet at its first command."""
         self.state = CoordinatorState()
-        self.effects: tuple[CoordinatorEffect, ...] = ()
-        self.history: list[CoordinatorEvent] = []
+        self.effects: tuple[events.CoordinatorEffect, ...] = ()
+        self.history: list[events.CoordinatorEvent] = []
         self.tickets = 0
         self.settings = settings
         self.open()
@@ -60,7 +39,7 @@ class Coordinator:
             self.hello(agent)
             self.join(agent)
 
-    def feed(self, event: CoordinatorEvent) -> tuple[CoordinatorEffect, ...]:
+    def feed(self, event: events.CoordinatorEvent) -> tuple[events.CoordinatorEffect, ...]:
         self.history.append(event)
         self.state, self.effects = decide(self.state, event)
         return self.effects
@@ -68,10 +47,10 @@ class Coordinator:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def open(self, at_us: int = 0) -> None:
-        self.feed(Opened(at_us=at_us, at_ns=0, run="run", settings=self.settings, logic=1))
+        self.feed(events.Opened(at_us=at_us, at_ns=0, run="run", settings=self.settings, logic=1))
 
     def close(self) -> None:
-        self.feed(Closed(at_us=0, at_ns=0))
+        self.feed(events.Closed(at_us=0, at_ns=0))
 
     def hello(
         self,
@@ -87,24 +66,26 @@ class Coordinator:
             identity = replace(identity, nnodes=2, mode=mode)
         greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42)
         self.feed(
-            HelloReceived(at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded_decisions=recorded)
+            events.HelloReceived(
+                at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded_decisions=recorded
+            )
         )
 
     def join(self, agent: str, incarnation: str = "a") -> None:
-        self.feed(JoinReceived(at_us=0, peer=f"{agent}/{incarnation}"))
+        self.feed(events.JoinReceived(at_us=0, peer=f"{agent}/{incarnation}"))
 
     def status(self, agent: str, status: AgentStatus, seq: int = 0, incarnation: str = "a") -> None:
-        self.feed(StatusReceived(at_us=0, peer=f"{agent}/{incarnation}", seq=seq, status=status))
+        self.feed(events.StatusReceived(at_us=0, peer=f"{agent}/{incarnation}", seq=seq, status=status))
 
     def lose(self, agent: str, why: str = "silent", at_us: int = 0) -> None:
-        left = PeerLost(at_us=at_us, peer=f"{agent}/a", reason="left" if why == "left" else "silent")
+        left = events.PeerLost(at_us=at_us, peer=f"{agent}/a", reason="left" if why == "left" else "silent")
         self.feed(left)
 
     def issue(self, body: Command, *, target: Target | None = None, timeout_ms: int = 30_000, at_us: int = 0) -> int:
         """Publish a command; returns its ticket."""
         self.tickets += 1
         self.feed(
-            Issued(
+            events.Issued(
                 at_us=at_us,
                 at_ns=0,
                 ticket=self.tickets,
@@ -121,7 +102,7 @@ class Coordinator:
         """Ask for a weight sync; returns its ticket."""
         self.tickets += 1
         self.feed(
-            SyncRequested(
+            events.SyncRequested(
                 at_us=0,
                 at_ns=0,
                 ticket=self.tickets,
@@ -139,7 +120,7 @@ class Coordinator:
     def answer(self, seq: int | None = None, *, at_us: int = 0, origin: int | None = None, **outcomes: Outcome) -> None:
         """One batch of answers to `seq`, the newest by default. Keywords: `a0_1` is agent 0.1, `actor_1` is actor.1."""
         batch = tuple(
-            PeerAnswer(
+            events.PeerAnswer(
                 peer=f"{(agent if agent.startswith('actor') else agent[1:]).replace('_', '.')}/a",
                 origin=origin or self.state.epoch,
                 seq=seq or self.state.seq,
@@ -148,13 +129,13 @@ class Coordinator:
             )
             for agent, outcome in outcomes.items()
         )
-        self.feed(AnswersReceived(at_us=at_us, answers=batch))
+        self.feed(events.AnswersReceived(at_us=at_us, answers=batch))
 
     def request_resend(self, agent: str, first: int, credit: int = 64, at_us: int = 0) -> None:
-        self.feed(ResendRequested(at_us=at_us, peer=f"{agent}/a", first=first, credit=credit))
+        self.feed(events.ResendRequested(at_us=at_us, peer=f"{agent}/a", first=first, credit=credit))
 
     def time(self, at_us: int) -> None:
-        self.feed(TimerFired(at_us=at_us))
+        self.feed(events.TimerFired(at_us=at_us))
 
     # --- what it decided ----------------------------------------------------------------------------------------------
 
@@ -165,31 +146,31 @@ class Coordinator:
     @property
     def sent(self) -> list[tuple[str, Downward]]:
         """Control messages of the last event, with their receiver."""
-        return [(effect.peer, effect.message) for effect in self.of(Send)]
+        return [(effect.peer, effect.message) for effect in self.of(events.Send)]
 
     @property
     def published(self) -> list[object]:
         """Commands of the last event."""
-        return [decode_command(effect.envelope.body) for effect in self.of(Publish)]
+        return [decode_command(effect.envelope.body) for effect in self.of(events.Publish)]
 
     @property
     def reports(self) -> list[Report]:
         """Reports of the commands that the last event ended."""
-        return [effect.report for effect in self.of(Conclude) if isinstance(effect.report, Report)]
+        return [effect.report for effect in self.of(events.Conclude) if isinstance(effect.report, Report)]
 
     @property
     def synced(self) -> list[SyncReport]:
         """Reports of the syncs that the last event ended."""
-        return [effect.report for effect in self.of(Conclude) if isinstance(effect.report, SyncReport)]
+        return [effect.report for effect in self.of(events.Conclude) if isinstance(effect.report, SyncReport)]
 
     @property
     def refused(self) -> list[tuple[int, str, str]]:
         """Ticket, kind and reason of what was refused."""
-        return [(effect.ticket, effect.kind, effect.reason) for effect in self.of(Refuse)]
+        return [(effect.ticket, effect.kind, effect.reason) for effect in self.of(events.Refuse)]
 
     @property
     def pinged(self) -> list[str]:
-        return [effect.peer for effect in self.of(Ping)]
+        return [effect.peer for effect in self.of(events.Ping)]
 
 
 def lines(report: Report) -> dict[str, object]:

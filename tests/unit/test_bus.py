@@ -12,6 +12,7 @@ from controlplane.bus.bus import Bus
 from controlplane.bus.operator import ask_status, submit
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.record.log import RunLog
+from schemas import errors
 from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import (
     Checkpoint,
@@ -24,16 +25,6 @@ from schemas.commands import (
     WeightSync,
 )
 from schemas.config import BusConfig
-from schemas.errors import (
-    AddressInUse,
-    BusAddressError,
-    BusClosed,
-    BusFaulted,
-    BusOverloaded,
-    BusUnreachable,
-    CommandError,
-    IdentityTaken,
-)
 from schemas.events import Resume
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped
@@ -175,7 +166,7 @@ async def test_a_second_agent_with_one_identity_is_turned_away_and_told_who_hold
         )
         async with second:
             held = r"agent 0\.0 is running as incarnation \w+ on .*, pid \d+"
-            with anyio.fail_after(20), pytest.raises(IdentityTaken, match=held):
+            with anyio.fail_after(20), pytest.raises(errors.IdentityTaken, match=held):
                 await second.run()
         assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
 
@@ -260,16 +251,16 @@ async def test_a_phase_of_a_sync_or_an_epoch_can_not_be_published(
     tmp_path: Path, context: Context, command: Command
 ) -> None:
     async with opened(tmp_path, context) as bus:
-        with pytest.raises(CommandError, match="can be published by itself"):
+        with pytest.raises(errors.CommandError, match="can be published by itself"):
             bus.publish(command, ALL, 1000)
         assert bus.state.seq == 1
 
 
 async def test_an_invalid_command_never_reaches_the_log(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
-        with pytest.raises(CommandError, match="not a command that can be published.*Nothing was sent"):
+        with pytest.raises(errors.CommandError, match="not a command that can be published.*Nothing was sent"):
             bus.publish(EngineCommand(operation="explode"), ALL, 1000)  # type: ignore[arg-type]
-        with pytest.raises(CommandError, match="not a command that can be published"):
+        with pytest.raises(errors.CommandError, match="not a command that can be published"):
             bus.publish(PAUSE, ALL, -5)
     assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
 
@@ -286,7 +277,7 @@ async def test_open_commands_are_bounded(tmp_path: Path, context: Context) -> No
     config = BusConfig(queue=3)
     async with opened(tmp_path, context, config=config) as bus:
         tickets = [bus.publish(PAUSE, ALL, 1000) for _ in range(3)]
-        with pytest.raises(BusOverloaded, match="3 commands are open"):
+        with pytest.raises(errors.BusOverloaded, match="3 commands are open"):
             bus.publish(PAUSE, ALL, 1000)
         for ticket in tickets:
             await ticket
@@ -299,14 +290,14 @@ async def test_open_commands_are_bounded(tmp_path: Path, context: Context) -> No
 async def test_a_second_bus_on_one_port_is_refused(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         second = Bus(bus.address, RunLog.open(tmp_path / "other.db"), context=context)
-        with pytest.raises(AddressInUse, match=bus.address.rpartition(":")[2]):
+        with pytest.raises(errors.AddressInUse, match=bus.address.rpartition(":")[2]):
             await second.__aenter__()
         assert (await bus.publish(PAUSE, ALL, 1000)).outcomes == ()
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:5555", "http://127.0.0.1:1", "127.0.0.1:5555", ""])
 async def test_a_public_or_invalid_address_is_refused(tmp_path: Path, context: Context, address: str) -> None:
-    with pytest.raises(BusAddressError):
+    with pytest.raises(errors.BusAddressError):
         async with opened(tmp_path, context, address):
             pass
     RunLog.open(tmp_path / "run.db").close()  # and the log is free again
@@ -322,12 +313,12 @@ async def test_a_bus_that_can_not_record_stops_publishing(tmp_path: Path, contex
         (pages,) = log._file._connection.execute("PRAGMA page_count").fetchone()
         log._file._connection.execute(f"PRAGMA max_page_count = {pages}")
         full = "has stopped publishing: .*no space left"
-        with anyio.fail_after(20), pytest.raises(BusFaulted, match=full):
+        with anyio.fail_after(20), pytest.raises(errors.BusFaulted, match=full):
             while True:
                 await bus.publish(FLUSH, ALL, 10_000)
-        with pytest.raises(BusFaulted):
+        with pytest.raises(errors.BusFaulted):
             bus.publish(RESUME, ALL, 10_000)
-        with pytest.raises(CommandError, match="has stopped publishing"):
+        with pytest.raises(errors.CommandError, match="has stopped publishing"):
             await submit(bus.address, RESUME, ALL, 1.0)
         assert (await ask_status(bus.address)).seq >= 2
         assert Resume() not in engines[0].calls  # the last flush may still be on its way
@@ -348,9 +339,9 @@ async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> No
             await reached(bus, lambda state: state.seq == 2)
         assert outcomes(await ticket) == {"0.0": "bus_restarted"}
         gate.set()
-        with pytest.raises(BusClosed):
+        with pytest.raises(errors.BusClosed):
             bus.publish(PAUSE, ALL, 1000)
-        with pytest.raises(BusClosed):
+        with pytest.raises(errors.BusClosed):
             await bus.wait_until(lambda state: False)
 
 
@@ -384,10 +375,10 @@ async def test_an_operator_sees_the_fleet_and_publishes_a_command(tmp_path: Path
         await reached(bus, lambda state: (status := state.members["0.0"].status) is not None and not status.generating)
         fleet_seen = await ask_status(bus.address)
         assert (fleet_seen.seq, [line.agent for line in fleet_seen.agents]) == (2, ["0.0", "0.1"])
-        with pytest.raises(CommandError, match="can be published by itself"):
+        with pytest.raises(errors.CommandError, match="can be published by itself"):
             await submit(bus.address, EpochStart(previous_epoch=0, logic=1), ALL, 1.0)  # type: ignore[arg-type]
 
 
 async def test_an_operator_without_a_bus_gets_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(BusUnreachable, match=r"no bus answered at ipc://.*within 0.1 s"):
+    with pytest.raises(errors.BusUnreachable, match=r"no bus answered at ipc://.*within 0.1 s"):
         await ask_status(f"ipc://{tmp_path}/nobody", 0.1)

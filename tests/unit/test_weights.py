@@ -2,6 +2,7 @@
 
 import pytest
 
+from controlplane.machine.events import SyncRequested
 from controlplane.machine.weights import Sync, next_phase, primary_conclusions
 from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
 from schemas.desired import Committed, Desired
@@ -324,7 +325,9 @@ def report(**conclusions: Conclusion) -> Report:
     return Report(seq=1, origin=1, command=WeightSync(phase="load", version=1), outcomes=outcomes)
 
 
-SYNC = Sync(
+REQUEST = SyncRequested(
+    at_us=0,
+    at_ns=0,
     ticket=1,
     version=1,
     source=V1,
@@ -333,9 +336,8 @@ SYNC = Sync(
     quorum=None,
     target=Target(),
     timeout_ms=1,
-    phase="load",
-    members=frozenset({0, 1, 2}),
 )
+SYNC = Sync(request=REQUEST, phase="load", members=frozenset({0, 1, 2}))
 
 
 def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
