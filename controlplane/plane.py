@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from anyio import CancelScope, fail_after, to_thread
@@ -92,7 +91,9 @@ class ControlPlane:
     ) -> None:
         self._address, self._log, self._run = address, log, run
         self._config = config or BusConfig()
-        self._profiling = Profiling(profiler or ProfilerConfig(), self._publish_profile, self._live_identities)
+        self._profiling = Profiling(
+            profiler or ProfilerConfig(), lambda *order: self.bus.publish(*order), self._live_identities
+        )
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         self._opened: ExitStack | None = None
         self._bus: Bus
@@ -127,18 +128,14 @@ class ControlPlane:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         await to_thread.run_sync(self.open)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         with CancelScope(shield=True):
             await to_thread.run_sync(self.close)
 
@@ -179,9 +176,6 @@ class ControlPlane:
     def _live_identities(self) -> list[Identity]:
         members = self.bus.state.members.values()  # a state is replaced, never changed: any thread may read it
         return [member.hello.identity for member in members if member.state == "live"]
-
-    def _publish_profile(self, command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
-        return self.bus.publish(command, target, timeout_ms)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -353,23 +347,15 @@ async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[F
             await bus.wait_until(complete)
         ticket.resolve(bus.status())
     except TimeoutError:
-        ticket.fail(AgentsMissing(_who_is_missing(bus.status(), count, timeout_s)))
+        ticket.fail(
+            AgentsMissing(
+                f"expected {count} agents, all of them ready, within {timeout_s:g} s:\n{bus.status()}\n"
+                "Read the logs of the others: each says which address it connects to and what it waits for"
+            )
+        )
     except BaseException as error:
         ticket.fail(error if isinstance(error, RolloutctlError) else BusClosed("the bus was closed meanwhile"))
         raise
-
-
-def _who_is_missing(fleet: FleetStatus, count: int, timeout_s: float) -> str:
-    present = [
-        f"  {line.agent} on {line.host}: {line.state}, {'ready' if line.status and line.status.ready else 'not ready'}"
-        + (f", engine {line.status.engine}" if line.status else "")
-        for line in fleet.agents
-    ]
-    return (
-        f"expected {count} agents within {timeout_s:g} s; these registered:\n"
-        + ("\n".join(present) or "  none")
-        + "\nRead the logs of the others: each says which address it connects to and what it waits for"
-    )
 
 
 def _target(replicas: Replicas) -> Target:

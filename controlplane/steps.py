@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import TracebackType
 from typing import Final
 
 from msgspec.structs import replace
@@ -169,17 +168,13 @@ class Step:
     def __enter__(self) -> None:
         self._wait(self._profiling.begin_step(self._step))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._wait(self._profiling.end_step(self._step))
 
     async def __aenter__(self) -> None:
         await self._wait_async(self._profiling.begin_step(self._step))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._wait_async(self._profiling.end_step(self._step))
 
     def _wait(self, tickets: list[Ticket[Report]]) -> None:

@@ -4,7 +4,7 @@ import logging
 import signal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
@@ -23,27 +23,6 @@ if TYPE_CHECKING:
     from workers.router import Router
 
 logger = logging.getLogger("rolloutctl.agent")
-
-
-class EngineOptions(TypedDict):
-    """Options that describe the engine and how to reach it."""
-
-    kind: str
-    url: str | None
-    api_key_file: Path | None
-    launch: bool
-    dist_init: str | None
-    launch_log: Path | None
-    up_within: float
-    router: str | None
-    worker_url: str | None
-    serve: str | None
-    seed: int
-    checkpoints: Path
-    traces: Path | None
-    finish_hook: str | None
-    profiler: Path | None
-    command: tuple[str, ...]
 
 
 ENGINES = ("tiny", "sglang", "vllm")
@@ -99,7 +78,7 @@ def agent(
     gpus_per_node: int,
     mode: str,
     state_dir: Path,
-    **engine: Unpack[EngineOptions],
+    **engine: Any,
 ) -> None:
     """Run the agent of one node. It connects to the bus, executes every command, and answers.
 
@@ -166,7 +145,7 @@ async def _end_on_signal(
             scope.cancel()
 
 
-def _profiler(options: EngineOptions) -> ProfilerConfig:
+def _profiler(options: dict[str, Any]) -> ProfilerConfig:
     """What this node needs of the profiler configuration: folder of traces, hook, and what the engine records."""
     config = ProfilerConfig(plan=ProfilePlan(enabled=False))
     if options["profiler"] is not None:
@@ -181,7 +160,7 @@ def _profiler(options: EngineOptions) -> ProfilerConfig:
     )
 
 
-def _engine(place: Identity, options: EngineOptions, traces: Path) -> Engine:
+def _engine(place: Identity, options: dict[str, Any], traces: Path) -> Engine:
     """The engine that the options name, without its launch."""
     if options["command"] and not options["launch"]:
         raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
@@ -189,40 +168,38 @@ def _engine(place: Identity, options: EngineOptions, traces: Path) -> Engine:
     if options["kind"] == "tiny":
         from workers.engines.tiny.engine import TinyEngine
 
-        serve, seed = options["serve"], options["seed"]
-        return TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=serve, seed=seed)
+        return TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=options["serve"], seed=options["seed"])
     from workers.engines.http import api_key
     from workers.engines.sglang.engine import SGLangEngine
     from workers.engines.sglang.server import SGLangServer
     from workers.engines.vllm.engine import VLLMEngine
     from workers.engines.vllm.server import VLLMServer
 
-    url, key = options["url"], api_key(options["api_key_file"])
+    kind, url, key = options["kind"], options["url"], api_key(options["api_key_file"])
     if url is None and place.node_rank == 0:
-        raise ConfigError(f"--engine {options['kind']} on node rank 0 needs --url http://HOST:PORT of its server.")
-    if options["kind"] == "vllm":
+        raise ConfigError(f"--engine {kind} on node rank 0 needs --url http://HOST:PORT of its server.")
+    if kind == "vllm":
         return VLLMEngine(place, VLLMServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
     return SGLangEngine(place, SGLangServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
 
 
 def _launched(
-    place: Identity, state_dir: Path, options: EngineOptions, engine: Engine, profiler: ProfilerConfig
+    place: Identity, state_dir: Path, options: dict[str, Any], engine: Engine, profiler: ProfilerConfig
 ) -> Engine:
-    from workers.server.command import Kind, profiled_command, server_command
+    from workers.server.command import profiled_command, server_command
     from workers.server.launch import LaunchedEngine, ServerProcess
 
     kind, command = options["kind"], options["command"]
     if kind == "tiny" or not command:
         raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
     log = options["launch_log"] or state_dir / f"server-{place.agent}.log"
-    server_kind: Kind = "vllm" if kind == "vllm" else "sglang"
-    full = server_command(server_kind, command, place, options["dist_init"])
-    full = profiled_command(server_kind, full, place, profiler.plan, Path(profiler.save_path))
+    full = server_command(kind, command, place, options["dist_init"])
+    full = profiled_command(kind, full, place, profiler.plan, Path(profiler.save_path))
     server = ServerProcess(full, log=log, name=f"{kind} server of agent {place.agent}")
     return LaunchedEngine(engine, server, up_within_s=options["up_within"])
 
 
-def _router(options: EngineOptions) -> "Router | None":
+def _router(options: dict[str, Any]) -> "Router | None":
     url, worker = options["router"], options["worker_url"] or options["url"]
     if url is None:
         return None

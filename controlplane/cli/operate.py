@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import click
@@ -13,10 +13,10 @@ from rich.console import Console
 
 from controlplane.bus.operator import ask_status, submit
 from controlplane.cli.explain import explain
-from controlplane.cli.tables import print_fleet, report_table
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.errors import ConfigError
 from schemas.identity import Tag
+from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import FleetStatus, Report
 
@@ -43,10 +43,11 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable
     def run(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, **options: Any) -> None:
         command = build(**options)
         report: Report = _run(partial(submit, bus, command, Target(replicas=replicas), timeout))
-        if as_json:
-            click.echo(msgspec.json.encode(report))
-        else:
-            Console().print(report_table(report))
+        _print(report, as_json)
+        if not as_json:
+            for outcome in report.outcomes:
+                for trace in outcome.conclusion.traces if isinstance(outcome.conclusion, Acted) else ():
+                    click.echo(f"  {outcome.agent}: {trace.path}")
         if report.failed or report.missing:
             click.get_current_context().exit(1)
 
@@ -57,17 +58,20 @@ def _run(ask: Callable[[], Any]) -> Any:
     return anyio.run(ask, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
+def _print(answer: FleetStatus | Report, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode(answer))
+    else:
+        Console().print(answer, soft_wrap=True, highlight=False)
+
+
 @click.command(short_help="Show every agent, its state, and what it waits for.")
 @_bus
 @_json
 @click.option("--timeout", type=click.FloatRange(0.01), default=5.0, show_default=True, help="Seconds to wait.")
 def status(bus: str, as_json: bool, timeout: float) -> None:
     """Show the fleet of a running bus."""
-    fleet: FleetStatus = _run(partial(ask_status, bus, timeout))
-    if as_json:
-        click.echo(msgspec.json.encode(fleet))
-    else:
-        print_fleet(Console(), fleet)
+    _print(_run(partial(ask_status, bus, timeout)), as_json)
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------
@@ -175,25 +179,13 @@ def pause(in_flight: Any) -> EngineCommand:
     return EngineCommand(operation="pause", mode=in_flight)
 
 
-@click.command()
-@_publishes
-def resume() -> EngineCommand:
-    """Resume generating."""
-    return EngineCommand(operation="resume")
+def _operation(operation: Literal["resume", "flush", "abort"], text: str) -> click.Command:
+    return click.command(operation, help=text)(_publishes(lambda: EngineCommand(operation=operation)))
 
 
-@click.command()
-@_publishes
-def flush() -> EngineCommand:
-    """Flush the prefix caches."""
-    return EngineCommand(operation="flush")
-
-
-@click.command()
-@_publishes
-def abort() -> EngineCommand:
-    """Abort all running requests."""
-    return EngineCommand(operation="abort")
+resume = _operation("resume", "Resume generating.")
+flush = _operation("flush", "Flush the prefix caches.")
+abort = _operation("abort", "Abort all running requests.")
 
 
 @click.command()

@@ -12,7 +12,6 @@ A test that uses the fixture `run_log` runs once for each of them:
 used, because every pytest run in an environment that has rolloutctl loads it.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,34 +81,24 @@ class RecordedRunItem(pytest.Item):
 
     def runtest(self) -> None:
         """Raise RecordedRunFailed if something is wrong."""
-        if problems := "\n".join(self._replay() if self._check == "replay" else self._verify()):
-            raise RecordedRunFailed(problems)
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The problems, without a traceback."""
-        return (
-            str(excinfo.value) if isinstance(excinfo.value, RecordedRunFailed) else super().repr_failure(excinfo, style)
-        )
-
-    def reportinfo(self) -> tuple[Path, None, str]:
-        """The location of the test: its log."""
-        return self._log, None, self.name
-
-    def _replay(self) -> Iterator[str]:
         from controlplane.cli.reducers import replay_file
-        from schemas.errors import RolloutctlError
-
-        try:
-            replay_file(self._log)
-        except RolloutctlError as error:
-            yield str(error)
-
-    def _verify(self) -> Iterator[str]:
         from controlplane.record.invariants import verify
         from controlplane.record.log import RunLog
         from schemas.errors import RolloutctlError
 
         try:
-            yield from map(str, verify(RunLog.read(self._log)))
+            if self._check == "replay":
+                replay_file(self._log)
+            elif violations := [str(violation) for violation in verify(RunLog.read(self._log))]:
+                raise RecordedRunFailed("\n".join(violations))
         except RolloutctlError as error:
-            yield str(error)
+            raise RecordedRunFailed(str(error)) from None
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The problems, without a traceback."""
+        error = excinfo.value
+        return str(error) if isinstance(error, RecordedRunFailed) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """The location of the test: its log."""
+        return self._log, None, self.name

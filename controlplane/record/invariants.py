@@ -5,7 +5,7 @@
     I3  at most once        one command has one outcome per agent, however often it arrived
     I4  monotonic           seq goes up by one; epochs, positions and committed versions never go down
     I5  every command ends  by its deadline, with one outcome for each agent that was in the fleet when it was issued
-    I6  no silent skip      every skip names its row of the decision table, every failure has a message
+    I6  no silent skip      every skip names its rule, every failure has a message
     I7  profiles close      no session is left open that nobody wants any more, with or without its trainer
     I8  no way back alive   a lost agent is told to say hello, and nothing it sends counts before that
 

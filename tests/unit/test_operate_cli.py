@@ -39,7 +39,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> Iterator[
 def test_status_shows_the_fleet(plane: ControlPlane) -> None:
     shown = rolloutctl("status", env={"ROLLOUTCTL_BUS": plane.address})
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "run.db" in shown.stdout and "0.1" in shown.stdout and "live" in shown.stdout
+    assert "run.db" in shown.stdout and "0.1" in shown.stdout and "v0, " in shown.stdout
 
 
 def test_status_as_json(plane: ControlPlane) -> None:

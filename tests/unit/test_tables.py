@@ -1,24 +1,13 @@
-"""The tables of `rolloutctl status` and of the demo."""
+"""The demo's table of commands."""
 
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
-from controlplane.cli.tables import command_table, print_fleet
+from controlplane.cli.tables import command_table
 from schemas.commands import ProfileCommand
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Reason, Skipped
-from schemas.reports import AgentLine, AgentOutcome, FleetStatus, Report
-
-
-@pytest.mark.parametrize(("state", "shown"), [("joining", "0.3 s"), ("live", "0.3 s"), ("gone", "-"), ("left", "-")])
-def test_silence_is_shown_only_of_agents_in_the_fleet(state: str, shown: str) -> None:
-    line = AgentLine(agent="1.0", incarnation="a", host="vm", state=state, silent_ms=300, seq=7, status=None)
-    fleet = FleetStatus(run="r", epoch=1, seq=7, version=0, log="run.db", agents=(line,))
-    printed = StringIO()
-    print_fleet(Console(file=printed, width=200), fleet)
-    row = next(line for line in printed.getvalue().splitlines() if "1.0" in line)
-    assert row.split("│")[4].strip() == shown
+from schemas.reports import AgentOutcome, Report
 
 
 def test_a_narrow_screen_cuts_skips_and_keeps_failures() -> None:
