@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 import msgspec
 
-from controlplane.cli.log_lines import format_decision
 from controlplane.cli.reducers import replay_file
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
+from controlplane.record.log_lines import format_decision
 from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.wire import DECODE_ERRORS
 

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import Violation, verify
+from controlplane.record.log_lines import format_observation
 from controlplane.report.fleet_history import AgentHistory, FleetHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
     CommandSummary,
@@ -25,7 +26,6 @@ from controlplane.report.model import (
     StepSummary,
     Straggler,
     command_kind,
-    format_engine,
     group_by_reason,
     rank_stragglers,
 )
@@ -414,7 +414,7 @@ class _Engines:
             if isinstance(effect, Perform):
                 self._in_flight[agent] = effect.call_id, str(effect.call.__struct_config__.tag), event.at_ms
             elif isinstance(effect, Answer) and isinstance(effect.outcome, Failed) and agent in self._seen:
-                self._note(agent, effect.seq, format_engine(self._seen[agent]))
+                self._note(agent, effect.seq, f"then held: {format_observation(self._seen[agent])}")
 
     def note_missing(self, agent: str, seq: int) -> None:
         """An agent did not answer a command: note when it was last heard."""

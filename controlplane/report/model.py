@@ -11,7 +11,6 @@ from itertools import accumulate
 from msgspec import Struct
 
 from schemas.commands import Command, ProfileCommand, WeightSync
-from schemas.events import Observation
 from schemas.formatting import agent_order, describe, format_agents, kind_and_reason
 from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
@@ -163,19 +162,6 @@ def command_kind(command: Command) -> str:
             return f"profile {command.action}"
         case _:
             return describe(command)
-
-
-def format_engine(seen: Observation) -> str:
-    """What an engine held and did when it was observed."""
-    if seen.version is None and seen.generating is None:  # a training rank
-        return "was profiling" if seen.profiling else "was not profiling"
-    parts = [f"v{seen.version}" if seen.version is not None else "unknown weights"]
-    parts += [f"digest {seen.digest[:12]}"] if seen.digest else []
-    parts += ["generating" if seen.generating else "paused"] if seen.generating is not None else []
-    parts += [f"asleep {' '.join(sorted(seen.asleep))}"] if seen.asleep else []
-    parts += ["profiling"] if seen.profiling else []
-    parts += [] if seen.tokenizer == "present" else [f"tokenizer {seen.tokenizer}"]
-    return f"then held {', '.join(parts)}"
 
 
 def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
+from controlplane.record.log_lines import format_agent_effect, format_agent_event, format_bus_event
 from controlplane.timeline.survey import BusRecord, LogSurvey, decode_entries
 from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent
 from schemas import events
@@ -111,14 +112,9 @@ class BusTracks:
                     if isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
                         yield from self._conclude(effect.report, at_ns)
                 yield from self.end(at_ns)
-                yield self._process.instant("fleet", f"bus of run {event.run} opens", at_ns)
-            case bus_events.HelloReceived():
-                text = f"hello from {event.hello.identity.agent} on {event.hello.host}"
-                yield self._process.instant("fleet", text, at_ns)
-            case bus_events.JoinReceived():
-                yield self._process.instant("fleet", f"{agent_of(event.peer)} joins", at_ns)
-            case bus_events.PeerLost():
-                yield self._process.instant("fleet", f"{agent_of(event.peer)} is lost: {event.reason}", at_ns)
+                yield self._process.instant("fleet", format_bus_event(event), at_ns)
+            case bus_events.HelloReceived() | bus_events.JoinReceived() | bus_events.PeerLost():
+                yield self._process.instant("fleet", format_bus_event(event), at_ns)
             case bus_events.AnswersReceived():
                 for answer in event.answers:
                     text = f"{agent_of(answer.peer)} {_short(answer.outcome)} (seq {answer.seq})"
@@ -220,12 +216,8 @@ class AgentTracks:
                     name = f"{tag} v{call.version}" if isinstance(call, events.Load) else str(tag)
                     args: dict[str, object] = {"kind": "effect", "call": effect.call_id}
                     self._call = effect, OpenSlice(self._process, "engine calls", name, at_ns, args)
-                case events.RequestResend():
-                    yield self._mark(f"requests the records from {effect.first} again", at_ns)
-                case events.RequestSnapshot():
-                    yield self._mark("requests a snapshot", at_ns)
-                case events.Restart():
-                    yield self._mark("restarts", at_ns)
+                case _:
+                    yield self._mark(format_agent_effect(effect), at_ns)
 
     def end(self, at_ns: int) -> Events:
         """End everything that is open as unfinished: the incarnation is over, or the log."""
@@ -236,12 +228,8 @@ class AgentTracks:
 
     def _draw_event(self, event: events.Event, at_ns: int) -> Events:
         match event:
-            case events.Started():
-                yield self._mark(f"starts as incarnation {event.incarnation[:8]}", at_ns)
-            case events.SnapshotReceived():
-                yield self._mark(f"snapshot of the desired state at seq {event.seq}", at_ns)
-            case events.LeaseExpired():
-                yield self._mark("the bus's lease expires", at_ns)
+            case events.Started() | events.SnapshotReceived() | events.LeaseExpired():
+                yield self._mark(format_agent_event(event), at_ns)
             case events.CommandReceived() if event.seq not in self._open:
                 args: dict[str, object] = {"kind": "decide", "seq": event.seq, "epoch": event.epoch}
                 name = f"{describe(event.command)} (seq {event.seq})"

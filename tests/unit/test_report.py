@@ -82,7 +82,10 @@ def test_a_refused_checkpoint_is_reported_with_its_message_and_the_state_of_the_
     report = recorded("torn-fleet")
     (failure,) = report.failures
     assert (failure.text, failure.agents, failure.kind) == ("weights prepare v2", "1.0", "failed")
-    assert failure.message.startswith("checkpoint refused") and failure.engines[0][1].startswith("then held v1")
+    assert (
+        failure.message.startswith("checkpoint refused")
+        and "then held: tiny 1, tokenizer present, v1, digest " in failure.engines[0][1]
+    )
     (out,) = report.quarantines
     assert (out.replica, out.version, out.reason_ended) == (1, 2, "the sync to v3 included it")
     assert report.tone == "warn"

@@ -1,4 +1,4 @@
-"""Recorded decisions as text, one line each. Pure."""
+"""Recorded decisions as text. Pure."""
 
 from collections.abc import Iterator
 from typing import assert_never
@@ -13,19 +13,20 @@ from schemas.wire import decode_command
 
 
 def format_decision(entry: LogEntry) -> str:
-    """Return what happened, then what was decided. Raises LogCorrupt for an entry that can't be read."""
+    """Return one line: what happened, then what was decided. Raises LogCorrupt for an entry that can't be read."""
     event, effects = entry.typed_event(), entry.typed_effects()
     if entry.agent:
-        parts = [_agent_event(event), *(_agent_effect(effect) for effect in effects)]  # type: ignore[arg-type]
+        parts = [format_agent_event(event), *(format_agent_effect(effect) for effect in effects)]  # type: ignore[arg-type]
     else:
-        parts = [_bus_event(event), *_bus_effects(effects)]  # type: ignore[arg-type]
+        parts = [format_bus_event(event), *_bus_effects(effects)]  # type: ignore[arg-type]
     return " -> ".join(parts)
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------
 
 
-def _bus_event(event: bus_events.CoordinatorEvent) -> str:
+def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
+    """Return what the bus saw."""
     match event:
         case bus_events.Opened():
             return f"bus of run {event.run} opens"
@@ -90,7 +91,8 @@ def _bus_effects(effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[
 # --- an agent ---------------------------------------------------------------------------------------------------------
 
 
-def _agent_event(event: events.Event) -> str:
+def format_agent_event(event: events.Event) -> str:
+    """Return what an agent saw."""
     match event:
         case events.Started():
             return f"starts as incarnation {event.incarnation[:8]}"
@@ -102,7 +104,7 @@ def _agent_event(event: events.Event) -> str:
             quarantined = ", quarantined" if desired.quarantined else ""
             return f"snapshot at seq {event.seq}: v{desired.version}, {desired.generation}{quarantined}"
         case events.EngineObserved():
-            return f"observes {_observation(event.observation)}"
+            return f"observes {format_observation(event.observation)}"
         case events.EngineReturned(result=events.Fault() as fault):
             return f"call {event.call_id} failed ({fault.kind}): {fault.message}"
         case events.EngineReturned():
@@ -115,16 +117,19 @@ def _agent_event(event: events.Event) -> str:
             assert_never(event)
 
 
-def _observation(seen: events.Observation) -> str:
+def format_observation(seen: events.Observation) -> str:
+    """Return what an engine holds and does."""
     parts = [f"{seen.engine}, tokenizer {seen.tokenizer}"]
     parts += [f"v{seen.version}"] if seen.version is not None else []
+    parts += [f"digest {seen.digest[:12]}"] if seen.digest else []
     parts += ["generating" if seen.generating else "paused"] if seen.generating is not None else []
     parts += [f"asleep {' '.join(sorted(seen.asleep))}"] if seen.asleep else []
     parts += ["profiling"] if seen.profiling else []
     return ", ".join(parts)
 
 
-def _agent_effect(effect: events.Effect) -> str:
+def format_agent_effect(effect: events.Effect) -> str:
+    """Return what an agent does."""
     match effect:
         case events.Perform():
             return f"call {effect.call_id}: {effect.call.__struct_config__.tag}"
