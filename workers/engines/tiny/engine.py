@@ -34,8 +34,8 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation
-from schemas.safetensors.format import TensorSpec, read_layout
-from schemas.safetensors.manifest import check_directory, check_layout, content_differs, require_same_model
+from schemas.safetensors.format import TensorSpec
+from schemas.safetensors.manifest import check_layout, content_differs
 from schemas.safetensors.paths import resolve_below
 from workers.engines.tiny.server import (
     Answer,
@@ -50,7 +50,6 @@ from workers.traces.node import collect_traces, require_writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workers.engines.tiny.model import TinyConfig
     from workers.engines.tiny.scheduler import Scheduler
 
 NAME: Final = "tiny 1"
@@ -66,7 +65,6 @@ class TinyEngine:
         traces: Root of the directories of profiling sessions.
         serve: `ipc://PATH` at which clients find its front end; None for no front end.
         seed: Of the weights that it starts with.
-        config: Shape of the model; None for the default one.
     """
 
     def __init__(
@@ -77,11 +75,10 @@ class TinyEngine:
         traces: Path,
         serve: str | None = None,
         seed: int = 0,
-        config: "TinyConfig | None" = None,
     ) -> None:
         self._identity = identity
         self._checkpoints, self._traces = checkpoints, traces
-        self._serve, self._seed, self._config = serve, seed, config
+        self._serve, self._seed = serve, seed
         self._instance = ""
         self._layout: dict[str, TensorSpec] = {}
         self._scheduler: Scheduler | None = None
@@ -136,7 +133,7 @@ class TinyEngine:
             version=0,
         )
         with ExitStack() as stack:
-            scheduler = Scheduler(self._config or TinyConfig(), self._seed, launched)
+            scheduler = Scheduler(TinyConfig(), self._seed, launched)
             stack.callback(scheduler.close)
             self._layout = layout(weights(scheduler.model))
             if self._serve is not None:
@@ -156,12 +153,12 @@ class TinyEngine:
         scheduler = self._require_scheduler()
         match call:
             case CheckSource():
-                self._check(call.source, call.manifest)
+                self._read(call.source, call.manifest)
             case Load():
                 tensors = self._read(call.source, call.manifest)
                 return Returned(digest=scheduler.run(scheduler.load, call.version, tensors))
             case Pause():
-                scheduler.run(scheduler.pause, call.mode).result()
+                scheduler.run(scheduler.pause, call.mode)
             case Resume():
                 scheduler.run(scheduler.resume)
             case Sleep():
@@ -201,27 +198,16 @@ class TinyEngine:
             raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
         return self._scheduler
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
+    def _read(self, source: Source, manifest: Manifest | None) -> "dict[str, Tensor]":
+        """Return the tensors of a source. Raises CheckpointError unless the model can load every byte of it."""
+        from workers.engines.tiny.model import digest, read
 
-    def _check(self, source: Source, manifest: Manifest | None) -> None:
-        """Raise CheckpointError unless the model could load every byte of the source now."""
         if not isinstance(source, Checkpoint):
             raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
         directory = resolve_below(self._checkpoints, source.path)
-        require_same_model(directory, self._layout, read_layout(directory))
+        tensors = read(directory, self._layout)
         if manifest is not None:
-            check_directory(directory, manifest)
-
-    def _read(self, source: Source, manifest: Manifest | None) -> "dict[str, Tensor]":
-        """Read a source that was checked. The files may have changed since, so the tensors themselves are checked."""
-        from workers.engines.tiny.model import digest, layout, read
-
-        directory = resolve_below(self._checkpoints, source.path)
-        tensors = read(directory)
-        found = layout(tensors)
-        require_same_model(directory, self._layout, found)
-        if manifest is not None:
-            check_layout(directory, found, manifest)
+            check_layout(directory, self._layout, manifest)
             if manifest.content is not None and (content := digest(tensors)) != manifest.content:
                 raise content_differs(directory, content, manifest)
         return tensors

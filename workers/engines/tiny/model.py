@@ -1,35 +1,32 @@
 """A small causal transformer, for the engine that samples from it and for the trainer that trains it.
 
-`TinyModel(config, seed)` is an ordinary torch module: call it for logits, differentiate them, step an optimizer.
-`log_probs` is what a policy gradient needs, and `save` writes a checkpoint that an engine can load. Engines call `step`
-instead, which computes only what a `KVCache` does not hold yet.
-
-Weights are deterministic in their seed, and nothing here touches torch's global random state.
+`TinyModel(config, seed)` is an ordinary torch module. `log_probs` is what a policy gradient needs, and `save` writes a
+checkpoint that an engine can load. Weights are deterministic in their seed, and nothing here touches torch's global
+random state, which belongs to the trainer.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import safetensors.torch
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
-from schemas.errors import CheckpointError, ConfigError
-from schemas.identity import Positive
+from schemas.errors import CheckpointError
 from schemas.safetensors.digest import tensor_digest
-from schemas.safetensors.format import TensorSpec, safetensors_files
-from workers.engines.checkpoint import TORCH_DTYPES
+from schemas.safetensors.format import TensorSpec, read_layout, safetensors_files
+from schemas.safetensors.manifest import require_same_model
 
-DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): dtype for dtype, name in TORCH_DTYPES.items()}
-"""Names of torch's dtypes in safetensors."""
+# The head is small, so that an untrained policy is close to uniform and explores.
+INITIAL_STD: Final = {"tokens.weight": 0.3, "positions.weight": 0.3, "head.weight": 0.05}
+"""Of the first weights; those of the other matrices come from their width."""
 
 
-class TinyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TinyConfig(Struct, frozen=True, kw_only=True):
     """The shape of the model.
 
     Attributes:
@@ -40,72 +37,33 @@ class TinyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         context: Most tokens of prompt and completion together.
     """
 
-    vocab: Positive = 32
-    hidden: Positive = 48
-    heads: Positive = 4
-    layers: Positive = 2
-    context: Positive = 64
-
-    def __post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise ConfigError(f"hidden={self.hidden} is not a multiple of heads={self.heads}")
-
-
-class KVCache:
-    """Keys and values of the tokens computed so far, one row per running prompt.
-
-    The position behind the last one is scratch space: the padding of a batch is written there and never read.
-    """
-
-    def __init__(self, config: TinyConfig, rows: int) -> None:
-        shape = (config.layers, rows, config.heads, config.context + 1, config.hidden // config.heads)
-        self.keys = torch.zeros(shape)
-        self.values = torch.zeros(shape)
-
-
-class _CacheView:
-    """The part of a cache that one forward uses: its rows [B], and the positions [B, T] of the tokens that are fed."""
-
-    def __init__(self, cache: KVCache, rows: Tensor, positions: Tensor, length: int) -> None:
-        self._cache, self._rows, self._positions, self._length = cache, rows, positions, length
-        self.mask = (torch.arange(length) <= positions[:, :, None])[:, None]
-
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of the fed tokens, [B, T, H, D]; return all of these rows, [B, H, length, D]."""
-        rows, cache = self._rows, self._cache
-        cache.keys[layer, rows[:, None], :, self._positions] = keys
-        cache.values[layer, rows[:, None], :, self._positions] = values
-        return cache.keys[layer][rows, :, : self._length], cache.values[layer][rows, :, : self._length]
+    vocab: int = 32
+    hidden: int = 48
+    heads: int = 4
+    layers: int = 2
+    context: int = 64
 
 
 class Block(nn.Module):
     """Attention and a feed-forward layer, each with its norm before it."""
 
-    def __init__(self, config: TinyConfig, layer: int, generator: torch.Generator) -> None:
+    def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         hidden = config.hidden
-        self._layer, self._heads = layer, config.heads
-        self.attention_norm = nn.LayerNorm(hidden)
-        self.qkv = _matrix(3 * hidden, hidden, generator)
-        self.out = _matrix(hidden, hidden, generator)
-        self.mlp_norm = nn.LayerNorm(hidden)
-        self.up = _matrix(4 * hidden, hidden, generator)
-        self.down = _matrix(hidden, 4 * hidden, generator)
+        self._heads = config.heads
+        self.norm = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
-    def forward(self, x: Tensor, view: _CacheView | None) -> Tensor:
-        """Map x [B, T, hidden] to the same shape. With a view, each token also attends to those in the cache."""
-        batch, time, hidden = x.shape
-        mixed = functional.linear(self.attention_norm(x), self.qkv)
-        query, key, value = mixed.view(batch, time, 3, self._heads, hidden // self._heads).unbind(2)
-        attend = functional.scaled_dot_product_attention
-        if view is None:
-            seen = attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True)
-        else:
-            keys, values = view.extend(self._layer, key, value)
-            seen = attend(query.transpose(1, 2), keys, values, attn_mask=view.mask)
-        x = x + functional.linear(seen.transpose(1, 2).reshape(batch, time, hidden), self.out)
-        widened = functional.gelu(functional.linear(self.mlp_norm(x), self.up))
-        return x + functional.linear(widened, self.down)
+    def forward(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map x [B, T, hidden] to the same shape; return it with the keys and values [2, B, heads, past + T, D]."""
+        query, *new = self.qkv(self.norm(x)).unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
+        cache = torch.stack(new) if past is None else torch.cat([past, torch.stack(new)], dim=-2)
+        mixed = functional.scaled_dot_product_attention(query, cache[0], cache[1], is_causal=past is None)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm(x)))), cache
 
 
 class TinyModel(nn.Module):
@@ -113,77 +71,41 @@ class TinyModel(nn.Module):
 
     def __init__(self, config: TinyConfig, seed: int = 0) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
         self.config = config
-        self.tokens = _matrix(config.vocab, config.hidden, generator, std=0.3)
-        self.positions = _matrix(config.context, config.hidden, generator, std=0.3)
-        self.blocks = nn.ModuleList(Block(config, layer, generator) for layer in range(config.layers))
-        self.norm = nn.LayerNorm(config.hidden)
-        # Small, so that an untrained policy is close to uniform and explores.
-        self.head = _matrix(config.vocab, config.hidden, generator, std=0.05)
+        with torch.device("meta"):  # on a real device, the layers would draw from torch's global random state
+            self.tokens = nn.Embedding(config.vocab, config.hidden)
+            self.positions = nn.Embedding(config.context, config.hidden)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = nn.LayerNorm(config.hidden, elementwise_affine=False)
+            self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        for name, matrix in self.named_parameters():
+            nn.init.normal_(matrix, std=INITIAL_STD.get(name, matrix.shape[1] ** -0.5), generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token after each of `tokens` [B, T], T <= context: [B, T, vocab]."""
-        return functional.linear(self._encode(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None), self.head)
-
-    def step(self, fed: Sequence[Sequence[int]], cached: Sequence[int], rows: Sequence[int], cache: KVCache) -> Tensor:
-        """Compute one forward over what the cache lacks.
+    def forward(self, tokens: Tensor, past: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Compute one forward.
 
         Args:
-            fed: Tokens of each of B prompts that the cache does not hold yet, at least one each.
-            cached: How many tokens of each the cache holds.
-            rows: Row of each in the cache.
-            cache: Extended by the fed tokens.
+            tokens: [B, T]; with a past they are the one token after it, [B, 1].
+            past: Keys and values of the tokens before, as an earlier forward returned them. It is not changed.
 
         Returns:
-            Logits [B, vocab] of the token after the last one fed.
+            Logits of the next token after each of `tokens` [B, T, vocab], and the keys and values of all tokens so far
+            [layers, 2, B, heads, past + T, hidden / heads].
         """
-        tokens = pad_sequence([torch.tensor(row) for row in fed], batch_first=True)
-        lengths, starts = torch.tensor([len(row) for row in fed]), torch.tensor(cached)
-        offsets = torch.arange(tokens.shape[1])
-        positions = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, self.config.context)
-        view = _CacheView(cache, torch.tensor(rows), positions, int((starts + lengths).max()))
-        encoded = self._encode(tokens, positions, view)
-        return functional.linear(encoded[torch.arange(len(fed)), lengths - 1], self.head)
-
-    def _encode(self, tokens: Tensor, positions: Tensor, view: _CacheView | None) -> Tensor:
-        places = functional.embedding(positions.clamp(max=self.config.context - 1), self.positions)
-        x = functional.embedding(tokens, self.tokens) + places
-        for block in self.blocks:
-            x = block(x, view)
-        encoded: Tensor = self.norm(x)
-        return encoded
-
-
-def _matrix(rows: int, columns: int, generator: torch.Generator, std: float | None = None) -> nn.Parameter:
-    # Not nn.Linear: it draws its first values from torch's global state, which belongs to the trainer.
-    return nn.Parameter(torch.empty(rows, columns).normal_(0.0, std or columns**-0.5, generator=generator))
-
-
-# --- policy -----------------------------------------------------------------------------------------------------------
-
-
-def choose(logits: Tensor, temperature: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw one token per row.
-
-    Args:
-        logits: [B, vocab].
-        temperature: [B]; 0 takes the likeliest token.
-        random: Source of the draws.
-
-    Returns:
-        The tokens [B], and their log-probabilities [B] under the distribution that they were drawn from (at
-        temperature 1 where the temperature is 0).
-    """
-    log_probabilities = (logits / torch.where(temperature > 0, temperature, 1.0)[:, None]).log_softmax(-1)
-    drawn = torch.multinomial(log_probabilities.exp(), 1, generator=random)[:, 0]
-    chosen = torch.where(temperature > 0, drawn, logits.argmax(-1))
-    return chosen, log_probabilities.gather(-1, chosen[:, None])[:, 0]
+        start = 0 if past is None else past.shape[-2]
+        x = self.tokens(tokens) + self.positions(torch.arange(start, start + tokens.shape[1]))
+        caches = []
+        for layer, block in enumerate(self.blocks):
+            x, cache = block(x, None if past is None else past[layer])
+            caches.append(cache)
+        return self.head(self.norm(x)), torch.stack(caches)
 
 
 def log_probs(model: TinyModel, tokens: Tensor) -> Tensor:
     """Log-probability of each token after the first, given those before it: [B, T] -> [B, T-1]. Differentiable."""
-    logits: Tensor = model(tokens[:, :-1])
+    logits: Tensor = model(tokens[:, :-1])[0]
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
 
 
@@ -191,30 +113,25 @@ def log_probs(model: TinyModel, tokens: Tensor) -> Tensor:
 
 
 def weights(model: TinyModel) -> dict[str, Tensor]:
-    """Return the live tensors of the model by name, sorted. They share its memory."""
-    return {name: tensor.detach() for name, tensor in sorted(model.named_parameters())}
+    """Return the live tensors of the model by name. They share its memory."""
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     """Return dtype and shape of tensors by name, as `schemas.safetensors.format.read_layout` reads them from a file."""
-    return {name: TensorSpec(_dtype(tensors[name]), tuple(tensors[name].shape)) for name in sorted(tensors)}
+    return {name: TensorSpec(tensor["dtype"], tuple(tensor["shape"])) for name, tensor in _serialized(tensors)}
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the content digest of tensors, which is that of a checkpoint with the same tensors."""
     return tensor_digest(
-        (name, _dtype(tensor), tuple(tensor.shape), _raw(tensor)) for name, tensor in sorted(tensors.items())
+        (name, tensor["dtype"], tensor["shape"], tensor["data"]) for name, tensor in _serialized(tensors)
     )
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _dtype(tensor: Tensor) -> str:
-    if tensor.dtype not in DTYPES:
-        raise ConfigError(f"safetensors has no tensors of {tensor.dtype}")
-    return DTYPES[tensor.dtype]
+def _serialized(tensors: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
+    """Dtype, shape and raw data of each tensor, as in a file; sorted by name."""
+    return sorted(safetensors.deserialize(safetensors.torch.save(dict(tensors))))
 
 
 def save(model: TinyModel, directory: Path) -> None:
@@ -230,8 +147,9 @@ def save(model: TinyModel, directory: Path) -> None:
     part.unlink()
 
 
-def read(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint that was checked. Raises CheckpointError when it has changed since."""
+def read(directory: Path, held: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint. Raises CheckpointError unless it is whole and of the layout that is held."""
+    require_same_model(directory, held, read_layout(directory))
     found: dict[str, Tensor] = {}
     for path in safetensors_files(directory):
         try:
@@ -241,4 +159,5 @@ def read(directory: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"checkpoint refused: {path} changed while it was read: {error}. Nothing was loaded."
             ) from error
+    require_same_model(directory, held, layout(found))  # the files may have changed since their headers were read
     return found
