@@ -15,36 +15,14 @@ from typing import TYPE_CHECKING, Final, assert_never
 from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
+from schemas import events
 from schemas.commands import Checkpoint, Manifest, Source
 from schemas.errors import CheckpointError, EngineError
-from schemas.events import (
-    Abort,
-    CheckProfile,
-    CheckSource,
-    EngineCall,
-    Flush,
-    Load,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
 from schemas.identity import Identity, Operation
 from schemas.safetensors.format import TensorSpec
 from schemas.safetensors.manifest import check_layout, content_differs
 from schemas.safetensors.paths import resolve_below
-from workers.engines.tiny.server import (
-    Answer,
-    Completions,
-    Generate,
-    Request,
-    TinyServer,
-    WeightsDescription,
-)
+from workers.engines.tiny import server
 from workers.traces.node import collect_traces, require_writable
 
 if TYPE_CHECKING:
@@ -68,13 +46,7 @@ class TinyEngine:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        *,
-        checkpoints: Path,
-        traces: Path,
-        serve: str | None = None,
-        seed: int = 0,
+        self, identity: Identity, *, checkpoints: Path, traces: Path, serve: str | None = None, seed: int = 0
     ) -> None:
         self._identity = identity
         self._checkpoints, self._traces = checkpoints, traces
@@ -90,13 +62,13 @@ class TinyEngine:
         if self._identity.node_rank == 0:
             await to_thread.run_sync(self._launch)
 
-    async def observe(self) -> Observation:
+    async def observe(self) -> events.Observation:
         """Return what the engine is between two commands."""
         if self._scheduler is None:
-            return Observation(engine=NAME, instance=self._instance, tokenizer="absent")
+            return events.Observation(engine=NAME, instance=self._instance, tokenizer="absent")
         return self._scheduler.observation
 
-    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
+    async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
         with CancelScope(shield=True):
             returned = await to_thread.run_sync(self._perform, call)
@@ -122,7 +94,7 @@ class TinyEngine:
             ) from error
 
         prepare()
-        launched = Observation(
+        launched = events.Observation(
             engine=NAME,
             instance=self._instance,
             tokenizer="present",
@@ -137,66 +109,61 @@ class TinyEngine:
             stack.callback(scheduler.close)
             self._layout = layout(weights(scheduler.model))
             if self._serve is not None:
-                stack.callback(TinyServer(self._serve, self._respond).close)
+                stack.callback(server.TinyServer(self._serve, self._respond).close)
             self._scheduler = scheduler
             self._resources = stack.pop_all()
 
-    def _respond(self, request: Request) -> Answer:
+    def _respond(self, request: server.Request) -> server.Answer:
         """Answer a client of the front end, on a thread of its connection."""
         scheduler = self._require_scheduler()
-        if isinstance(request, Generate):
-            return Completions(scheduler.generate(request))
+        if isinstance(request, server.Generate):
+            return server.Completions(scheduler.generate(request))
         held = scheduler.observation
-        return WeightsDescription(version=held.version or 0, digest=held.digest or "")
+        return server.WeightsDescription(version=held.version or 0, digest=held.digest or "")
 
-    def _perform(self, call: EngineCall) -> Returned:
+    def _perform(self, call: events.EngineCall) -> events.Returned:
         scheduler = self._require_scheduler()
         match call:
-            case CheckSource():
+            case events.CheckSource():
                 self._read(call.source, call.manifest)
-            case Load():
+            case events.Load():
                 tensors = self._read(call.source, call.manifest)
-                return Returned(digest=scheduler.run(scheduler.load, call.version, tensors))
-            case Pause():
+                return events.Returned(digest=scheduler.run(scheduler.load, call.version, tensors))
+            case events.Pause():
                 scheduler.run(scheduler.pause, call.mode)
-            case Resume():
+            case events.Resume():
                 scheduler.run(scheduler.resume)
-            case Sleep():
+            case events.Sleep():
                 scheduler.run(scheduler.sleep, call.tags)
-            case Wake():
+            case events.Wake():
                 scheduler.run(scheduler.wake, call.tags)
-            case Flush():
+            case events.Flush():
                 scheduler.run(scheduler.flush)
-            case Abort():
+            case events.Abort():
                 scheduler.run(scheduler.abort)
-            case _:
+            case events.CheckProfile() | events.StartProfile() | events.StopProfile():
                 return self._profile(scheduler, call)
-        return Returned()
-
-    def _profile(self, scheduler: "Scheduler", call: CheckProfile | StartProfile | StopProfile) -> Returned:
-        match call:
-            case CheckProfile():
-                from workers.engines.tiny.profile import require_supported
-
-                require_supported(call.plan)
-                require_writable(self._traces, "The engine")
-                return Returned()
-            case StartProfile():
-                name = f"tiny-{self._instance}-step{call.session.step}.pt.trace.json"
-                file = resolve_below(self._traces, call.directory) / name
-                scheduler.run(scheduler.start_profile, call.session.plan, file)
-                return Returned()
-            case StopProfile():
-                ended = scheduler.run(scheduler.stop_profile)
-                traces = collect_traces(self._traces.resolve(), call.directory, call.session.plan, self._identity)
-                return replace(traces, auto_stopped=ended)
             case _:
                 assert_never(call)
+        return events.Returned()
 
-    def _require_scheduler(self) -> "Scheduler":
-        if self._scheduler is None:
-            raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
-        return self._scheduler
+    def _profile(
+        self, scheduler: "Scheduler", call: events.CheckProfile | events.StartProfile | events.StopProfile
+    ) -> events.Returned:
+        from workers.engines.tiny.profile import require_supported
+
+        if isinstance(call, events.CheckProfile):
+            require_supported(call.plan)
+            require_writable(self._traces, "The engine")
+            return events.Returned()
+        plan = call.session.plan
+        if isinstance(call, events.StartProfile):
+            name = f"tiny-{self._instance}-step{call.session.step}.pt.trace.json"
+            scheduler.run(scheduler.start_profile, plan, resolve_below(self._traces, call.directory) / name)
+            return events.Returned()
+        ended = scheduler.run(scheduler.stop_profile)
+        traces = collect_traces(self._traces.resolve(), call.directory, plan, self._identity)
+        return replace(traces, auto_stopped=ended)
 
     def _read(self, source: Source, manifest: Manifest | None) -> "dict[str, Tensor]":
         """Return the tensors of a source. Raises CheckpointError unless the model can load every byte of it."""
@@ -211,3 +178,8 @@ class TinyEngine:
             if manifest.content is not None and (content := digest(tensors)) != manifest.content:
                 raise content_differs(directory, content, manifest)
         return tensors
+
+    def _require_scheduler(self) -> "Scheduler":
+        if self._scheduler is None:
+            raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
+        return self._scheduler

@@ -58,7 +58,7 @@ class ForwardProfile:
         self._forwards = 0
         self._profiler: _KinetoProfile | None = None
         self._failure: EngineError | None = None
-        self._closed = self._auto_stopped = False
+        self._auto_stopped = False
         process_profiler.acquire()
         try:
             make_fresh(file.parent)
@@ -93,7 +93,8 @@ class ForwardProfile:
         Raises:
             EngineError: Recording or writing failed.
         """
-        self._finish()
+        if not self._auto_stopped:
+            self._finish()
         if self._failure is not None:
             raise self._failure
         return self._auto_stopped
@@ -107,24 +108,16 @@ class ForwardProfile:
         self._profiler = profiler
 
     def _finish(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._profiler is not None:
-            try:
+        try:
+            if self._profiler is not None:
                 process_profiler.stop(self._profiler)
-                self._export(self._profiler)
-            except EngineError as error:
-                self._failure = error
-            except (OSError, RuntimeError) as error:
-                self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
-        self._profiler = None
-        process_profiler.release()
-
-    def _export(self, profiler: _KinetoProfile) -> None:
-        profiler.export_chrome_trace(str(self.file))
-        if not self.file.exists():  # torch 2.13 removes a file that it could not complete, often without an error
-            raise EngineError(
-                f"the trace {self.file} was not written to its end, and torch removed it: is the disk full? The "
-                "session is closed."
-            )
+                self._profiler.export_chrome_trace(str(self.file))
+                if not self.file.exists():  # torch 2.13 removes a file that it could not complete, often silently
+                    raise OSError("torch removed it unfinished: is the disk full?")
+        except EngineError as error:
+            self._failure = error
+        except (OSError, RuntimeError) as error:
+            self._failure = EngineError(f"the trace {self.file} was not written: {error}. The session is closed.")
+        finally:
+            self._profiler = None
+            process_profiler.release()

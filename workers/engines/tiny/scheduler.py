@@ -235,7 +235,8 @@ class Scheduler:
         """Compute one forward of a request, then queue its next turn. Pausing ends the turns, `resume` begins them."""
         if self.observation.generating and request in self._requests:
             self._step(request)
-            self._thread.submit(self._take_turn, request)
+            with suppress(RuntimeError):  # the engine closes, and will answer the request
+                self._thread.submit(self._take_turn, request)
 
     def _step(self, request: _Request) -> None:
         """Generate one token for each prompt of a request, and answer it if that was the last one."""

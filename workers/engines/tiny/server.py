@@ -1,8 +1,7 @@
 """The tiny engine's data plane: how prompts reach it, in place of another engine's HTTP server.
 
 It is no part of the bus. A client connects to a Unix socket, sends one request as a line of JSON, and reads the answer
-as a line of JSON. A request holds many prompts, which are sampled together. While the engine is paused, clients wait
-for their completions, as they do with the real engines.
+as a line of JSON. While the engine is paused, clients wait for their completions, as they do with the real engines.
 
 Needs no torch, so a client can run where torch is not installed.
 """
@@ -20,11 +19,10 @@ from msgspec import Meta, Struct
 
 from schemas.errors import EngineError
 from schemas.identity import Count, Name, Positive
+from schemas.wire import DECODE_ERRORS
 
 SCHEME: Final = "ipc://"
 LINE_BYTES_MAX: Final = 1 << 20
-POLL_S: Final = 0.1
-"""Between two looks of the server's thread at whether it should end."""
 
 T = TypeVar("T")
 
@@ -33,7 +31,7 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
     """Continue each prompt by `max_tokens` tokens.
 
     Attributes:
-        prompts: Token ids of each prompt.
+        prompts: Token ids of each prompt, which are sampled together and so have the same length.
         max_tokens: Length of every completion; the tiny model has no end-of-sequence token.
         temperature: 0 takes the likeliest token each time.
     """
@@ -106,15 +104,16 @@ class TinyServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 128
 
     def __init__(self, address: str, respond: Callable[[Request], Answer]) -> None:
+        self.respond = respond
         path = _path(address)
-        self._respond = respond
         try:
             if path.is_socket():
                 path.unlink()
             super().__init__(str(path), _Connection)
         except OSError as error:
             raise EngineError(f"the tiny engine can't listen at {address}: {error.strerror or error}.") from error
-        self._thread = Thread(target=self.serve_forever, args=(POLL_S,), name="tiny-server", daemon=True)
+        # It looks every 0.1 s whether it should end.
+        self._thread = Thread(target=self.serve_forever, args=(0.1,), name="tiny-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -123,23 +122,22 @@ class TinyServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._thread.join()
         self.server_close()
 
-    def answer(self, line: bytes) -> bytes:
-        """Return the answer to one encoded request. Never raises: what is wrong is answered."""
-        answer: Answer
-        try:
-            answer = self._respond(_request_decoder.decode(line))
-        except EngineError as error:
-            answer = RequestRefused(str(error))
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            answer = RequestRefused(f"the request can't be read: {error}.")
-        return msgspec.json.encode(answer) + b"\n"
-
 
 class _Connection(socketserver.StreamRequestHandler):
+    server: TinyServer
+
     def handle(self) -> None:
-        assert isinstance(self.server, TinyServer)
         with suppress(OSError):  # the client has gone, and loses its answer
-            self.wfile.write(self.server.answer(self.rfile.readline(LINE_BYTES_MAX)))
+            line = self.rfile.readline(LINE_BYTES_MAX)
+            self.wfile.write(msgspec.json.encode(self._answer(line)) + b"\n")
+
+    def _answer(self, line: bytes) -> Answer:
+        try:
+            return self.server.respond(_request_decoder.decode(line))
+        except EngineError as error:
+            return RequestRefused(str(error))
+        except DECODE_ERRORS as error:
+            return RequestRefused(f"the request can't be read: {error}.")
 
 
 class TinyClient:
