@@ -9,16 +9,12 @@ trainer sent, the profiler runs, and the log that the bus wrote is replayed at t
 import itertools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
 import click
@@ -33,7 +29,7 @@ from controlplane.record.log import RunLog
 from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
 from schemas.errors import AgentError, ConfigError
-from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
+from schemas.formatting import count_outcomes
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import Report
 
@@ -84,12 +80,9 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
         Nodes(plane.address, out) as nodes,
         TrainingRank(bus=plane.address, role="actor", rank=0, world_size=1, state_dir=state, profiler=config) as rank,
     ):
-        kill = (lambda: nodes.kill(1, 0)) if fault is not None else None
         agents, checkpoints = REPLICAS * NODES + 1, out / "checkpoints"
         training = Training(plane, rank, nodes.engines, agents=agents, checkpoints=checkpoints, seed=seed)
-        with console.status(f"starting {REPLICAS * NODES} agents"):
-            training.wait_for_agents()
-        rewards = training.run(steps, console, kill)
+        rewards = training.run(steps, console, kill=nodes.kill if fault else None)
         nodes.end()
     _summarize(console, out, rewards)
 
@@ -113,8 +106,8 @@ def _profiler(file: Path | None, steps: int, traces: Path) -> ProfilerConfig:
 
 
 def _summarize(console: Console, out: Path, rewards: list[float]) -> None:
-    """Show what happened, from the log alone; then replay the log."""
-    log = out / "run.db"
+    """Show what happened, from the log alone, and where everything is; then replay the log."""
+    log, traces = out / "run.db", out / "traces"
     effects = itertools.chain.from_iterable(entry.typed_effects() for entry in RunLog.read(log) if not entry.agent)
     reports = [
         effect.report for effect in effects if isinstance(effect, Conclude) and isinstance(effect.report, Report)
@@ -123,34 +116,21 @@ def _summarize(console: Console, out: Path, rewards: list[float]) -> None:
     conclusions = [outcome.conclusion for report in reports for outcome in report.outcomes]
     console.print()
     console.print(command_table(reports))
-    console.print(f"{len(reports)} commands: {_count(conclusions)}", highlight=False)
-    console.print(f"reward: {rewards[0]:.2f} at the first step, {rewards[-1]:.2f} at the last", highlight=False)
-    _show_files(console, out, {trace.path for done in conclusions if isinstance(done, Acted) for trace in done.traces})
-    console.print(f"\n[green]{replay_log(RunLog.read(log))}[/green]", highlight=False)
-
-
-def _count(conclusions: Iterable[Conclusion]) -> str:
-    counts: Counter[type[Conclusion]] = Counter(map(type, conclusions))
-    return ", ".join(f"{counts[kind]} {kind.__name__.lower()}" for kind in (Acted, Skipped, Failed, Missing))
-
-
-def _show_files(console: Console, out: Path, traces: Iterable[str]) -> None:
-    """Show where everything is, and the commands that look into it."""
-    log = out / "run.db"
-    console.print("\n[bold]Left behind[/bold]")
-    for trace in (out / "traces" / path for path in sorted(traces)):
-        if trace.exists():  # else it was relocated
-            console.print(f"  trace  {trace}", soft_wrap=True, highlight=False)
-    console.print(f"  log    {log}", soft_wrap=True, highlight=False)
     # After `make demo` the program is in a virtual environment, and not on the PATH.
     program = "rolloutctl" if shutil.which("rolloutctl") else Path(sys.executable).with_name("rolloutctl")
-    console.print("\n[bold]Look into it[/bold]")
-    for arguments, result in (
-        (f"log show {log}", "every decision, as a line of text"),
-        (f"report {log}", "one page for a browser"),
-        (f"timeline {log} --traces {out / 'traces'}", "one file for https://ui.perfetto.dev"),
+    for line in (
+        f"{len(reports)} commands: {count_outcomes(conclusions)}",
+        f"reward: {rewards[0]:.2f} at the first step, {rewards[-1]:.2f} at the last",
+        "\n[bold]Left behind[/bold]",
+        *(f"  trace  {trace}" for trace in sorted(traces.rglob("*.json*"))),
+        f"  log    {log}",
+        "\n[bold]Look into it[/bold]",
+        f"  {program} log show {log}   [dim]# every decision, as a line of text[/dim]",
+        f"  {program} report {log}   [dim]# one page for a browser[/dim]",
+        f"  {program} timeline {log} --traces {traces}   [dim]# one file for https://ui.perfetto.dev[/dim]",
+        f"\n[green]{replay_log(RunLog.read(log))}[/green]",
     ):
-        console.print(f"  {program} {arguments}   [dim]# {result}[/dim]", soft_wrap=True, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 # --- the agents -------------------------------------------------------------------------------------------------------
@@ -165,7 +145,7 @@ class Nodes:
 
     def __init__(self, bus: str, out: Path) -> None:
         self._bus, self._out = bus, out
-        self._processes: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._sockets = tempfile.TemporaryDirectory(prefix="rolloutctl-")  # a socket's path has at most 107 bytes
         self.engines = [f"ipc://{self._sockets.name}/engine-{replica}" for replica in range(REPLICAS)]
 
@@ -175,41 +155,36 @@ class Nodes:
             self._start(replica, node_rank)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
             process.kill()
             process.wait()
         self._sockets.cleanup()
 
-    def kill(self, replica: int, node_rank: int) -> None:
-        """End an agent with SIGKILL, and start it again."""
-        process = self._processes[replica, node_rank]
+    def kill(self) -> None:
+        """End agent 1.0 with SIGKILL, and start it again."""
+        process = self._processes["1.0"]
         process.kill()
         process.wait()
-        self._start(replica, node_rank)
+        self._start(1, 0)
 
     def end(self) -> None:
         """Have all agents shut down, so that the log gets their last decisions. Raises AgentError if one fails."""
         for process in self._processes.values():
-            process.send_signal(signal.SIGTERM)
-        for (replica, node_rank), process in self._processes.items():
-            code = process.wait(EXIT_TIMEOUT_S)
-            if code != 0:
-                raise AgentError(f"agent {replica}.{node_rank} ended with code {code}: {self._log(replica, node_rank)}")
-
-    def _log(self, replica: int, node_rank: int) -> Path:
-        return self._out / "logs" / f"agent-{replica}.{node_rank}.log"
+            process.terminate()
+        for agent, process in self._processes.items():
+            if (code := process.wait(EXIT_TIMEOUT_S)) != 0:
+                raise AgentError(f"agent {agent} ended with code {code}: {self._out}/logs/agent-{agent}.log")
 
     def _start(self, replica: int, node_rank: int) -> None:
+        agent = f"{replica}.{node_rank}"
         node = ["--replica", replica, "--node-rank", node_rank, "--nnodes", NODES]
         engine = ["--engine", "tiny", "--seed", ENGINE_SEED + replica]
         engine += ["--serve", self.engines[replica]] if node_rank == 0 else []
         folders = ["--checkpoints", self._out / "checkpoints", "--traces", self._out / "traces"]
         command = ["agent", "--bus", self._bus, *node, *engine, *folders, "--state-dir", self._out / "state"]
-        with self._log(replica, node_rank).open("ab") as log:
-            self._processes[replica, node_rank] = subprocess.Popen(
+        with (self._out / "logs" / f"agent-{agent}.log").open("ab") as log:
+            self._processes[agent] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "controlplane.cli", *map(str, command)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

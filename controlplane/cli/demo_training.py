@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from controlplane.plane import ControlPlane
 from schemas.errors import EngineError
@@ -31,53 +31,6 @@ START_TIMEOUT_S = 120.0
 """Limit for the slowest start of an agent."""
 
 
-class PolicyTrainer:
-    """The policy that is trained. The seed is that of its first weights and of the prompts."""
-
-    def __init__(self, config: TinyConfig, seed: int) -> None:
-        self._config = config
-        self._model = TinyModel(config, seed)
-        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=LEARNING_RATE)
-        self._random = torch.Generator().manual_seed(seed)
-
-    def prompts(self) -> list[list[int]]:
-        """Draw the prompts of a step: one random token each, the number to count from."""
-        starts = torch.randint(self._config.vocab, (PROMPTS,), generator=self._random)
-        return [[int(start)] for start in starts]
-
-    def learn(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> float:
-        """Make one update from what the engines sampled.
-
-        Completions that were cut short (their engine died, or was paused) take no part.
-
-        Returns:
-            The mean reward, between 0 and 1.
-        """
-        complete = [
-            [*prompt, *tokens] for prompt, tokens in zip(prompts, completions, strict=True) if len(tokens) == TOKENS
-        ]
-        if not complete:
-            return 0.0
-        sequences = torch.tensor(complete)
-        rewards = (sequences[:, 1:] == (sequences[:, :-1] + 1) % self._config.vocab).float()
-        advantages = rewards - rewards.mean(dim=0, keepdim=True)
-        loss = -(advantages * log_probs(self._model, sequences)).sum(dim=1).mean()
-        self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        return float(rewards.mean())
-
-    @property
-    def digest(self) -> str:
-        """Digest of the current weights, to compare with those that the engines report."""
-        return digest(weights(self._model))
-
-    def save(self, directory: Path) -> None:
-        """Write the weights as safetensors, whole or not at all."""
-        save(self._model, directory)
-
-
 class Training:
     """The training loop of the demo, as anyone would write it around a control plane.
 
@@ -87,7 +40,7 @@ class Training:
         engines: Address of each replica's engine.
         agents: Number of agents of the run, the trainer's own included.
         checkpoints: Root of the checkpoints.
-        seed: Of the trainer.
+        seed: Of the first weights and of the prompts.
     """
 
     def __init__(
@@ -102,12 +55,10 @@ class Training:
     ) -> None:
         self._plane, self._rank, self._agents, self._checkpoints = plane, rank, agents, checkpoints
         self._engines = [TinyClient(address) for address in engines]
-        self._trainer = PolicyTrainer(TinyConfig(), seed)
+        self._model = TinyModel(TinyConfig(), seed)
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=LEARNING_RATE)
+        self._random = torch.Generator().manual_seed(seed)
         self._version = 0
-
-    def wait_for_agents(self) -> None:
-        """Wait until all agents are ready."""
-        self._plane.wait_for_agents(self._agents, timeout=START_TIMEOUT_S).wait()
 
     def run(self, steps: int, console: Console, kill: Callable[[], None] | None) -> list[float]:
         """Train, sync the weights after each step, and prove by digest that every engine has them.
@@ -120,6 +71,8 @@ class Training:
         Returns:
             The mean reward of each step.
         """
+        with console.status(f"starting {self._agents - 1} agents"):
+            self._wait_for_agents()
         rewards: list[float] = []
         with _progress(console) as progress:
             bar = progress.add_task("steps", total=steps, reward=0.0, version=0, note="")
@@ -131,9 +84,9 @@ class Training:
                 if kill is not None and step == steps // 2:
                     progress.update(bar, note="agent 1.0 killed")
                     kill()
-                    progress.console.print(f"agent 1.0 was killed: {_describe(self._sync())}", highlight=False)
-                    self.wait_for_agents()
-                    progress.console.print("agent 1.0 is back, ready again with the newest weights", highlight=False)
+                    console.print(f"agent 1.0 was killed: {self._sync().headline}", highlight=False)
+                    self._wait_for_agents()
+                    console.print("agent 1.0 is back, ready again with the newest weights", highlight=False)
                 else:
                     self._sync().raise_for_failures()
                 self._prove()
@@ -141,16 +94,23 @@ class Training:
         console.print(f"after each of {steps + 1} syncs, both engines held the trainer's weights, byte for byte")
         return rewards
 
+    def _wait_for_agents(self) -> None:
+        self._plane.wait_for_agents(self._agents, timeout=START_TIMEOUT_S).wait()
+
     def _step(self, step: int) -> float:
         with self._plane.step(step), self._rank.annotate("step"):
-            prompts = self._trainer.prompts()
+            starts = torch.randint(self._model.config.vocab, (PROMPTS, 1), generator=self._random)
             with self._rank.annotate("rollouts"):
-                completions = self._rollouts(prompts)
+                sequences = self._rollouts(starts.tolist())
             with self._rank.annotate("learn"):
-                return self._trainer.learn(prompts, completions)
+                return self._learn(sequences)
 
     def _rollouts(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Sample a completion for each prompt, an equal share on each engine, and check which weights they used."""
+        """Sample a completion for each prompt, an equal share on each engine, and check which weights they used.
+
+        Returns:
+            Prompts with their completions. Those that were cut short (their engine died, or was paused) are left out.
+        """
         share = len(prompts) // len(self._engines)
         shares = [prompts[start : start + share] for start in range(0, len(prompts), share)]
         with ThreadPoolExecutor(len(self._engines)) as pool:
@@ -158,42 +118,51 @@ class Training:
             completions = list(itertools.chain.from_iterable(answers))
         if used := {version for completion in completions for version in completion.versions} - {self._version}:
             raise EngineError(f"the rollouts of weights version {self._version} came from versions {sorted(used)}")
-        return [completion.tokens for completion in completions]
+        pairs = zip(prompts, completions, strict=True)
+        return [prompt + completion.tokens for prompt, completion in pairs if completion.finish_reason == "length"]
+
+    def _learn(self, rollouts: list[list[int]]) -> float:
+        """Make one update from what the engines sampled, and return the mean reward, between 0 and 1."""
+        if not rollouts:
+            return 0.0
+        sequences = torch.tensor(rollouts)
+        rewards = (sequences[:, 1:] == (sequences[:, :-1] + 1) % self._model.config.vocab).float()
+        advantages = rewards - rewards.mean(dim=0, keepdim=True)
+        loss = -(advantages * log_probs(self._model, sequences)).sum(dim=1).mean()
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        return float(rewards.mean())
 
     def _sync(self) -> SyncReport:
         self._version += 1
         name = f"version_{self._version}"
-        self._trainer.save(self._checkpoints / name)
+        save(self._model, self._checkpoints / name)
         # A quorum of 1: when one of two replicas is lost, the fleet goes on with the other.
         return self._plane.sync_weights(self._version, name, content=True, quorum=1, timeout=60).wait()
 
     def _prove(self) -> None:
         """Raise EngineError unless every engine holds the trainer's weights, by the digest of all their bytes."""
+        expected = digest(weights(self._model))
         for engine in self._engines:
             held = engine.weights()
-            if (held.version, held.digest) != (self._version, self._trainer.digest):
+            if (held.version, held.digest) != (self._version, expected):
                 raise EngineError(
                     f"the engine at {engine.address} holds version {held.version} ({held.digest[:16]}), the trainer's "
-                    f"is version {self._version} ({self._trainer.digest[:16]})"
+                    f"is version {self._version} ({expected[:16]})"
                 )
 
 
 def _progress(console: Console) -> Progress:
     """A bar over the training steps, with the reward beside it."""
     return Progress(
-        TextColumn("[bold]training[/bold]"),
+        "[bold]training[/bold]",
         BarColumn(bar_width=28),
         MofNCompleteColumn(),
-        TextColumn("reward {task.fields[reward]:.2f}"),
-        TextColumn("weights v{task.fields[version]}"),
-        TextColumn("[yellow]{task.fields[note]}[/yellow]"),
+        "reward {task.fields[reward]:.2f}",
+        "weights v{task.fields[version]}",
+        "[yellow]{task.fields[note]}[/yellow]",
         TimeElapsedColumn(),
         console=console,
     )
-
-
-def _describe(report: SyncReport) -> str:
-    """How a sync ended, in one line."""
-    out = f"; out of service: {', '.join(map(str, report.quarantined))}" if report.quarantined else ""
-    loaded = ", ".join(map(str, report.loaded)) or "none"
-    return f"the sync to version {report.version} {report.status} on replica {loaded}{out}"

@@ -131,7 +131,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def _serialized(tensors: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
     """Dtype, shape and raw data of each tensor, as in a file; sorted by name."""
-    return sorted(safetensors.deserialize(safetensors.torch.save(dict(tensors))))
+    return sorted(safetensors.deserialize(safetensors.torch.save(dict(tensors))))  # type: ignore[no-untyped-call]
 
 
 def save(model: TinyModel, directory: Path) -> None:

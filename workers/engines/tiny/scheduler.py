@@ -77,10 +77,14 @@ class _Request:
         self.versions.append(version)
 
     def completions(self) -> list[Completion]:
-        reason = "length" if self.finished else "abort"
         generated = self.tokens[:, len(self.prompts[0]) :].tolist()
         return [
-            Completion(tokens=tokens, logprobs=logprobs, versions=self.versions, finish_reason=reason)
+            Completion(
+                tokens=tokens,
+                logprobs=logprobs,
+                versions=self.versions,
+                finish_reason="length" if self.finished else "abort",
+            )
             for tokens, logprobs in zip(generated, self.logprobs.tolist(), strict=True)
         ]
 
