@@ -422,22 +422,18 @@ def test_a_full_disk_costs_the_trace_and_nothing_else(rank: Commanded) -> None:
     assert len(rank.stop().traces) == 1
 
 
-class Recorded:
-    """What torch would write, of a size that fills a disk."""
-
-    def export_chrome_trace(self, path: str) -> None:
+def test_a_full_disk_of_the_traces_leaves_nothing_half_written(tmp_path: Path) -> None:
+    def export(path: str) -> None:
         noise = os.urandom(100_000).hex()
         Path(path).write_text(f'{{"traceEvents": [\n{{"name": "{noise}"}}\n],\n"traceName": "{path}"\n}}')
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
-
-def test_a_full_disk_of_the_traces_leaves_nothing_half_written(tmp_path: Path) -> None:
     file = tmp_path / "trace.json.gz"
     file.touch()
     with files_of_at_most(resource.RLIM_INFINITY):
         trace = CompressedTrace(file)
         with pytest.raises(EngineError, match="trace.json.gz was not written: .*File too large"):
-            trace.add(Recorded())
+            trace.add(export)
             trace.close()
     assert list(tmp_path.iterdir()) == []
 

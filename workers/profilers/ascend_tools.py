@@ -13,15 +13,12 @@ from schemas.errors import EngineError
 from schemas.events import Returned
 from workers.profilers.recorder import Recorder, SessionFiles, span
 
-NPU_FILES = ("*.db", "trace_view.json", "profiler_info*.json")
-"""The files of a profile that an outcome lists; the others lie beside them."""
-DUMP_FILES = ("dump.json", "stack.json", "construct.json", "debug.json")
-
 
 class _AscendRecorder(Recorder):
     """A tool that names its files itself, in a directory of the session."""
 
     patterns: tuple[str, ...]
+    """The files that an outcome lists; the others lie beside them."""
 
     def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
         super().__init__(plan, files)
@@ -42,7 +39,7 @@ class NpuRecorder(_AscendRecorder):
     It is stopped only by the thread that started it: whether another may is not known.
     """
 
-    patterns = NPU_FILES
+    patterns = ("*.db", "trace_view.json", "profiler_info*.json")
 
     def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
         super().__init__(plan, files)
@@ -93,7 +90,7 @@ class PrecisionRecorder(_AscendRecorder):
     msprobe that watch no module need none.
     """
 
-    patterns = DUMP_FILES
+    patterns = ("dump.json", "stack.json", "construct.json", "debug.json")
 
     def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
         super().__init__(plan, files)

@@ -13,7 +13,6 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
-from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
@@ -49,7 +48,6 @@ class TrainingRank:
         profiler: The trainer's configuration, if it is known here: a plan that can't be honoured then raises at once.
         config: Of the agent.
         model: The module that stages run, for tools that watch one.
-        context: For `inproc://` addresses.
 
     Attributes:
         failure: What ended the agent, if anything did.
@@ -72,7 +70,6 @@ class TrainingRank:
         profiler: ProfilerConfig | None = None,
         config: AgentConfig | None = None,
         model: object | None = None,
-        context: Context | None = None,
     ) -> None:
         self.identity = _identity(role, rank, world_size)
         profiler = checked(profiler or ProfilerConfig())
@@ -84,7 +81,7 @@ class TrainingRank:
             require_supported(plan)
         self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
         self.failure: RolloutctlError | None = None
-        self._bus, self._state, self._config, self._context = bus, Path(state_dir), config, context
+        self._bus, self._state, self._config = bus, Path(state_dir), config
         self._traces = NodeTraces(Path(root), self.identity, profiler.finish_hook_cmd)
         self._opened: Future[None] = Future()
         self._thread: Thread | None = None
@@ -142,7 +139,6 @@ class TrainingRank:
             state_dir=self._state,
             traces=self._traces,
             config=self._config,
-            context=self._context,
         )
         self._ending = anyio.Event()
         async with BlockingPortal() as self._portal, agent, anyio.create_task_group() as tasks:

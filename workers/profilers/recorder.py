@@ -1,10 +1,9 @@
 """What a profiling tool does in one session of a training rank, and the files that it writes there."""
 
-import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -15,9 +14,7 @@ from schemas.desired import ProfileSession
 from schemas.errors import EngineError
 from schemas.events import Returned
 from schemas.identity import Identity
-from workers.traces.node import MAX_LISTED, describe_trace
-
-logger = logging.getLogger("rolloutctl.rank")
+from workers.traces.node import describe_trace, listed
 
 WHOLE: Final = "e2e"
 """Stands for the stage in the name of a trace from start to stop."""
@@ -53,52 +50,45 @@ class SessionFiles:
             mini_batches: First and last mini-batch that it holds.
         """
         stage = _UNSAFE.sub("-", stage).strip("-.")[:STAGE_CHARS_MAX] or "stage"
-        name = self._verl_name if self._verl else self._name
-        return self._create(lambda attempt: name(stage, mini_batches, attempt), lambda path: path.open("xb").close())
+        first, last = mini_batches or (0, 0)
+        if not self._verl:
+            window = f".mb{first}-{last}" if mini_batches else ""
+            return self._create(stage, ".", f".rank{self.rank}{window}.pt.trace.json.gz", _touch)
+        window = f"_mb{first}" if first == last else f"_mb{first}-{last}"
+        now = datetime.now().astimezone().strftime("%Y%m%d%H%M%S%f")[:-3]
+        name = f"{self.role}_{stage}_step{self.step}_{self._process}_{now}"
+        return self._create(name, "-", f"{window if mini_batches else ''}.json.gz", _touch)
 
     def session_dir(self) -> Path:
         """Return a directory of this session alone, for tools that name their files themselves."""
         if not self._verl:
             return self.directory
-        name = f"{self.role}_step{self.step}_{self._process}"
-        return self._create(lambda attempt: f"{name}-{attempt}" if attempt > 1 else name, Path.mkdir)
+        return self._create(f"{self.role}_step{self.step}_{self._process}", "-", "", Path.mkdir)
 
-    def describe(self, files: Collection[Path]) -> Returned:
+    def describe(self, files: Iterable[Path]) -> Returned:
         """Describe files in the order of their names, as many as one outcome lists."""
-        if len(files) > MAX_LISTED:
-            logger.warning("rank %d wrote %d traces; the outcome lists %d", self.rank, len(files), MAX_LISTED)
-        traces = tuple(describe_trace(file, self._root, self.rank) for file in sorted(files)[:MAX_LISTED])
+        traces = tuple(describe_trace(file, self._root, self.rank) for file in listed(sorted(files)))
         return Returned(traces=traces, ranks_without_trace=() if traces else (self.rank,))
 
     @property
     def _process(self) -> str:
         return f"rank{self.rank}-of-{self.world_size}_pid{os.getpid()}"
 
-    def _name(self, stage: str, mini_batches: tuple[int, int] | None, attempt: int) -> str:
-        window = f".mb{mini_batches[0]}-{mini_batches[1]}" if mini_batches is not None else ""
-        repeated = f".{attempt}" if attempt > 1 else ""
-        return f"{stage}{repeated}.rank{self.rank}{window}.pt.trace.json.gz"
-
-    def _verl_name(self, stage: str, mini_batches: tuple[int, int] | None, attempt: int) -> str:
-        window = ""
-        if mini_batches is not None:
-            first, last = mini_batches
-            window = f"_mb{first}" if first == last else f"_mb{first}-{last}"
-        now = datetime.now().astimezone().strftime("%Y%m%d%H%M%S%f")[:-3]
-        repeated = f"-{attempt}" if attempt > 1 else ""
-        return f"{self.role}_{stage}_step{self.step}_{self._process}_{now}{repeated}{window}.json.gz"
-
-    def _create(self, name: Callable[[int], str], create: Callable[[Path], None]) -> Path:
-        """Create a path under the first name that is free, counting attempts from 1."""
-        attempt = 1
+    def _create(self, name: str, separator: str, suffix: str, create: Callable[[Path], None]) -> Path:
+        """Create the first path that is free: the second attempt appends 2 to the name, and so on."""
+        attempt, path = 1, self.directory / f"{name}{suffix}"
         while True:
-            path = self.directory / name(attempt)
             try:
                 create(path)
             except FileExistsError:
                 attempt += 1
+                path = self.directory / f"{name}{separator}{attempt}{suffix}"
             else:
                 return path
+
+
+def _touch(path: Path) -> None:
+    path.open("xb").close()
 
 
 class Recorder(ABC):

@@ -75,17 +75,13 @@ class RankProfiler:
     """
 
     def __init__(self, identity: Identity, *, traces: Path, world_size: int = 1, model: object | None = None) -> None:
-        self.identity, self.world_size, self.model = identity, world_size, model
+        self.identity, self.role, self.world_size, self.model = identity, identity.role, world_size, model
         self._traces = traces.resolve()
         self._instance = secrets.token_hex(8)
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._session: _ProfilingSession | None = None
         self._released = False
-
-    @property
-    def role(self) -> str:
-        return self.identity.role
 
     # --- the agent's side ---------------------------------------------------------------------------------------------
 
@@ -184,7 +180,7 @@ class RankProfiler:
 
     def enter(self, stage: Stage) -> object:
         session = self._session
-        if session is None or self._pid != os.getpid():
+        if session is None:
             return None
         self._end_if_closing(session)
         entered = _EnteredStage(session)

@@ -123,10 +123,10 @@ class TorchRecorder(Recorder):
     def _write(self, profiler: _KinetoProfile, scope: str, mini_batches: tuple[int, int] | None) -> None:
         if mini_batches is None and not self.plan.discrete:
             self._whole = self._whole or CompressedTrace(self.files.reserve(scope))
-            self._whole.add(profiler)
+            self._whole.add(profiler.export_chrome_trace)
         else:
             trace = CompressedTrace(self.files.reserve(scope, mini_batches))
-            trace.add(profiler)
+            trace.add(profiler.export_chrome_trace)
             self._close(trace)
 
     def _close(self, trace: CompressedTrace | None) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
-from typing import Final, Protocol
+from typing import Final
 
 from schemas.errors import EngineError
+from workers import background
 from workers.profilers.recorder import reason
 
 CHUNK_BYTES: Final = 1 << 20
@@ -30,12 +30,6 @@ _HEAD: Final = re.compile(rb'"traceEvents"\s*:\s*\[')
 _TAIL: Final = re.compile(rb'\]\s*(,\s*"traceName"\s*:\s*"[^"]*"\s*)?\}\s*$')
 _LINK: Final = re.compile(rb'("ph":\s*"[stf]",\s*"id":\s*)(\d+)([^{}]*?"cat":\s*"fwdbwd")')
 _LINK_ID_OFFSET: Final = 1 << 32
-
-
-class StoppedProfiler(Protocol):
-    """A profiler of `torch.profiler` that was stopped, with what it recorded."""
-
-    def export_chrome_trace(self, path: str) -> None: ...
 
 
 class CompressedTrace:
@@ -55,12 +49,12 @@ class CompressedTrace:
         self._part = file.with_name(f".{file.name}.part")
         self._stream: gzip.GzipFile | None = None
 
-    def add(self, recording: StoppedProfiler) -> None:
-        """Append the events of a recording."""
+    def add(self, export: Callable[[str], object]) -> None:
+        """Append the events of a recording, which `export` writes to the path that it gets."""
         try:
             with tempfile.TemporaryDirectory(prefix="rolloutctl-", ignore_cleanup_errors=True) as folder:
                 raw = Path(folder, "raw.json")
-                recording.export_chrome_trace(str(raw))
+                export(str(raw))
                 self._append(raw)
         except Exception as error:  # of torch's code, too
             raise self._failed(error) from error
@@ -137,10 +131,8 @@ class TraceWriter:
     """Does work in order on a daemon thread, which lives until `finish`."""
 
     def __init__(self) -> None:
-        self._failures: list[str] = []
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="rolloutctl-traces", daemon=True)
-        self._thread.start()
+        self._ended = background.begin(self._run, "rolloutctl-traces", daemon=True)
 
     def require_room(self) -> None:
         """Raise EngineError while too many recordings wait to be written."""
@@ -154,12 +146,13 @@ class TraceWriter:
     def finish(self) -> list[str]:
         """Wait until all work is done. Returns what failed."""
         self._waiting.put(None)
-        self._thread.join()
-        return self._failures
+        return self._ended.result()
 
-    def _run(self) -> None:
+    def _run(self) -> list[str]:
+        failures: list[str] = []
         while (work := self._waiting.get()) is not None:
             try:
                 work()
             except Exception as error:  # the next trace may still succeed
-                self._failures.append(reason(error))
+                failures.append(reason(error))
+        return failures

@@ -92,22 +92,18 @@ class FinishHook:
 
     def _variables(self, tool: str, steps: tuple[int, ...]) -> dict[str, str]:
         """Return verl's environment variables for the hook, and ours."""
-        identity, ranks = self._identity, self._identity.ranks_on_node
-        verl = {
-            "VERL_PROFILE_SAVE_PATH": str(self._root),
+        identity, ranks, root = self._identity, self._identity.ranks_on_node, str(self._root)
+        variables = {
+            "VERL_PROFILE_SAVE_PATH": root,
             "VERL_PROFILE_TOOL": tool,
             "VERL_PROFILE_RANK": str(ranks.start),
             "VERL_PROFILE_PID": str(os.getpid()),
             "VERL_PROFILE_ROLE": identity.role,
+            "ROLLOUTCTL_PROFILE_ROOT": root,
+            "ROLLOUTCTL_PROFILE_TOOL": tool,
+            "ROLLOUTCTL_PROFILE_ROLE": identity.role,
+            "ROLLOUTCTL_PROFILE_AGENT": identity.agent,
+            "ROLLOUTCTL_PROFILE_RANKS": ",".join(map(str, ranks)),
+            "ROLLOUTCTL_PROFILE_STEPS": ",".join(map(str, steps)),
         }
-        if tool == "nsys":
-            verl["VERL_PROFILE_RAY_NSIGHT_DIR"] = NSIGHT_DIR
-        ours = {
-            "ROOT": str(self._root),
-            "TOOL": tool,
-            "ROLE": identity.role,
-            "AGENT": identity.agent,
-            "RANKS": ",".join(map(str, ranks)),
-            "STEPS": ",".join(map(str, steps)),
-        }
-        return {**verl, **{f"ROLLOUTCTL_PROFILE_{name}": value for name, value in ours.items()}}
+        return variables | ({"VERL_PROFILE_RAY_NSIGHT_DIR": NSIGHT_DIR} if tool == "nsys" else {})

@@ -14,11 +14,12 @@ import re
 import shutil
 import tempfile
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from anyio import to_thread
 
@@ -36,12 +37,13 @@ logger = logging.getLogger("rolloutctl.agent")
 SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickle", ".profiler_out.txt")
 """Of the files that engines write. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
 MAX_LISTED: Final = 150
-"""Traces that the outcome of a finish lists; more don't fit into a message."""
+"""Traces that one outcome lists; more don't fit into a message."""
 HEAD_BYTES: Final = 64 * 1024
 """Of a decompressed trace that are searched for `distributedInfo`, which comes before the events."""
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')
 _RANK_IN_NAME: Final = re.compile(r"(?:rank|-TP-)(\d+)[.-]")
 _FRONT_END: Final = ".async_llm."
+F = TypeVar("F")
 
 
 class NodeTraces:
@@ -72,12 +74,7 @@ class NodeTraces:
             if not await background.completes(relocation, finish_hook.WAIT_S):
                 relocation.add_done_callback(partial(self._finish_later, call))
                 return Returned(still_running=True)
-            traces = relocation.result()
-            if len(traces) > MAX_LISTED:
-                logger.warning(
-                    "agent %s: of %d moved traces %d are listed", self._identity.agent, len(traces), MAX_LISTED
-                )
-                traces = traces[:MAX_LISTED]
+            traces = listed(relocation.result())
         if not runs_hook(call.plan, self._identity):
             return Returned(traces=traces)
         return Returned(traces=traces, still_running=await self._require_hook().run(call.plan.tool, call.steps))
@@ -98,6 +95,13 @@ class NodeTraces:
                 "configuration as the trainer, or its command (--finish-hook). The traces are where they were written."
             )
         return self._hook
+
+
+def listed(files: Sequence[F]) -> tuple[F, ...]:
+    """Return as many as one outcome lists."""
+    if len(files) > MAX_LISTED:
+        logger.warning("there are %d traces; the outcome lists %d", len(files), MAX_LISTED)
+    return tuple(files[:MAX_LISTED])
 
 
 def runs_hook(plan: ProfilePlan, identity: Identity) -> bool:
@@ -121,14 +125,11 @@ def selected_ranks(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
 
 
 def require_writable(directory: Path, who: str) -> None:
-    """Make a directory for traces, and check that this process can write to it.
+    """Make a directory for traces, and check that this process can write to it. Raises EngineError if it can't.
 
     Args:
         directory: Root of the traces.
         who: Who writes there, as the error should say.
-
-    Raises:
-        EngineError: It can't be made or written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -159,16 +160,10 @@ def make_fresh(directory: Path) -> None:
 
 
 def collect_traces(root: Path, directory: str, plan: ProfilePlan, identity: Identity) -> Returned:
-    """Collect what a stopped session left on this node's disk.
+    """Collect what a stopped session left on this node's disk, in a directory below the root of all traces.
 
     On a disk that the nodes share, each agent takes what its own ranks wrote. Traces of ranks that were not selected
     stay where they are, and are not listed.
-
-    Args:
-        root: Of all traces.
-        directory: Of the session, below the root.
-        plan: Of the session.
-        identity: The node.
 
     Returns:
         The traces of the selected ranks, and the selected ranks without a trace.
@@ -200,12 +195,6 @@ def relocate_traces(
     The names are those of verl 0.9.1 (utils/profiler/config.py). Of engines: `rollout-replica<R>_<name>`, with
     `-globalrank<G>` after the replica if it has several ranks. Of training ranks: `<role>-rank<G>_step_<N>_<name>`,
     since their names are the same in each session. Nothing in the root is overwritten.
-
-    Args:
-        root: Of all traces.
-        directories: Of the sessions, below the root.
-        plan: Of the sessions.
-        identity: The node.
 
     Raises:
         EngineError: A file can't be read or moved; those before it have been.
@@ -240,13 +229,8 @@ def describe_trace(file: Path, root: Path, rank: int | None = None) -> Trace:
 def move_trace(file: Path, directory: Path, name: str = "") -> Path:
     """Move a file to a directory, which is made; copy it if that is on another disk. Nothing is ever overwritten.
 
-    Args:
-        file: The trace.
-        directory: Where it goes.
-        name: Its new name; empty to keep its name.
-
     Returns:
-        Its new path.
+        Its new path: `name`, or its old name, in the directory.
 
     Raises:
         EngineError: It can't be moved, or the new path exists already.
