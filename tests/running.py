@@ -51,6 +51,17 @@ def python(
     )
 
 
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Make every write of this process past the limit fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def rolloutctl(
     *words: object,
     cwd: Path | None = None,

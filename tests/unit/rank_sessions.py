@@ -5,7 +5,7 @@ import json
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import torch
@@ -72,6 +72,13 @@ class Commanded:
 
     def close(self) -> None:
         anyio.run(self.profiler.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        assert not torch.autograd.profiler._is_profiler_enabled
 
 
 def read(file: Path) -> dict[str, Any]:

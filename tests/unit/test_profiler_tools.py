@@ -28,14 +28,14 @@ from tests.unit import ascend_stand_ins
 from tests.unit.rank_sessions import Commanded, work
 from workers.profilers import TrainingRank, annotate, tools
 
+RANK: dict[str, Any] = {"bus": "tcp://127.0.0.1:5555", "role": "actor", "rank": 3, "world_size": 8}
 CUDA = torch.cuda.is_available()
 
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Commanded]:
-    commanded = Commanded(tmp_path, model="the model")
-    yield commanded
-    commanded.close()
+    with Commanded(tmp_path, model="the model") as commanded:
+        yield commanded
 
 
 def plan(tool: str, options: ToolOptions | None = None, **settings: Any) -> ProfilePlan:
@@ -75,15 +75,13 @@ def test_a_plan_that_cannot_be_honoured_here_is_refused_with_a_reason(
         rank.start(asked)
     config = ProfilerConfig(roles={"actor": asked}, steps=(500,), save_path=str(tmp_path))
     with pytest.raises(UnsupportedError, match=why):
-        TrainingRank(
-            bus="tcp://127.0.0.1:5555", role="actor", rank=3, world_size=8, state_dir=tmp_path, profiler=config
-        )
+        TrainingRank(**RANK, state_dir=tmp_path, profiler=config)
 
 
 def test_plans_of_other_ranks_and_roles_are_not_checked(tmp_path: Path) -> None:
     others = {"critic": plan("perf"), "actor": plan("perf", ranks=frozenset({1}))}
     config = ProfilerConfig(roles=others, steps=(500,), save_path=str(tmp_path))
-    TrainingRank(bus="tcp://127.0.0.1:5555", role="actor", rank=3, world_size=8, state_dir=tmp_path, profiler=config)
+    TrainingRank(**RANK, state_dir=tmp_path, profiler=config)
 
 
 def test_a_torch_that_is_too_old_is_named(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +105,8 @@ def test_a_plan_that_can_be_honoured_passes_the_check(rank: Commanded) -> None:
     ],
 )
 def test_wrong_arguments_of_a_rank_are_an_error_at_once(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
-    right: dict[str, Any] = {
-        "bus": "tcp://127.0.0.1:5555",
-        "role": "actor",
-        "rank": 3,
-        "world_size": 8,
-        "traces": tmp_path,
-    }
     with pytest.raises(ConfigError, match=why):
-        TrainingRank(state_dir=tmp_path, **(right | settings))
+        TrainingRank(**(RANK | {"state_dir": tmp_path, "traces": tmp_path} | settings))
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
@@ -141,15 +132,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     nothing = lambda *_: None  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    stand_in(monkeypatch, calls, torch.cuda, "device", lambda *_: nullcontext())
-    stand_in(monkeypatch, calls, torch.cuda.memory, "_record_memory_history", nothing)
-    stand_in(
-        monkeypatch, calls, torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"a snapshot")
-    )
-    stand_in(monkeypatch, calls, torch.cuda.profiler, "start", nothing)
-    stand_in(monkeypatch, calls, torch.cuda.profiler, "stop", nothing)
-    stand_in(monkeypatch, calls, torch.cuda.nvtx, "range_start", lambda _: 1)
-    stand_in(monkeypatch, calls, torch.cuda.nvtx, "range_end", nothing)
+    for owner, name, act in (
+        (torch.cuda, "device", lambda *_: nullcontext()),
+        (torch.cuda.memory, "_record_memory_history", nothing),
+        (torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"a snapshot")),
+        (torch.cuda.profiler, "start", nothing),
+        (torch.cuda.profiler, "stop", nothing),
+        (torch.cuda.nvtx, "range_start", lambda _: 1),
+        (torch.cuda.nvtx, "range_end", nothing),
+    ):
+        stand_in(monkeypatch, calls, owner, name, act)
     return calls
 
 

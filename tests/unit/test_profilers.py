@@ -8,7 +8,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 
@@ -21,6 +20,7 @@ from schemas.commands import ProfilePlan, Schedule
 from schemas.desired import ProfileSession
 from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import Pause, Returned, StartProfile
+from tests.running import files_of_at_most
 from tests.unit.rank_sessions import Commanded, operators, read, stages, work
 from workers.profilers import RankProfiler, annotate, mini_batch
 from workers.profilers import stages as stages_of
@@ -34,10 +34,8 @@ DISCRETE = ProfilePlan(discrete=True)
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Commanded]:
-    commanded = Commanded(tmp_path)
-    yield commanded
-    commanded.close()
-    assert not torch.autograd.profiler._is_profiler_enabled
+    with Commanded(tmp_path) as commanded:
+        yield commanded
 
 
 @annotate("update_actor", role="actor")
@@ -300,32 +298,15 @@ def test_a_stop_in_the_middle_of_a_stage_takes_effect_at_the_next_stage(rank: Co
     assert stages(traces[WHOLE]) == ["update", "before"]
 
 
-def test_a_stop_takes_effect_between_mini_batches(rank: Commanded) -> None:
-    rank.start()
-    with annotate("update"):
+def test_a_stop_takes_effect_between_mini_batches_and_includes_the_one_that_ends(rank: Commanded) -> None:
+    rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=1)))
+    with annotate("update", scheduled=True):
+        work()
+        mini_batch()
         work()
         stopping = rank.stopping()
         mini_batch()
-        assert named(stopping.result(60)) == [WHOLE]
-
-
-def test_a_stop_at_a_mini_batch_includes_that_mini_batch(rank: Commanded) -> None:
-    rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=1)))
-    with annotate("update", scheduled=True):
-        for index in range(2):
-            with record_function(f"mini-batch {index}"):
-                work()
-            stopping = rank.stopping() if index else None
-            mini_batch()
-    assert stopping is not None
-    assert named(stopping.result(60)) == ["e2e.rank3.mb1-1.pt.trace.json.gz"]
-
-
-def test_a_session_can_be_opened_again_after_it_was_closed(rank: Commanded) -> None:
-    for step in range(3, 6):
-        rank.start(step=step)
-        update_actor()
-        assert [trace.path for trace in rank.stop().traces] == [f"global_step_{step}/actor_rank_3/{WHOLE}"]
+        assert named(stopping.result(60)) == ["e2e.rank3.mb1-1.pt.trace.json.gz"]
 
 
 def test_closing_the_rank_writes_what_was_recorded_and_waits_for_no_stage(rank: Commanded) -> None:
@@ -397,17 +378,6 @@ def test_ranks_of_one_process_can_be_commanded_at_the_same_time(tmp_path: Path) 
     assert lost == [] and stages_of._Listeners.current == ()
 
 
-@contextmanager
-def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """Make every write past the limit fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_costs_the_trace_and_nothing_else(rank: Commanded) -> None:
     rank.start()
     with files_of_at_most(1000):
@@ -451,41 +421,43 @@ def test_without_a_temporary_directory_a_trace_is_lost_and_leaves_nothing(
     assert all(file.stat().st_size for file in files)
 
 
-def test_a_trace_that_takes_long_to_write_delays_no_step(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first trace is written only after all other stages have ended."""
-    gate, export = threading.Event(), _KinetoProfile.export_chrome_trace
+class Gate:
+    """No trace is written before it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate, export = Gate(), _KinetoProfile.export_chrome_trace
 
     def slow(self: _KinetoProfile, path: str) -> None:
-        gate.wait(60)
+        gate.reached.set()
+        gate.opened.wait(60)
         export(self, path)
 
     monkeypatch.setattr(_KinetoProfile, "export_chrome_trace", slow)
+    return gate
+
+
+def test_a_trace_that_takes_long_to_write_delays_no_step(rank: Commanded, gate: Gate) -> None:
     rank.start(DISCRETE)
     for _ in range(4):
         update_actor()
     stopping = rank.stopping()
     assert not stopping.done()
-    gate.set()
+    gate.opened.set()
     assert len(stopping.result(60).traces) == 4
 
 
-def test_recordings_that_wait_to_be_written_are_bounded_and_reported(
-    rank: Commanded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, begun, export = threading.Event(), threading.Event(), _KinetoProfile.export_chrome_trace
-
-    def slow(self: _KinetoProfile, path: str) -> None:
-        begun.set()
-        gate.wait(60)
-        export(self, path)
-
-    monkeypatch.setattr(_KinetoProfile, "export_chrome_trace", slow)
+def test_recordings_that_wait_to_be_written_are_bounded_and_reported(rank: Commanded, gate: Gate) -> None:
     rank.start(DISCRETE)
     update_actor()
-    begun.wait(60)  # it is out of the queue
+    gate.reached.wait(60)  # it is out of the queue
     for _ in range(MAX_WAITING + 2):
         update_actor()
-    gate.set()
+    gate.opened.set()
     with pytest.raises(EngineError, match=rf"recordings wait to be written, .* \(2 times\).* {MAX_WAITING + 1} traces"):
         rank.stop()
 
@@ -499,21 +471,7 @@ def test_nothing_is_ever_overwritten(rank: Commanded) -> None:
     assert (folder / WHOLE).read_text() == "of an earlier run"
 
 
-def test_a_child_of_the_process_has_no_part_in_the_session(rank: Commanded) -> None:
-    rank.start(DISCRETE)
-    with annotate("parent"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer Pythons warn about forking with threads, which is the subject here
-            child = os.fork()
-        if child == 0:
-            with annotate("child"):
-                pass
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        work()
-    assert named(rank.stop()) == ["parent.rank3.pt.trace.json.gz"]
-
-
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # newer Pythons: forking with threads
 def test_a_child_that_is_forked_inside_of_a_stage_records_nothing(rank: Commanded) -> None:
     """A data loader's worker may live as long as the run; torch would record each operator that it runs."""
 
@@ -521,19 +479,19 @@ def test_a_child_that_is_forked_inside_of_a_stage_records_nothing(rank: Commande
         return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
     tensor = torch.ones(3)
-    rank.start(ProfilePlan(with_stack=True))
+    rank.start(ProfilePlan(discrete=True, with_stack=True))
     with annotate("parent"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            child = os.fork()
+        child = os.fork()
         if child == 0:
-            before = allocated()
-            for _ in range(150_000):
-                tensor + tensor
-            os._exit(allocated() - before > 15_000_000)
+            with annotate("child"):
+                before = allocated()
+                for _ in range(150_000):
+                    tensor + tensor
+                os._exit(allocated() - before > 15_000_000)
         assert os.waitpid(child, 0)[1] == 0
         work()
-    assert operators(rank.traces(rank.stop())[WHOLE]) > 20
+    ((name, trace),) = rank.traces(rank.stop()).items()
+    assert name == "parent.rank3.pt.trace.json.gz" and stages(trace) == ["parent"] and operators(trace) > 20
 
 
 # --- annotations ------------------------------------------------------------------------------------------------------

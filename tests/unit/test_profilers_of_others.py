@@ -18,10 +18,8 @@ DISCRETE = ProfilePlan(discrete=True)
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Commanded]:
-    commanded = Commanded(tmp_path)
-    yield commanded
-    commanded.close()
-    assert not torch.autograd.profiler._is_profiler_enabled
+    with Commanded(tmp_path) as commanded:
+        yield commanded
 
 
 def test_another_profiler_is_left_alone(rank: Commanded) -> None:
