@@ -20,8 +20,7 @@ from schemas.errors import CheckpointError, EngineError
 from schemas.events import Abort, EngineCall, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from schemas.identity import Identity, Operation, Tag
 from tests.engines import wheels
-from tests.engines.release_facts import number
-from tests.engines.strict import App, StandIn, request_module, strict_app, strict_async_llm, strict_tokenizer_manager
+from tests.engines.strict import App, StandIn, request_module, stand_in
 from tests.engines.surfaces import Surface, read
 from workers.engines.client import EngineClient
 from workers.engines.sglang.engine import SGLangEngine
@@ -120,10 +119,10 @@ def attached(
 
 @asynccontextmanager
 async def over_http(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterator[OverHTTP]:
-    app = strict_app(read(kind, version), (_sglang_answers if kind == "sglang" else _vllm_answers)(version, folder))
+    app = App(read(kind, version), (_sglang_answers if kind == "sglang" else _vllm_answers)(version, folder))
     client = SGLangServer("http://engine") if kind == "sglang" else VLLMServer("http://engine")
     await client._client.aclose()  # the same client, with another way to the server
-    client._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=client.where)
+    client._client = httpx.AsyncClient(transport=app, base_url=client.where)
     adapter = await _opened(kind, client, folder)
     yield OverHTTP(client, adapter, lambda: [request.path for request in app.asked], app)
     await adapter.close()
@@ -176,7 +175,7 @@ def _tokenizer_manager(surface: Surface, folder: Path) -> StandIn:
     arguments = SimpleNamespace(**_sglang_launch(folder), node_rank=0, device="cuda", weight_version="default")
     known = {name: answer for name, answer in answers.items() if name in surface.methods}
     state: dict[str, Any] = {"server_args": arguments, "is_pause": False, "gracefully_exit": False, "event_loop": None}
-    return strict_tokenizer_manager(surface, known, **state)
+    return stand_in(surface, known, **state)
 
 
 @dataclass
@@ -189,7 +188,7 @@ class _Profiler:
 
 def _paused_after_wake(version: str) -> bool:
     """A wake lifts a pause from 0.17 on."""
-    return number(version) < (0, 17)
+    return wheels.number(version) < (0, 17)
 
 
 def _vllm_answers(version: str, folder: Path) -> dict[str, Any]:
@@ -224,4 +223,4 @@ def _async_llm(surface: Surface, folder: Path) -> StandIn:
     )
     tracked = SimpleNamespace(request_states={"one": None, "0_two": None}, parent_requests={"two": None})
     known = {name: answer for name, answer in answers.items() if name in surface.methods}
-    return strict_async_llm(surface, known, vllm_config=config, output_processor=tracked, output_handler=None)
+    return stand_in(surface, known, vllm_config=config, output_processor=tracked, output_handler=None)

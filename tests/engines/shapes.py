@@ -52,13 +52,6 @@ class Shape:
     form: Form
     fields: tuple[Field, ...]
 
-    def __getitem__(self, name: str) -> Field:
-        """The field of that name, or KeyError."""
-        return {field.name: field for field in self.fields}[name]
-
-    def __contains__(self, name: object) -> bool:
-        return any(field.name == name for field in self.fields)
-
 
 @dataclass(frozen=True)
 class Method:
@@ -71,12 +64,6 @@ class Method:
     @property
     def signature(self) -> inspect.Signature:
         return inspect.Signature(self.parameters)
-
-    def __getitem__(self, name: str) -> inspect.Parameter:
-        return self.signature.parameters[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.signature.parameters
 
 
 class Annotation(NamedTuple):

@@ -1,12 +1,12 @@
 """Stand-ins for one release of an engine that refuse every call which that release does not have.
 
-`strict_app(surface)` is the server: 404 for a route that the release lacks, 405 for a wrong method, 400 for a body
+`App(surface)` is the server: 404 for a route that the release lacks, 405 for a wrong method, 400 for a body
 field or query parameter that it does not know, that it misses, or that has another type. A real server ignores unknown
 ones in silence and does something else than was asked; here they are seen. All else is answered 200 with what the test
 says.
 
-`strict_tokenizer_manager(surface)` and `strict_async_llm(surface)` are the objects that are called in process, with the
-release's own signatures; `request_module(surface)` holds its request classes.
+`stand_in(surface)` is the object that is called in process, with the release's own signatures; `request_module(surface)`
+holds its request classes.
 """
 
 import ast
@@ -15,21 +15,18 @@ import enum
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from operator import or_
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
-from urllib.parse import parse_qsl
 
+import httpx
 import msgspec
 
 from tests.engines.routes import Route
 from tests.engines.shapes import Expression, Field, Made, Method, Shape
-from tests.engines.surfaces import LAUNCHED, Surface, openapi
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
+from tests.engines.surfaces import Surface, openapi
 
 
 class Asked(NamedTuple):
@@ -56,39 +53,30 @@ A function gets what was asked: the JSON body, or a method's arguments by name. 
 """
 
 
-class App:
-    """A server, as ASGI. asked: every request in order, refused ones too.   answers: by path; may be changed."""
+class App(httpx.AsyncBaseTransport):
+    """A server, as the transport of a client that calls it.
 
-    def __init__(
-        self, surface: Surface, answers: Mapping[str, Answer] | None = None, launched: frozenset[str] = LAUNCHED
-    ) -> None:
+    asked: every request in order, refused ones too.   answers: by path; may be changed.
+    """
+
+    def __init__(self, surface: Surface, answers: Mapping[str, Answer] | None = None) -> None:
         self.asked: list[Asked] = []
-        self.answers: dict[str, Answer] = {"/openapi.json": openapi(surface, launched), **(answers or {})}
+        self.answers: dict[str, Answer] = {"/openapi.json": openapi(surface), **(answers or {})}
         self._surface = surface
         listing = Route("/openapi.json", frozenset({"GET"}), "openapi", listed=False)
-        served = {**surface.served(launched), "/openapi.json": {"GET": listing}}
-        self._routes = [(path_pattern(path), path, methods) for path, methods in served.items()]
+        served = {**surface.served(), "/openapi.json": {"GET": listing}}
+        self._routes = [(path_pattern(path), methods) for path, methods in served.items()]
 
-    async def __call__(
-        self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
-        assert scope["type"] == "http", f"this stands for an HTTP server; it was opened as {scope['type']}"
-        raw = b""
-        while True:
-            message = await receive()
-            raw += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
-        query = tuple(parse_qsl(scope["query_string"].decode(), keep_blank_values=True))
-        reply, body = self._refusal(scope["method"], scope["path"], query, raw)
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        method, path, query = request.method, request.url.path, tuple(request.url.params.multi_items())
+        reply, body = self._refusal(method, path, query, await request.aread())
         if reply is None:
-            reply = await self._answer(scope["path"], body)
-        self.asked.append(Asked(scope["method"], scope["path"], query, body, reply.status))
-        content = reply.body if isinstance(reply.body, bytes | str) else json.dumps(reply.body)
-        encoded = content if isinstance(content, bytes) else content.encode()
-        kind = b"text/plain" if isinstance(reply.body, bytes | str) else b"application/json"
-        await send({"type": "http.response.start", "status": reply.status, "headers": [(b"content-type", kind)]})
-        await send({"type": "http.response.body", "body": encoded})
+            answer = await given(self.answers.get(path, {}), (body,), {})
+            reply = answer if isinstance(answer, Reply) else Reply(200, answer)
+        self.asked.append(Asked(method, path, query, body, reply.status))
+        if isinstance(reply.body, bytes | str):
+            return httpx.Response(reply.status, content=reply.body)
+        return httpx.Response(reply.status, json=reply.body)
 
     def _refusal(
         self, method: str, path: str, query: tuple[tuple[str, str], ...], raw: bytes
@@ -98,7 +86,7 @@ class App:
             body = json.loads(raw) if raw else None
         except ValueError as error:
             return Reply(400, {"detail": f"the body is no JSON: {error}"}), raw
-        methods = next((methods for pattern, _, methods in self._routes if pattern.fullmatch(path)), None)
+        methods = next((methods for pattern, methods in self._routes if pattern.fullmatch(path)), None)
         if methods is None:
             return Reply(404, {"detail": "Not Found"}), body
         if method not in methods:
@@ -121,17 +109,6 @@ class App:
                 yield f"takes a JSON object, got {body!r}"
             else:
                 yield from faults("body field", self._surface.body_fields(route), body, strict=True)
-
-    async def _answer(self, path: str, body: Any) -> Reply:
-        answer = await given(self.answers.get(path, {}), (body,), {})
-        return answer if isinstance(answer, Reply) else Reply(200, answer)
-
-
-def strict_app(
-    surface: Surface, answers: Mapping[str, Answer] | None = None, launched: frozenset[str] = LAUNCHED
-) -> App:
-    """The server of a release, launched with the conditions of `launched`, for httpx.ASGITransport."""
-    return App(surface, answers, launched)
 
 
 def path_pattern(path: str) -> re.Pattern[str]:
@@ -229,21 +206,11 @@ class StandIn(NamedTuple):
     answers: dict[str, Answer]
 
 
-def strict_tokenizer_manager(
-    surface: Surface, answers: Mapping[str, Answer] | None = None, **attributes: object
-) -> StandIn:
-    """SGLang's TokenizerManager with the methods of one release; `attributes` are set on it if it has them."""
-    assert surface.kind == "sglang", f"a TokenizerManager of {surface.kind}"
-    return in_process(surface, answers, attributes)
+def stand_in(surface: Surface, answers: Mapping[str, Answer] | None = None, **attributes: object) -> StandIn:
+    """SGLang's TokenizerManager or vLLM's AsyncLLM with the methods of one release.
 
-
-def strict_async_llm(surface: Surface, answers: Mapping[str, Answer] | None = None, **attributes: object) -> StandIn:
-    """vLLM's AsyncLLM with the methods of one release; `attributes` are set on it if it has them."""
-    assert surface.kind == "vllm", f"an AsyncLLM of {surface.kind}"
-    return in_process(surface, answers, attributes)
-
-
-def in_process(surface: Surface, answers: Mapping[str, Answer] | None, attributes: Mapping[str, object]) -> StandIn:
+    attributes: are set on it if it has them.
+    """
     calls: list[Called] = []
     replies: dict[str, Answer] = dict(answers or {})
     unknown = sorted({*replies} - {*surface.methods}) + sorted({*attributes} - surface.attributes)

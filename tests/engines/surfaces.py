@@ -1,10 +1,10 @@
 """What one release of an engine can be asked, over HTTP and in process, and the openapi.json that its server publishes.
 
 surface = read("vllm", "0.32.0")
-surface.route("POST", "/pause").query           # (Field("mode", "Literal['abort', 'wait', 'keep']", "abort"), ...)
-surface.shapes["StartProfileRequest"]["max_iterations"].default
+surface.served()["/pause"]["POST"].query        # (Field("mode", "Literal['abort', 'wait', 'keep']", "abort"), ...)
+surface.shapes["StartProfileRequest"].fields
 surface.methods["pause_generation"].signature
-openapi(surface, launched=frozenset())          # of a server without dev mode and without a profiler
+openapi(surface)["paths"]["/pause"]
 """
 
 import ast
@@ -47,18 +47,14 @@ class Surface:
     methods: Mapping[str, Method]
     attributes: frozenset[str]
 
-    def served(self, launched: frozenset[str] = LAUNCHED) -> dict[str, dict[str, Route]]:
-        """path -> method -> the route that answers, in a server of which the conditions in `launched` hold."""
+    def served(self) -> dict[str, dict[str, Route]]:
+        """path -> method -> the route that answers, in a server of which the conditions in `LAUNCHED` hold."""
         found: dict[str, dict[str, Route]] = {}
         for route in self.routes:
-            if all(holds(condition, launched) for condition in route.conditions):
+            if all(holds(condition) for condition in route.conditions):
                 for method in sorted(route.methods):
                     found.setdefault(route.path, {}).setdefault(method, route)
         return found
-
-    def route(self, method: str, path: str, launched: frozenset[str] = LAUNCHED) -> Route | None:
-        """The route that answers, or None."""
-        return self.served(launched).get(path, {}).get(method)
 
     def body_fields(self, route: Route) -> tuple[Field, ...]:
         """The fields of a route's JSON body; none for a route without one."""
@@ -67,10 +63,10 @@ class Surface:
         return route.body.fields if route.body.shape is None else self.shapes[route.body.shape].fields
 
 
-def holds(condition: str, launched: frozenset[str]) -> bool:
+def holds(condition: str) -> bool:
     """Whether a condition names what the server was launched with; `not (...)` when its inner one does not."""
     inner = condition.removeprefix("not (")
-    return (inner != condition) != any(word in inner for word in launched)
+    return (inner != condition) != any(word in inner for word in LAUNCHED)
 
 
 @cache
@@ -114,11 +110,11 @@ def one_holding(tree: Tree, name: str) -> Module | None:
 # --- openapi.json -----------------------------------------------------------------------------------------------------
 
 
-def openapi(surface: Surface, launched: frozenset[str] = LAUNCHED) -> dict[str, Any]:
+def openapi(surface: Surface) -> dict[str, Any]:
     """What FastAPI publishes of these routes, as far as our client reads it: names of parameters and body fields."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    for path, methods in surface.served(launched).items():
+    for path, methods in surface.served().items():
         for method, route in methods.items():
             if route.listed:
                 plain = re.sub(r"{(\w+):\w+}", r"{\1}", path)

@@ -9,7 +9,6 @@ import pytest
 
 from schemas.identity import Operation
 from tests.engines import wheels
-from tests.engines.release_facts import number
 from tests.engines.releases import CACHE, CALLS, OverHTTP, Transport, attached, releases
 
 pytestmark = [
@@ -32,16 +31,16 @@ async def test_every_call_fits_the_release(
         for operation, call, since in CALLS:
             before = len(engine.calls())
             refusal = await engine.refusal(call) if operation in seen.operations else f"it can't {operation}"
-            refusal = "" if IGNORED in refusal and number(version) < (0, 17) else refusal
+            refusal = "" if IGNORED in refusal and wheels.number(version) < (0, 17) else refusal
             made = engine.calls()[before:]
             first = "0.26.0" if operation is Operation.ABORT and transport == "http" else since
-            can = kind == "sglang" or number(first) <= number(version)
+            can = kind == "sglang" or wheels.number(first) <= wheels.number(version)
             if not can and operation is Operation.WAKE and call.tags == CACHE:  # type: ignore[union-attr]
                 assert (made, refusal) == ([], "")  # it woke with the weights
             else:
                 assert (bool(made), refusal == "") == (can, can), f"{call}: made {made}, refused with {refusal!r}"
         if isinstance(engine, OverHTTP):
-            ignores = kind == "vllm" and number(version) < (0, 17)
+            ignores = kind == "vllm" and wheels.number(version) < (0, 17)
             refused = [
                 request
                 for request in engine.app.asked
@@ -49,4 +48,4 @@ async def test_every_call_fits_the_release(
             ]
             assert refused == []
         else:
-            assert seen.generating is (kind == "sglang" or number(version) >= (0, 17))
+            assert seen.generating is (kind == "sglang" or wheels.number(version) >= (0, 17))

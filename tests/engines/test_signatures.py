@@ -16,7 +16,6 @@ from schemas.errors import EngineError
 from schemas.events import Abort, CheckSource, Flush, Load, Pause, Resume, StartProfile
 from schemas.safetensors.manifest import build_manifest
 from tests.engines import wheels
-from tests.engines.release_facts import number
 from tests.engines.releases import LATEST, PLACE, SHORT, in_process, releases, save_tensor
 from workers.engines.client import CallRefused, Unanswered
 from workers.engines.sglang.engine import SGLangEngine
@@ -37,7 +36,7 @@ async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, ve
         assert await bench.refusal(StartProfile(ProfileSession(4, SHORT), "s4")) == ""
         armed, started = bench.arguments("start_profile")
         of_request = set(started) == {"req"}
-        assert of_request == (number(version) >= (0, 5, 15))
+        assert of_request == (wheels.number(version) >= (0, 5, 15))
         names = ("output_dir", "activities", "start_step")
         never, words = (
             {name: getattr(entry["req"], name) for name in names} if of_request else entry for entry in (armed, started)
@@ -61,7 +60,7 @@ async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, ve
 
 @pytest.mark.parametrize(("kind", "version"), releases("vllm"))
 async def test_vllm_is_asked_in_the_words_of_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
-    new = number(version) >= (0, 16)
+    new = wheels.number(version) >= (0, 16)
     async with in_process(kind, version, tmp_path) as bench:
         assert await bench.refusal(Pause("wait")) == ""
         words = {"mode": "wait"} if new else {"wait_for_inflight_requests": True}
@@ -69,7 +68,7 @@ async def test_vllm_is_asked_in_the_words_of_the_release(kind: wheels.Kind, vers
 
         assert await bench.refusal(Abort()) == ""
         ids = {"request_id": ["one", "0_two", "two"]}  # a request for two samples and its children, by their own ids
-        assert bench.arguments("abort") == [{**ids, "internal": True} if number(version) >= (0, 14) else ids]
+        assert bench.arguments("abort") == [{**ids, "internal": True} if wheels.number(version) >= (0, 14) else ids]
 
         if "compute_weight_checksums" in (await bench.client.methods() or {}):
             manifest = build_manifest(tmp_path / "checkpoints" / "step_7", content=True)
@@ -82,7 +81,7 @@ async def test_a_broadcast_is_received_as_the_release_does_it(kind: wheels.Kind,
     manifest = build_manifest(save_tensor(tmp_path / "sent"), content=False)
     source = Broadcast(host="10.0.0.1", port=29500, group="g", replicas=(0, 1))
     async with in_process(kind, version, tmp_path) as bench:
-        can = kind == "sglang" or number(version) >= (0, 16)
+        can = kind == "sglang" or wheels.number(version) >= (0, 16)
         assert (await bench.refusal(CheckSource(source, manifest, 7)) == "") == can
         if not can:
             return
@@ -90,7 +89,7 @@ async def test_a_broadcast_is_received_as_the_release_does_it(kind: wheels.Kind,
         assert await bench.refusal(Load(7, source, manifest)) == ""
         assert await bench.refusal(Load(8, source, manifest)) == ""  # the group is made once
         made = [method for method in bench.calls()[before:] if method not in LABELS]
-        session = {"sglang": (0, 5, 21), "vllm": (0, 21)}[kind] <= number(version)
+        session = {"sglang": (0, 5, 21), "vllm": (0, 21)}[kind] <= wheels.number(version)
         update = {
             "sglang": ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"],
             "vllm": ["start_weight_update", "update_weights", "finish_weight_update"],
@@ -104,7 +103,7 @@ async def test_weight_transfer_takes_the_request_classes(kind: wheels.Kind, vers
     async with in_process(kind, version, tmp_path) as bench:
         methods = await bench.client.methods()
         assert methods is not None
-        if number(version) < (0, 16):
+        if wheels.number(version) < (0, 16):
             assert "update_weights" not in methods
             return
         await bench.client.call("init_weight_transfer_engine", init_info={"rank_offset": 1})

@@ -49,6 +49,11 @@ AT_ONCE = 4
 """Downloads that run beside each other."""
 
 
+def number(version: str) -> tuple[int, ...]:
+    """A version as a tuple that can be compared."""
+    return tuple(int(part) for part in version.split("."))
+
+
 def cache() -> Path:
     """The folder that keeps what was unpacked."""
     return Path(os.environ.get("ROLLOUTCTL_TEST_CACHE") or Path.home() / ".cache" / "rolloutctl-tests") / "wheels"
