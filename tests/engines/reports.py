@@ -3,7 +3,7 @@
 from controlplane import ControlPlane
 from schemas.commands import ProfileCommand, ProfilePlan
 from schemas.config import BusConfig
-from schemas.outcomes import Acted, Conclusion, Failed
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed
 from schemas.reports import Report
 
 BUS = BusConfig(head_interval_ms=200, heartbeat_ms=300, agent_timeout_ms=3_000, retransmit_ms=500)
@@ -29,9 +29,10 @@ def failed(report: Report, agent: str = "0.0") -> Failed:
     return conclusion
 
 
-def refusals(plane: ControlPlane, step: int, plan: ProfilePlan, replica: int = 0) -> list[Failed]:
-    """What node rank 0 answers when it is asked to check a plan, and when it is asked to start it."""
+def refuses(plane: ControlPlane, step: int, plan: ProfilePlan, why: str, replica: int = 0) -> None:
+    """Node rank 0 refuses a plan in these words, both when it is asked to check it and to start it."""
     check = ProfileCommand(action="check", step=step, plan=plan)
     checked = plane.publish(check, replicas=[replica]).wait()
     started = plane.start_profile(step, plan, replicas=[replica]).wait()
-    return [failed(report, f"{replica}.0") for report in (checked, started)]
+    for refused in (failed(report, f"{replica}.0") for report in (checked, started)):
+        assert refused.error is ErrorKind.UNSUPPORTED and why in refused.message

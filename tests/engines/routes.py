@@ -48,7 +48,6 @@ class Route:
     query_by_hand: tuple[Field, ...] = ()
     body: Body | None = None
     conditions: tuple[str, ...] = ()
-    listed: bool = True
 
 
 class Mark(NamedTuple):
@@ -57,7 +56,6 @@ class Mark(NamedTuple):
     path: str
     methods: frozenset[str]
     owner: str
-    listed: bool
 
 
 @dataclass(frozen=True)
@@ -127,12 +125,6 @@ class Reader:
         first = call.args[0] if call.args else None
         if name == "include_router" and first is not None:
             self._include(place, first)
-        elif name == "Mount" and isinstance(first, ast.Constant):
-            path = str(first.value)
-            self.routes.append(Route(path, frozenset({"GET"}), "mounted", conditions=place.conditions, listed=False))
-        elif name == "expose" and any(dotted(arg) == "app" for arg in call.args):
-            # prometheus_fastapi_instrumentator publishes its route where the engine mounts the same one.
-            self.routes.append(Route("/metrics", frozenset({"GET"}), "metrics", conditions=place.conditions))
         elif any(dotted(arg) in {"app", "router"} for arg in call.args) and isinstance(call.func, ast.Name):
             self._function(self.tree.follow(place.module, call.func.id, place.local), place)
 
@@ -161,7 +153,7 @@ class Reader:
     def _add(self, place: Place, handler: Handler, mark: Mark) -> None:
         """Collect one route. Of several for one path and method, the first that is served is the one that answers."""
         route = self._parameters(place, handler, mark.path)
-        route = replace(route, methods=mark.methods, conditions=place.conditions, listed=mark.listed)
+        route = replace(route, methods=mark.methods, conditions=place.conditions)
         if route not in self.routes:
             self.routes.append(route)
 
@@ -246,13 +238,12 @@ def marks(handler: Handler) -> Iterator[Mark]:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args:
             verb, owner, path = call.func.attr, dotted(call.func.value), route_path(call.args[0])
             options = {keyword.arg: keyword.value for keyword in call.keywords}
-            hides = "include_in_schema" in options and not literal(options["include_in_schema"])
             if verb in VERBS and path is not None:
-                yield Mark(path, frozenset({verb.upper()}), owner, not hides)
+                yield Mark(path, frozenset({verb.upper()}), owner)
             elif verb == "api_route" and path is not None:
                 methods: object = ast.literal_eval(options["methods"]) if "methods" in options else ["GET"]
                 assert isinstance(methods, list)
-                yield Mark(path, frozenset(methods), owner, not hides)
+                yield Mark(path, frozenset(methods), owner)
 
 
 def route_path(node: ast.expr) -> str | None:

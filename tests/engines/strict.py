@@ -5,8 +5,8 @@ field or query parameter that it does not know, that it misses, or that has anot
 ones in silence and does something else than was asked; here they are seen. All else is answered 200 with what the test
 says.
 
-`stand_in(surface)` is the object that is called in process, with the release's own signatures; `request_module(surface)`
-holds its request classes.
+`stand_in(surface)` is the object that is called in process, with the release's own signatures.
+`request_module(surface)` holds its request classes.
 """
 
 import ast
@@ -63,7 +63,7 @@ class App(httpx.AsyncBaseTransport):
         self.asked: list[Asked] = []
         self.answers: dict[str, Answer] = {"/openapi.json": openapi(surface), **(answers or {})}
         self._surface = surface
-        listing = Route("/openapi.json", frozenset({"GET"}), "openapi", listed=False)
+        listing = Route("/openapi.json", frozenset({"GET"}), "openapi")
         served = {**surface.served(), "/openapi.json": {"GET": listing}}
         self._routes = [(path_pattern(path), methods) for path, methods in served.items()]
 

@@ -116,9 +116,8 @@ def openapi(surface: Surface) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, methods in surface.served().items():
         for method, route in methods.items():
-            if route.listed:
-                plain = re.sub(r"{(\w+):\w+}", r"{\1}", path)
-                paths.setdefault(plain, {})[method.lower()] = operation(surface, route, plain, schemas)
+            plain = re.sub(r"{(\w+):\w+}", r"{\1}", path)
+            paths.setdefault(plain, {})[method.lower()] = operation(surface, route, plain, schemas)
     return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
 
 

@@ -36,6 +36,8 @@ from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.router import Router, may_register
 
+pytestmark = pytest.mark.anyio
+
 PATIENCE_S = 30
 
 
@@ -189,7 +191,6 @@ def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 # --- the real router --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_requests_go_to_registered_workers(router: RouterProcess, worker: Worker) -> None:
     nobody = router.generate()
@@ -210,7 +211,6 @@ async def test_requests_go_to_registered_workers(router: RouterProcess, worker: 
         await bring(place, False)
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_a_worker_url_with_a_trailing_slash_is_the_same_worker(router: RouterProcess, worker: Worker) -> None:
     for url in (worker.url, worker.url + "/"):
@@ -221,7 +221,6 @@ async def test_a_worker_url_with_a_trailing_slash_is_the_same_worker(router: Rou
     assert router.workers(worker) == {}
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_a_worker_is_added_only_once_it_is_healthy(router: RouterProcess, worker: Worker) -> None:
     worker.healthy = False
@@ -236,7 +235,6 @@ async def test_a_worker_is_added_only_once_it_is_healthy(router: RouterProcess, 
     assert ("GET", "/server_info", None) in asked(worker) and router.workers(worker) == {}
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_a_router_with_a_key_that_gives_up_on_a_worker(worker: Worker, tmp_path: Path) -> None:
     with RouterProcess(tmp_path, "--worker-startup-timeout-secs", "2", key="router-key") as guarded:
@@ -253,7 +251,6 @@ async def test_a_router_with_a_key_that_gives_up_on_a_worker(worker: Worker, tmp
             assert list(guarded.workers(worker)) == [worker.url]
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_a_worker_that_is_listed_by_data_parallel_ranks_is_removed_as_one(worker: Worker, tmp_path: Path) -> None:
     worker.ranks = 2
@@ -266,7 +263,6 @@ async def test_a_worker_that_is_listed_by_data_parallel_ranks_is_removed_as_one(
         assert ranked.workers(worker) == {}
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_an_agent_stays_registered_through_pauses_and_syncs(
     router: RouterProcess, worker: Worker, bus: Bus, context: Context, tmp_path: Path
@@ -294,7 +290,6 @@ async def test_an_agent_stays_registered_through_pauses_and_syncs(
     assert router.workers(worker) == {}
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_a_restarted_router_gets_its_worker_back(
     worker: Worker, bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -311,7 +306,6 @@ async def test_a_restarted_router_gets_its_worker_back(
     assert len(logged(caplog, logging.WARNING)) == 1
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_an_agent_that_ends_does_not_wait_for_an_unhealthy_worker(
     router: RouterProcess,
@@ -337,7 +331,6 @@ async def test_an_agent_that_ends_does_not_wait_for_an_unhealthy_worker(
         await bring(place, False)
 
 
-@pytest.mark.anyio
 @pytest.mark.engine_sglang
 async def test_an_engine_is_registered_whenever_it_can_serve(
     router: RouterProcess, worker: Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -413,7 +406,6 @@ async def until_taken(server: FailingRouter) -> None:
     await until(lambda: bool(server.listed))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
@@ -450,7 +442,6 @@ async def test_a_failing_router_is_logged_once_and_retried(
     assert failing.listed == [] and len(logged(caplog, logging.WARNING)) == 1
 
 
-@pytest.mark.anyio
 async def test_a_router_that_starts_late_and_ends_early(
     bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -465,7 +456,6 @@ async def test_a_router_that_starts_late_and_ends_early(
     assert "did not answer: ConnectError" in down[0] and "could not be removed from the router" in down[-1]
 
 
-@pytest.mark.anyio
 async def test_an_agent_that_ends_does_not_wait_for_a_hanging_router(
     failing: FailingRouter,
     bus: Bus,
@@ -484,7 +474,6 @@ async def test_an_agent_that_ends_does_not_wait_for_a_hanging_router(
     assert "did not remove" in warning
 
 
-@pytest.mark.anyio
 async def test_agents_that_have_not_joined_and_other_nodes_leave_the_router_alone(
     failing: FailingRouter, bus: Bus, context: Context, tmp_path: Path
 ) -> None:
@@ -497,7 +486,6 @@ async def test_agents_that_have_not_joined_and_other_nodes_leave_the_router_alon
     assert failing.requests == []
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_went_away_is_removed(
     failing: FailingRouter, bus: Bus, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from tests.engines.strict import App, Called, Reply, request_module, stand_in
 from tests.engines.surfaces import openapi, read
 
 pytestmark = [
-    *(pytest.mark.engine_wheels, pytest.mark.timeout(600)),
+    *(pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio),
     *(pytest.mark.one_loop, pytest.mark.usefixtures("fetched_wheels")),
 ]
 
@@ -31,7 +31,6 @@ def test_openapi_has_the_form_that_fastapi_gives_it() -> None:
     assert document["paths"]["/flush_cache"]["post"]["parameters"] == [
         {"name": "timeout", "in": "query", "required": False}
     ]
-    assert "/metrics" not in document["paths"], "it is mounted, and what is mounted is not published"
 
 
 def test_openapi_names_a_body_of_single_fields_as_fastapi_does() -> None:
@@ -73,7 +72,6 @@ REFUSED: list[tuple[wheels.Kind, str, str, str, dict[str, Any], int, str]] = [
 ]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("kind", "version", "verb", "path", "what", "status", "words"), REFUSED)
 async def test_a_call_that_a_release_does_not_have_is_refused(
     kind: wheels.Kind, version: str, verb: str, path: str, what: dict[str, Any], status: int, words: str
@@ -84,7 +82,6 @@ async def test_a_call_that_a_release_does_not_have_is_refused(
     assert [asked.status for asked in app.asked] == [status]
 
 
-@pytest.mark.anyio
 async def test_a_call_that_a_release_has_is_answered_and_recorded() -> None:
     app = App(read("sglang", "0.5.23"), {"/flush_cache": Reply(400, "Flush cache failed.\n")})
     app.answers["/start_profile"] = lambda body: {"started": body["num_steps"]}
@@ -96,7 +93,6 @@ async def test_a_call_that_a_release_has_is_answered_and_recorded() -> None:
     assert app.asked[1].body == {"num_steps": 3}
 
 
-@pytest.mark.anyio
 async def test_what_a_server_reads_by_hand_is_taken_though_it_is_not_listed() -> None:
     app = App(read("vllm", "0.13.0"))
     assert (await ask(app, "POST", "/wake_up?tags=weights&tags=kv_cache"))[0] == 200
@@ -107,7 +103,6 @@ async def test_what_a_server_reads_by_hand_is_taken_though_it_is_not_listed() ->
 # --- in process -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_an_object_in_process_records_what_it_is_told_and_refuses_other_words() -> None:
     surface = read("vllm", "0.32.0")
     made = stand_in(surface, {"is_paused": True, "sleep": ValueError("not enabled")}, vllm_config="config")

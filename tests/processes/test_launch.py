@@ -26,6 +26,8 @@ from workers.server import guard
 from workers.server.guard import RestartPolicy
 from workers.server.launch import LaunchedEngine, ServerProcess, ServerStatus
 
+pytestmark = pytest.mark.anyio
+
 AT_ONCE = RestartPolicy(first_wait_s=0.01)
 LONGEST_S = 60.0
 
@@ -119,6 +121,19 @@ class Servers:
         self._stack.push_async_callback(server.end)
         return server
 
+    async def up(self, code: str, *, grace_s: float = 20.0) -> ServerProcess:
+        """A server that runs, and has printed `up`."""
+        server = self(code, grace_s=grace_s)
+        server.start()
+        await status_when(server, printed("up"))
+        return server
+
+    async def tree(self) -> tuple[ServerProcess, list[psutil.Process]]:
+        """The server of TREE, and its processes."""
+        server = self(TREE)
+        server.start()
+        return server, tree(await status_when(server, printed("tree")))
+
 
 @pytest.fixture
 async def servers(tmp_path: Path) -> AsyncIterator[Servers]:
@@ -152,7 +167,6 @@ class Attached:
 # --- start and end ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> None:
     server = servers(TREE)
     assert server.status().state == "ended"
@@ -168,7 +182,6 @@ async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> N
     assert await server.end() == ended
 
 
-@pytest.mark.anyio
 async def test_an_ended_server_can_be_started_again(servers: Servers) -> None:
     server = servers(QUIET)
     for launch in (1, 2):
@@ -177,15 +190,11 @@ async def test_an_ended_server_can_be_started_again(servers: Servers) -> None:
         assert (await server.end()).launches == launch
 
 
-@pytest.mark.anyio
 async def test_a_server_that_ignores_sigterm_is_killed_when_the_grace_is_over(servers: Servers) -> None:
-    server = servers(STUBBORN, grace_s=0.2)
-    server.start()
-    await status_when(server, printed("up"))
+    server = await servers.up(STUBBORN, grace_s=0.2)
     assert (await server.end()).exit_code == -signal.SIGKILL
 
 
-@pytest.mark.anyio
 async def test_the_server_gets_sigterm_before_its_children(servers: Servers) -> None:
     orderly = """
 import signal, subprocess, sys
@@ -198,24 +207,18 @@ signal.signal(signal.SIGTERM, end)
 while True:
     signal.pause()
 """
-    server = servers(orderly)
-    server.start()
-    await status_when(server, printed("up"))
+    server = await servers.up(orderly)
     assert (await server.end()).exit_code == 7
 
 
-@pytest.mark.anyio
 async def test_an_end_that_nobody_waits_for_continues(servers: Servers) -> None:
-    server = servers(TREE)
-    server.start()
-    processes = tree(await status_when(server, printed("tree")))
+    server, processes = await servers.tree()
     with anyio.CancelScope() as scope:
         scope.cancel()
         await server.end()
     await gone(processes)
 
 
-@pytest.mark.anyio
 async def test_the_output_of_a_server_is_appended_and_never_blocks_it(servers: Servers) -> None:
     (servers.folder / "server.log").write_text("of yesterday\n")
     server = servers(f"import sys; sys.stdout.write('x' * 300_000 + '\\n'); {QUIET}")
@@ -225,7 +228,6 @@ async def test_the_output_of_a_server_is_appended_and_never_blocks_it(servers: S
     assert (servers.folder / "server.log").read_text().startswith("of yesterday\n--- rolloutctl: launch 1 at ")
 
 
-@pytest.mark.anyio
 async def test_what_cannot_be_launched_is_an_error(servers: Servers, tmp_path: Path) -> None:
     for command in ((), ("no-such-server", "--port", "1")):
         with pytest.raises(ConfigError, match="no program"):
@@ -260,7 +262,6 @@ async def agent_process(folder: Path, code: str, how: str) -> AsyncIterator[tupl
                 agent.kill()
 
 
-@pytest.mark.anyio
 async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
     async with agent_process(tmp_path, TREE, "alone") as (agent, report):
         processes = [psutil.Process(int(pid)) for pid in report["last_line"].split()[1:]]
@@ -269,7 +270,6 @@ async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
         await gone(processes)
 
 
-@pytest.mark.anyio
 async def test_a_child_of_the_agent_keeps_no_server_alive(tmp_path: Path) -> None:
     async with agent_process(tmp_path, QUIET, "fork") as (agent, report):
         server = psutil.Process(report["pid"])
@@ -278,7 +278,6 @@ async def test_a_child_of_the_agent_keeps_no_server_alive(tmp_path: Path) -> Non
         assert lives(psutil.Process(report["child"]))
 
 
-@pytest.mark.anyio
 async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(servers: Servers) -> None:
     async with agent_process(servers.folder, STUBBORN, "alone") as (agent, report):
         former = psutil.Process(report["pid"])
@@ -293,18 +292,14 @@ async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(se
         assert not lives(former) and status.launches == 1
 
 
-@pytest.mark.anyio
 async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Servers) -> None:
-    server = servers(TREE)
-    server.start()
-    processes = tree(await status_when(server, printed("tree")))
+    server, processes = await servers.tree()
     guard_of(processes[0]).kill()
     status = await status_when(server, lambda status: status.launches == 2 and printed("tree")(status))
     assert not any(lives(process) for process in processes)
     assert not {process.pid for process in processes} & {process.pid for process in tree(status)}
 
 
-@pytest.mark.anyio
 async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: Servers) -> None:
     server = servers(QUIET, restarts=RestartPolicy(most=1, first_wait_s=0.01))
     server.start()
@@ -318,11 +313,8 @@ async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: 
     assert status.note == "its guard was lost 2 times"
 
 
-@pytest.mark.anyio
 async def test_a_guard_that_gets_sigterm_ends_the_server(servers: Servers) -> None:
-    server = servers(TREE)
-    server.start()
-    processes = tree(await status_when(server, printed("tree")))
+    server, processes = await servers.tree()
     guard_of(processes[0]).terminate()
     status = await status_when(server, lambda status: status.state == "ended")
     assert status.note == "the guard received SIGTERM"
@@ -345,18 +337,14 @@ def test_a_guard_needs_nothing_but_psutil() -> None:
 # --- the server ends by itself ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_server_that_ends_is_restarted_once_its_tree_is_gone(servers: Servers) -> None:
-    server = servers(TREE)
-    server.start()
-    processes = tree(await status_when(server, printed("tree")))
+    server, processes = await servers.tree()
     processes[0].kill()
     status = await status_when(server, lambda status: status.launches == 2 and printed("tree")(status))
     assert status.exit_code == -signal.SIGKILL and status.pid != processes[0].pid
     assert not any(lives(process) for process in processes)
 
 
-@pytest.mark.anyio
 async def test_nothing_is_started_beside_what_a_server_left_behind(servers: Servers) -> None:
     leaving = f"""
 import os, subprocess, sys
@@ -378,7 +366,6 @@ sys.exit(5)
     await status_when(server, lambda status: status.state == "given up")
 
 
-@pytest.mark.anyio
 async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) -> None:
     server = servers("import sys; sys.exit('no such model')", restarts=RestartPolicy(most=2, first_wait_s=0.01))
     server.start()
@@ -388,7 +375,6 @@ async def test_a_server_that_ends_again_and_again_is_given_up(servers: Servers) 
     assert (await server.end()).state == "given up"
 
 
-@pytest.mark.anyio
 async def test_a_wait_is_cut_short_by_the_end(servers: Servers) -> None:
     server = servers("pass", restarts=RestartPolicy(first_wait_s=3000, longest_wait_s=3000))
     server.start()
@@ -426,7 +412,6 @@ async def observed(engine: Engine, holds: Callable[[Observation], bool]) -> Obse
             await anyio.sleep(0.01)
 
 
-@pytest.mark.anyio
 async def test_an_engine_lives_with_its_server(servers: Servers, tmp_path: Path) -> None:
     inner = Attached(tmp_path / "sign")
     server = servers(SIGNED.format(sign=inner.sign, between=""))
@@ -451,7 +436,6 @@ async def test_an_engine_lives_with_its_server(servers: Servers, tmp_path: Path)
     assert (await engine.observe()).tokenizer == "unknown"
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_does_not_open_leaves_no_server(servers: Servers, tmp_path: Path) -> None:
     class Refusing(Attached):
         async def open(self) -> None:
@@ -463,7 +447,6 @@ async def test_an_engine_that_does_not_open_leaves_no_server(servers: Servers, t
     assert server.status().state == "ended"
 
 
-@pytest.mark.anyio
 async def test_a_long_start_is_logged_now_and_then(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -497,7 +480,6 @@ async def test_a_long_start_is_logged_now_and_then(
     await engine.close()
 
 
-@pytest.mark.anyio
 async def test_a_server_that_does_not_come_up_in_time_is_restarted(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -517,7 +499,7 @@ async def test_a_server_that_does_not_come_up_in_time_is_restarted(
     inner.sign.unlink()  # once it was up, it may be away for a while
     await engine.observe()
     status = server.status()
-    assert (status.state, status.launches, status.exit_code) == ("running", 2, -signal.SIGTERM)
+    assert (status.state, status.launches, status.exit_code) == ("running", 2, -signal.SIGKILL)
     server.restart(1)
     lines = [record.message for record in caplog.records]
     assert lines[0] == "tiny server is not up after 300 s: restarting it"
@@ -526,7 +508,6 @@ async def test_a_server_that_does_not_come_up_in_time_is_restarted(
     assert server.status().launches == 2
 
 
-@pytest.mark.anyio
 async def test_no_two_launches_look_the_same(servers: Servers, tmp_path: Path) -> None:
     server = servers(QUIET)
     seen = set()
@@ -540,7 +521,6 @@ async def test_no_two_launches_look_the_same(servers: Servers, tmp_path: Path) -
     assert len(seen) == 6 and None not in seen
 
 
-@pytest.mark.anyio
 async def test_that_a_server_stays_down_is_logged_once(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

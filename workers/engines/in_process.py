@@ -23,6 +23,7 @@ import secrets
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop, Task
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
@@ -73,19 +74,15 @@ class InProcessClient(ABC):
         """The engine's loop; None while it has none. Then the loop of the first use counts."""
 
     def _require_loop(self) -> None:
-        try:
+        running = None
+        with suppress(RuntimeError):  # under trio
             running = asyncio.get_running_loop()
-        except RuntimeError:
+        self._loop = self._engine_loop() or self._loop or running
+        if running is None or self._loop is not running:
             raise EngineError(
                 f"{self._owner} {self.where} was not called: it belongs to an asyncio event loop, and the agent runs "
-                "on another kind (trio?). Run the agent as a task of the loop that generates."
-            ) from None
-        self._loop = self._engine_loop() or self._loop or running
-        if self._loop is not running:
-            raise EngineError(
-                f"{self._owner} {self.where} was not called: it belongs to another event loop than the one that the "
-                "agent runs on. Run the agent as a task of the loop that generates: in its thread, and within one "
-                "asyncio.run()."
+                "on another event loop. Run the agent as a task of the loop that generates: in its thread, and within "
+                "one asyncio.run()."
             )
 
     def _failure(self, method: str, error: Exception) -> CallRefused:

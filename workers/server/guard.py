@@ -1,9 +1,9 @@
 """The guard: a small process between an agent and the engine server that the agent launched.
 
 It runs as a file, `python -P guard.py`, and is never imported into a server. It needs only the standard library and
-psutil, so it starts at once and stays small. Its stdin is the agent's control of it: one order line; later perhaps the
-number of a launch to restart; end of file when the agent lets go or dies. Its stdout carries a report, one line of
-JSON, at each change. Its stderr goes to the log, like the server's output.
+psutil, so it starts at once and stays small. Its stdin is the agent's control of it: one order line, then end of file
+when the agent lets go or dies. Its stdout carries a report, one line of JSON, at each change. Its stderr goes to the
+log, as the server's output does.
 
 Theory of operation: Linux makes every orphaned descendant of a "subreaper" its child. The guard is a subreaper, so the
 tree below it is everything that the server ever started, even through sessions and double forks. When that tree is
@@ -97,7 +97,6 @@ class Guard:
         self._restarts = RestartPolicy(*order.restarts)
         self._me = psutil.Process()
         self._reason = ""  # why to end, once somebody wants that
-        self._unwanted = 0  # the launch to restart
         self._server: subprocess.Popen[bytes] | None = None  # while it runs
         self._launches = order.launches
         self._exit_code: int | None = None
@@ -121,7 +120,7 @@ class Guard:
         while not self._reason:
             if failure := self._launch():
                 return self._report("given up", failure)
-            while self._server is not None and not self._reason and self._unwanted != self._launches:
+            while self._server is not None and not self._reason:
                 self._wait()
             if self._reason:
                 break
@@ -245,11 +244,8 @@ class Guard:
             self._reason = self._reason or "the agent died"
             self._awake.unregister(self._agent)
         if sys.stdin.fileno() in ready:
-            if lines := os.read(sys.stdin.fileno(), 4096).split():
-                self._unwanted = int(lines[-1])
-            else:
-                self._reason = self._reason or "the agent ended it"
-                self._awake.unregister(sys.stdin.fileno())
+            self._reason = self._reason or "the agent ended it"
+            self._awake.unregister(sys.stdin.fileno())
         self._reap()
 
     def _reap(self) -> bool:

@@ -137,10 +137,11 @@ class ServerProcess:
         return replace(self._last, log_tail=self._log_tail())
 
     def restart(self, launch: int) -> None:
-        """End this launch and start the next, as if it had ended by itself. Any other launch is left alone."""
-        if self._guard is not None and self._guard.stdin is not None and not self._ending:
-            with suppress(BrokenPipeError):
-                self._guard.stdin.write(b"%d\n" % launch)
+        """Kill the server of this launch; the guard starts the next. Any other launch is left alone."""
+        status = self.status()
+        if status.launches == launch and status.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(status.pid, signal.SIGKILL)
 
     async def end(self) -> ServerStatus:
         """End the server and everything that it started; return once they are gone. Continues if this is cancelled."""
