@@ -1,9 +1,9 @@
 """A bus of a few lines and an engine of a few fields, for the tests of the agent's shell."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -167,6 +167,12 @@ class Bus:
         """Close the sockets. May be called again."""
         self.router.close(0)
         self.publisher.close(0)
+
+
+class Run(Protocol):
+    """The fixture `run`: runs an agent on the bus, with the engine and the folder of the test."""
+
+    def __call__(self, identity: Identity = PRIMARY) -> AbstractAsyncContextManager[Agent]: ...
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """The agent's shell on real sockets, with a small bus and engine, on every event loop: commands, calls, restarts."""
 
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -24,6 +23,7 @@ from tests.unit.small_bus import (
     STRANGER,
     Bus,
     Engine,
+    Run,
     reaches,
     recorded,
     running,
@@ -33,24 +33,14 @@ from workers.agent import Agent
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def bus(context: Context) -> AsyncIterator[Bus]:
-    bus = Bus(context)
-    yield bus
-    bus.close()
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
 # Commands
 
 
-async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
+async def test_primary_acts_and_another_node_skips(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
+) -> None:
     idle = Engine()
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         bus.publish(PAUSE)
@@ -64,12 +54,10 @@ async def test_primary_acts_and_another_node_skips(bus: Bus, context: Context, e
         assert idle.calls == []
 
 
-async def test_a_skip_is_logged_at_debug_only(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_skip_is_logged_at_debug_only(bus: Bus, run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Most nodes of a fleet skip most of the time."""
     with caplog.at_level(logging.DEBUG, "rolloutctl.agent"):
-        async with running(bus, context, engine, tmp_path, SECOND) as agent:
+        async with run(SECOND) as agent:
             await bus.admit()
             await reaches(agent, lambda state: state.joined)
             bus.publish(PAUSE)
@@ -78,9 +66,9 @@ async def test_a_skip_is_logged_at_debug_only(
 
 
 async def test_a_command_that_arrives_again_is_answered_again_and_not_carried_out_again(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+    bus: Bus, engine: Engine, run: Run
 ) -> None:
-    async with running(bus, context, engine, tmp_path):
+    async with run():
         await bus.admit()
         bus.publish(PAUSE)
         first = await bus.outcome(1)
@@ -89,10 +77,8 @@ async def test_a_command_that_arrives_again_is_answered_again_and_not_carried_ou
         assert len(engine.calls) == 1
 
 
-async def test_a_hole_is_requested_and_filled_in_order(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path) as agent:
+async def test_a_hole_is_requested_and_filled_in_order(bus: Bus, engine: Engine, run: Run) -> None:
+    async with run() as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
         bus.publish(PAUSE, seq=3)
@@ -103,10 +89,8 @@ async def test_a_hole_is_requested_and_filled_in_order(
         assert [type(call).__name__ for call in engine.calls] == ["Flush", "Flush", "Pause"]
 
 
-async def test_pages_of_replay_are_requested_until_nothing_is_missing(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+async def test_pages_of_replay_are_requested_until_nothing_is_missing(bus: Bus, run: Run) -> None:
+    async with run(SECOND) as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
         bus.seq = 3
@@ -118,21 +102,19 @@ async def test_pages_of_replay_are_requested_until_nothing_is_missing(
 
 
 async def test_tick_ends_a_command_that_waited_for_an_engine_that_never_came(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+    bus: Bus, engine: Engine, run: Run
 ) -> None:
     engine.tokenizer = "unknown"
-    async with running(bus, context, engine, tmp_path):
+    async with run():
         await bus.admit()
         bus.publish(PAUSE, ttl_ms=20)
         failed = (await bus.outcome(1)).outcome
         assert isinstance(failed, Failed) and failed.error == ErrorKind.ENGINE_NOT_READY
 
 
-async def test_command_that_waited_is_done_once_the_engine_is_up(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
+async def test_command_that_waited_is_done_once_the_engine_is_up(bus: Bus, engine: Engine, run: Run) -> None:
     engine.tokenizer = "unknown"
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         await bus.admit()
         bus.publish(PAUSE)
         await reaches(agent, lambda state: len(state.queue) == 1)
@@ -143,11 +125,9 @@ async def test_command_that_waited_is_done_once_the_engine_is_up(
 # Engine calls
 
 
-async def test_a_call_is_awaited_past_its_deadline_and_never_cancelled(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
+async def test_a_call_is_awaited_past_its_deadline_and_never_cancelled(bus: Bus, engine: Engine, run: Run) -> None:
     engine.gate = anyio.Event()
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.engine.tokenizer == "present")
         bus.publish(PAUSE, ttl_ms=20)
@@ -162,7 +142,7 @@ async def test_a_call_is_awaited_past_its_deadline_and_never_cancelled(
 
 
 async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+    bus: Bus, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
     gate = engine.gate = anyio.Event()
     begun = anyio.Event()
@@ -178,7 +158,7 @@ async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result
             gate.set()
 
         with anyio.CancelScope() as scope:
-            async with running(bus, context, engine, tmp_path):
+            async with run():
                 tasks.start_soon(let_it_end)
                 await bus.admit()
                 bus.publish(PAUSE)
@@ -199,10 +179,10 @@ async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result
     ids=lambda value: type(value).__name__,
 )
 async def test_an_exception_of_the_engine_is_an_outcome(
-    raised: Exception, kind: ErrorKind, bus: Bus, context: Context, engine: Engine, tmp_path: Path
+    raised: Exception, kind: ErrorKind, bus: Bus, engine: Engine, run: Run
 ) -> None:
     engine.raises = raised
-    async with running(bus, context, engine, tmp_path):
+    async with run():
         await bus.admit()
         bus.publish(FLUSH)
         failed = (await bus.outcome(1)).outcome
@@ -211,24 +191,22 @@ async def test_an_exception_of_the_engine_is_an_outcome(
 
 
 async def test_a_result_that_cannot_be_recorded_fails_and_leaves_the_journal_readable(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def perform(call: Call, timeout_s: float) -> Returned:
         return Returned(digest="")
 
     monkeypatch.setattr(engine, "perform", perform)
-    async with running(bus, context, engine, tmp_path):
+    async with run():
         await bus.admit()
         bus.publish(FLUSH)
         assert isinstance((await bus.outcome(1)).outcome, Failed)
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         assert agent.state.seq == 1
 
 
-async def test_only_changes_of_the_engine_are_recorded(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+async def test_only_changes_of_the_engine_are_recorded(engine: Engine, tmp_path: Path, run: Run) -> None:
+    async with run(SECOND) as agent:
         await reaches(agent, lambda state: state.engine.tokenizer == "present")
         with anyio.fail_after(10):
             while engine.observations < 5:
@@ -239,21 +217,21 @@ async def test_only_changes_of_the_engine_are_recorded(
 # Restart
 
 
-async def test_an_agent_continues_from_its_journal(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
-    async with running(bus, context, engine, tmp_path):
+async def test_an_agent_continues_from_its_journal(bus: Bus, engine: Engine, run: Run) -> None:
+    async with run():
         first = await bus.admit()
         bus.publish(PAUSE)
         await bus.outcome(1)
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         assert (agent.state.epoch, agent.state.seq, agent.state.engine.generating) == (1, 1, False)
         second = await bus.next(wire.Hello)
         assert second.journal == first.journal and second.incarnation != first.incarnation
 
 
 async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+    bus: Bus, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         await bus.admit()
         await agent.wait_ready()
         bus.publish(PAUSE)
@@ -274,7 +252,7 @@ async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
             file.append(record.kind, record.agent, record.at_ns, record.body)
     paused = Desired(generation="paused")
     engine.calls.clear()
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         await bus.admit(paused)
         await reaches(agent, lambda state: state.joined and state.interrupted is None)
         bus.say(wire.Replay(records=(bus.record(1, PAUSE),)))
@@ -282,10 +260,8 @@ async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
         assert engine.calls == []
 
 
-async def test_a_journal_of_other_logic_is_not_continued(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path):
+async def test_a_journal_of_other_logic_is_not_continued(bus: Bus, tmp_path: Path, run: Run) -> None:
+    async with run():
         await bus.admit()
         bus.publish(PAUSE)
         await bus.outcome(1)
@@ -297,7 +273,7 @@ async def test_a_journal_of_other_logic_is_not_continued(
         file.append("command", "0.0", 1, body)
         file.append("command", "0.0", 1, body)
     with pytest.raises(AgentError, match="cannot be continued.*would be a different one today"):
-        async with running(bus, context, engine, tmp_path):
+        async with run():
             pass
 
 
@@ -328,10 +304,8 @@ async def test_an_agent_that_cannot_write_its_journal_stops_acting(
     assert not [message for message in bus.ignored if isinstance(message, wire.CommandOutcome)]
 
 
-async def test_an_agent_joins_a_bus_of_another_run_with_a_new_journal(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path) as agent:
+async def test_an_agent_joins_a_bus_of_another_run_with_a_new_journal(bus: Bus, tmp_path: Path, run: Run) -> None:
+    async with run() as agent:
         bus.epoch = 5
         bus.greet()
         first = await bus.admit()

@@ -1,7 +1,6 @@
 """The agent's end of the bus on real sockets, on every event loop: joining, silence, malformed messages, uploads."""
 
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -17,31 +16,17 @@ from schemas.events import CommandReceived, Decision
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.reports import AgentStatus
 from tests.running import python
-from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, reaches, recorded, running
+from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, Run, reaches, recorded, running
 from workers.agent import Agent
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def bus(context: Context) -> AsyncIterator[Bus]:
-    bus = Bus(context)
-    yield bus
-    bus.close()
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
 # Joining
 
 
-async def test_an_agent_requests_a_snapshot_only_after_it_hears_the_publisher(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path) as agent:
+async def test_an_agent_requests_a_snapshot_only_after_it_hears_the_publisher(bus: Bus, run: Run) -> None:
+    async with run() as agent:
         hello = await bus.next(wire.Hello)
         assert hello.identity == PRIMARY
         assert bus.peer == f"0.0/{hello.incarnation}".encode()
@@ -60,21 +45,17 @@ async def test_an_agent_requests_a_snapshot_only_after_it_hears_the_publisher(
         assert (agent.state.epoch, agent.state.seq) == (1, 7)
 
 
-async def test_an_agent_reports_at_once_that_it_became_ready(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
+async def test_an_agent_reports_at_once_that_it_became_ready(bus: Bus, engine: Engine, run: Run) -> None:
     bus.heartbeat_ms = 3_600_000
-    async with running(bus, context, engine, tmp_path):
+    async with run():
         await bus.admit()
         while not (status := await bus.next(AgentStatus)).ready:
             pass
         assert status.engine == "fake 1"
 
 
-async def test_hello_is_repeated_until_it_is_answered(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path) as agent:
+async def test_hello_is_repeated_until_it_is_answered(bus: Bus, run: Run) -> None:
+    async with run() as agent:
         first = await bus.next(wire.Hello)
         assert await bus.next(wire.Hello) == first
         await bus.admit()
@@ -99,10 +80,8 @@ async def test_an_agent_waits_for_a_bus_that_has_not_started_and_says_so(
     bus.close()
 
 
-async def test_an_agent_that_the_bus_has_forgotten_says_hello_again(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path) as agent:
+async def test_an_agent_that_the_bus_has_forgotten_says_hello_again(bus: Bus, run: Run) -> None:
+    async with run() as agent:
         hello = await bus.admit()
         await reaches(agent, lambda state: state.joined)
         bus.epoch = 2
@@ -138,8 +117,8 @@ async def test_a_wrong_address_is_an_error_at_once(
             pass
 
 
-async def test_two_agents_can_not_share_a_journal(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
-    async with running(bus, context, engine, tmp_path):
+async def test_two_agents_can_not_share_a_journal(bus: Bus, context: Context, tmp_path: Path, run: Run) -> None:
+    async with run():
         with pytest.raises(LogLocked):
             async with running(bus, context, Engine(), tmp_path):
                 pass
@@ -163,11 +142,9 @@ async def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
 # Lease, hostile bytes, orderly end
 
 
-async def test_silence_for_the_length_of_the_lease_ends_a_pause(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
+async def test_silence_for_the_length_of_the_lease_ends_a_pause(bus: Bus, engine: Engine, run: Run) -> None:
     bus.lease_ms = 100
-    async with running(bus, context, engine, tmp_path) as agent:
+    async with run() as agent:
         await bus.admit()
         bus.publish(PAUSE)
         await reaches(agent, lambda state: not state.engine.generating)
@@ -179,7 +156,7 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(
 
 
 async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bus: Bus, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = wire.encode(bus.envelope(PAUSE))
     hostile = [
@@ -197,7 +174,7 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
         (wire.TOPIC_COMMAND + b"x", wire.encode_header(1, 1, 1), good),
     ]
     with caplog.at_level(logging.WARNING):
-        async with running(bus, context, engine, tmp_path) as agent:
+        async with run() as agent:
             await bus.admit()
             await reaches(agent, lambda state: state.joined)
             before = agent.state
@@ -216,10 +193,8 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
     assert len(lines) == 1 and "sha256" in lines[0]
 
 
-async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
-    async with running(bus, context, engine, tmp_path) as agent:
+async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(bus: Bus, engine: Engine, run: Run) -> None:
+    async with run() as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         unknown = msgspec.structs.replace(
@@ -234,10 +209,10 @@ async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
 
 
 async def test_an_agent_that_ends_uploads_its_decisions_and_says_goodbye(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
+    bus: Bus, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
     bus.heartbeat_ms = 3_600_000
-    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+    async with run(SECOND) as agent:
         await bus.admit()
         bus.publish(PAUSE)
         await bus.outcome(1)
@@ -265,11 +240,9 @@ async def take(bus: Bus, log: list[Decision], through: int) -> None:
         bus.say(wire.Ack(journal=message.journal, through=len(log)))
 
 
-async def test_decisions_are_uploaded_once_and_in_order(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path
-) -> None:
+async def test_decisions_are_uploaded_once_and_in_order(bus: Bus, engine: Engine, tmp_path: Path, run: Run) -> None:
     log: list[Decision] = []
-    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+    async with run(SECOND) as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         for seq in range(1, 11):
@@ -282,11 +255,11 @@ async def test_decisions_are_uploaded_once_and_in_order(
 
 
 async def test_an_upload_continues_after_a_reconnect_without_holes_or_duplicates(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: Engine, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.link.upload.ACK_TIMEOUT_MS", 0)  # a lost batch is sent again with each heartbeat
     log: list[Decision] = []
-    async with running(bus, context, engine, tmp_path, SECOND) as agent:
+    async with run(SECOND) as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         await take(bus, log, 4)
