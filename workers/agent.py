@@ -286,16 +286,10 @@ class Agent:
 
 def _own_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return an error of this package from the group, or the group itself if it holds any other."""
-    own, rest = group.split(RolloutctlError)
-    if own is None or rest is not None:
+    own, others = group.split(RolloutctlError)
+    if own is None or others is not None:
         return group
-    errors = list(_leaves(own))
-    return next((error for error in errors if not isinstance(error, RunChanged)), errors[0])
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    return [
-        leaf
-        for error in group.exceptions
-        for leaf in (_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
-    ]
+    error: BaseException = own.split(RunChanged)[1] or own
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

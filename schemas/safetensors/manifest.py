@@ -25,15 +25,12 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
         CheckpointError: As for `read_layout`.
     """
     places = find_tensors(directory)
-    return _manifest({name: place.spec for name, place in places.items()}, content_digest(places) if content else None)
+    layout = {name: place.spec for name, place in places.items()}
+    return manifest_of(layout, content_digest(places) if content else None)
 
 
-def manifest_of(layout: Mapping[str, TensorSpec]) -> Manifest:
-    """Return the manifest of tensors that are in no file, such as a model that the trainer will broadcast."""
-    return _manifest(layout, None)
-
-
-def _manifest(layout: Mapping[str, TensorSpec], content: str | None) -> Manifest:
+def manifest_of(layout: Mapping[str, TensorSpec], content: str | None = None) -> Manifest:
+    """Return the manifest of tensors, also of such that are in no file: a model that the trainer will broadcast."""
     nbytes = sum(spec.nbytes for spec in layout.values())
     return Manifest(tensors=len(layout), nbytes=nbytes, layout=layout_digest(layout), content=content)
 
@@ -51,7 +48,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
 
 def check_layout(directory: Path, layout: Mapping[str, TensorSpec], manifest: Manifest) -> None:
     """Raise CheckpointError unless `layout`, read from the directory, is that of the manifest."""
-    found = _manifest(layout, manifest.content)
+    found = manifest_of(layout, manifest.content)
     if found == manifest:
         return
     if found.tensors != manifest.tensors:

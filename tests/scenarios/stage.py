@@ -92,27 +92,18 @@ def parse(name: str, text: str, where: str) -> Scenario:
         if not line:
             continue
         place = f"{where}, line {number}"
-        if line.split()[0] in HEAD and not steps:
-            _head(place, line, head)
+        word, _, rest = line.partition(" ")
+        if word not in HEAD:
+            steps.append(_step(place, line, head.get("fleet", "0x0"), steps[-1].at_ms if steps else 0))
+        elif re.fullmatch(HEAD[word], rest) is None:
+            raise ScenarioError(f"{place}: {word} {rest!r} is not of the form {HEAD[word]}")
         else:
-            if not steps and (missing := HEAD.keys() - {"also"} - head.keys()):
-                raise ScenarioError(f"{place}: the steps begin, and the head lacks {', '.join(sorted(missing))}")
-            steps.append(_step(place, line, head["fleet"], steps[-1].at_ms if steps else 0))
-    if not steps:
-        raise ScenarioError(f"{where}: nothing happens in it. A scenario is a head and steps below it")
+            head[word] = f"{head[word]} {rest}" if word == "seen" and word in head else rest
+    if not steps or not HEAD.keys() - {"also"} <= head.keys():
+        raise ScenarioError(f"{where}: a scenario is a head with {', '.join(HEAD)}, and steps below it")
     replicas, nodes = map(int, head["fleet"].split("x"))
     also = frozenset(head["also"].split(", ")) if "also" in head else frozenset[str]()
     return Scenario(name, head["attacks"], also, head["seen"], replicas, nodes, tuple(steps))
-
-
-def _head(place: str, line: str, head: dict[str, str]) -> None:
-    """Take one line of the head in. Only `seen` may go on over several."""
-    word, _, rest = line.partition(" ")
-    if word in head and word != "seen":
-        raise ScenarioError(f"{place}: {word} is said twice")
-    if re.fullmatch(HEAD[word], rest) is None:
-        raise ScenarioError(f"{place}: {word} {rest!r} is not of the form {HEAD[word]}")
-    head[word] = f"{head[word]} {rest}" if word in head else rest
 
 
 def _step(place: str, line: str, fleet: str, since_ms: int) -> Step:

@@ -14,8 +14,10 @@ CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.scenario"))
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_ours_holds(path: Path) -> None:
-    Stage(read(path)).play()
+def test_ours_holds_and_the_checker_of_recorded_logs_finds_nothing(path: Path) -> None:
+    stage = Stage(read(path))
+    stage.play()
+    assert [str(violation) for violation in verify(entries(stage))] == []
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
@@ -24,13 +26,6 @@ def test_a_chain_of_blocking_calls_does_not(path: Path) -> None:
     broke = NaiveTrainer(scenario).run()
     assert scenario.attacks in broke, f"{scenario.attacks} was not broken: the scenario proves nothing. Broken: {broke}"
     assert set(broke) == {scenario.attacks} | scenario.also, f"`also` is to name what else breaks. Broken: {broke}"
-
-
-@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_the_checker_of_recorded_logs_finds_nothing_in_ours(path: Path) -> None:
-    stage = Stage(read(path))
-    stage.play()
-    assert [str(violation) for violation in verify(entries(stage))] == []
 
 
 def test_every_invariant_that_a_run_can_show_is_attacked() -> None:
@@ -45,26 +40,16 @@ HEAD = "attacks I1\nseen somewhere\nfleet 1x1\n"
     ("text", "says"),
     [
         (HEAD + "100 trainer explodes", "a.scenario, line 4: '100 trainer explodes' is no step. Steps are"),
-        (HEAD + "later trainer pauses", "line 4"),
         (HEAD + "200 trainer pauses\n100 trainer resumes", "line 5: 100 ms comes after 200 ms"),
-        (HEAD + "100 engine 0 fails laod", "a.scenario, line 4: '100 engine 0 fails laod' is no step"),
         (HEAD + "100 expect 0.0 said banana", "a.scenario, line 4: '100 expect 0.0 said banana' is no step"),
         (
             HEAD + "100 engine 1 fails load",
             "a.scenario, line 4: 'engine 1 fails load' names a place outside of the fleet",
         ),
-        (HEAD + "100 replica 1 starts", "line 4: 'replica 1 starts' names a place outside"),
         (HEAD + "100 agent 0.1 dies", "line 4: 'agent 0.1 dies' names a place outside"),
-        (
-            HEAD + "100 expect report 1 committed without 3",
-            "line 4: 'expect report 1 committed without 3' names a place",
-        ),
-        (HEAD, "a.scenario: nothing happens in it"),
-        (HEAD + "fleet 2x1\n", "a.scenario, line 4: fleet is said twice"),
-        ("attacks I1\nfleet 1x1\n100 trainer pauses\n", "a.scenario, line 3: the steps begin, and the head lacks seen"),
+        (HEAD, "a.scenario: a scenario is a head with attacks, also, seen, fleet, and steps below it"),
+        ("attacks I1\nfleet 1x1\n100 trainer pauses\n", "a.scenario: a scenario is a head"),
         ("attacks I99\n", "a.scenario, line 1: attacks 'I99' is not of the form"),
-        ("attacks I1\nseen\n", "a.scenario, line 2: seen '' is not of the form"),
-        ("attacks I1\nseen somewhere\nfleet two\n", "a.scenario, line 3: fleet 'two' is not of the form"),
         ("attacks I1\nseen somewhere\nfleet 0x1\n", "a.scenario, line 3: fleet '0x1' is not of the form"),
     ],
 )

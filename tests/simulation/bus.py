@@ -12,24 +12,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.msgpack import Decoder
 
+from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, next_deadline
-from controlplane.machine.events import (
-    AnswersReceived,
-    Closed,
-    CoordinatorEffect,
-    CoordinatorEvent,
-    HelloReceived,
-    JoinReceived,
-    Opened,
-    PeerAnswer,
-    PeerLost,
-    Ping,
-    Publish,
-    ResendRequested,
-    Send,
-    StatusReceived,
-    TimerFired,
-)
 from schemas.reports import AgentStatus
 from schemas.wire import CommandOutcome, Downward, Envelope, Goodbye, Hello, Join, ResendRequest, Upward, encode
 
@@ -37,7 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.agent import Process
     from tests.simulation.cluster import World
 
-event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
+event_decoder: Decoder[events.CoordinatorEvent] = Decoder(events.CoordinatorEvent)
 
 
 @dataclass
@@ -58,7 +42,7 @@ class Bus:
         self.clock_us = world.rng.randrange(1_000_000_000)
         self.heard: dict[str, int] = {}
         self.statuses: dict[str, tuple[int, AgentStatus]] = {}
-        self.batch: list[PeerAnswer] = []
+        self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
 
@@ -76,7 +60,9 @@ class Bus:
         self.state = state
         self.world.log.owner = self.life
         self.world.say(f"bus {self.life} opens at seq {state.seq}")
-        self.feed(Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1))
+        self.feed(
+            events.Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1)
+        )
         self.world.at(0, self.beacon)
 
     def die(self) -> None:
@@ -92,12 +78,12 @@ class Bus:
 
     def close(self) -> None:
         """An orderly end."""
-        self.feed(Closed(at_us=self.now_us, at_ns=self.world.now))
+        self.feed(events.Closed(at_us=self.now_us, at_ns=self.world.now))
         self.die()
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
-    def feed(self, event: CoordinatorEvent) -> None:
+    def feed(self, event: events.CoordinatorEvent) -> None:
         """Decide, write it to the log, perform."""
         if not self.alive:
             return
@@ -129,25 +115,25 @@ class Bus:
         if not self.alive or self.deadline_us != deadline_us:
             return
         self.deadline_us = None
-        self.feed(TimerFired(at_us=self.now_us))
+        self.feed(events.TimerFired(at_us=self.now_us))
         if self.alive and self.deadline_us is not None and self.deadline_us <= self.now_us:
             self.world.promises.broken("P8 bounded", "the bus spins: its deadline stays in the past")
 
-    def perform(self, effect: CoordinatorEffect) -> None:
+    def perform(self, effect: events.CoordinatorEffect) -> None:
         match effect:
-            case Publish():
+            case events.Publish():
                 self.world.say(f"bus {self.life} publishes {effect.seq}: {bytes(effect.envelope.body)!r}")
                 self.publish(effect.epoch, effect.epoch, effect.seq, effect.envelope)
-            case Send():
+            case events.Send():
                 self.send(effect.peer, effect.epoch, effect.seq, effect.message)
-            case Ping():
+            case events.Ping():
                 if self.process_at(effect.peer) is None:
                     self.unreachable(effect.peer)
             case _:
                 pass
 
     def unreachable(self, peer: str) -> None:
-        self.world.at(0, lambda: self.feed(PeerLost(at_us=self.now_us, peer=peer, reason="unreachable")))
+        self.world.at(0, lambda: self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="unreachable")))
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -204,7 +190,7 @@ class Bus:
         for peer, heard_ms in list(self.heard.items()):
             if heard_ms < silent:
                 del self.heard[peer]
-                self.feed(PeerLost(at_us=self.now_us, peer=peer, reason="silent"))
+                self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="silent"))
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -214,22 +200,26 @@ class Bus:
         self.heard[peer] = self.world.now
         match message:
             case CommandOutcome():
-                answer = PeerAnswer(peer=peer, origin=origin, seq=seq, outcome=message.outcome, rule=message.rule)
+                answer = events.PeerAnswer(
+                    peer=peer, origin=origin, seq=seq, outcome=message.outcome, rule=message.rule
+                )
                 self.batch.append(answer)
                 if len(self.batch) == 1:
                     self.world.at(self.world.rng.randrange(2), self.flush)
             case AgentStatus():
                 if self.statuses.get(peer) != (seq, message) or self.is_stranger(peer):
                     self.statuses[peer] = (seq, message)
-                    self.feed(StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))
+                    self.feed(events.StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))
             case Hello():
-                self.feed(HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
+                self.feed(events.HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
             case Join():
-                self.feed(JoinReceived(at_us=self.now_us, peer=peer))
+                self.feed(events.JoinReceived(at_us=self.now_us, peer=peer))
             case ResendRequest():
-                self.feed(ResendRequested(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit))
+                self.feed(
+                    events.ResendRequested(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit)
+                )
             case Goodbye():
-                self.feed(PeerLost(at_us=self.now_us, peer=peer, reason="left"))
+                self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="left"))
             case _:
                 pass
 
@@ -237,7 +227,7 @@ class Bus:
         """Handle all answers that have arrived as one event."""
         batch, self.batch = tuple(self.batch), []
         if batch:
-            self.feed(AnswersReceived(at_us=self.now_us, answers=batch))
+            self.feed(events.AnswersReceived(at_us=self.now_us, answers=batch))
 
     def is_stranger(self, peer: str) -> bool:
         member = self.state.members.get(peer.partition("/")[0])

@@ -10,25 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from schemas.events import (
-    Abort,
-    Call,
-    CheckProfile,
-    CheckSource,
-    CollectTraces,
-    Fault,
-    FinishProfile,
-    Flush,
-    Load,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
+from schemas import events
 from schemas.identity import Operation, Tag
 
 LAUNCHED = "as launched"
@@ -57,21 +39,20 @@ def digest_of(weights: str) -> str:
 class Attempt:
     """One call in progress. result: decided at the start.   applied: whether the call has taken effect."""
 
-    call: Call
+    call: events.Call
     call_id: int
     instance: int
-    result: Returned | Fault
+    result: events.Returned | events.Fault
     applied: bool = False
 
 
 @dataclass
 class Temper:
-    """How an engine misbehaves. Chances are per call; `tells`: what its adapter can observe."""
+    """How an engine misbehaves. Chances are per call."""
 
     fails: float = 0.0
     hangs: float = 0.0
     lacks: frozenset[Operation] = frozenset()
-    tells: frozenset[str] = frozenset({"generating", "asleep", "profiling", "version", "digest"})
     slow_ms: int = 40
 
 
@@ -92,7 +73,6 @@ class Engine:
     generating: bool = True
     asleep: frozenset[Tag] = frozenset()
     session_step: int | None = None
-    session_closed: bool = False
     version: int = 0
     weights: str = LAUNCHED
     attempt: Attempt | None = None
@@ -113,28 +93,27 @@ class Engine:
         self.instance += 1
         self.ready = False
         self.generating, self.asleep = True, frozenset()
-        self.session_step, self.session_closed = None, False
+        self.session_step = None
         self.version, self.weights = 0, LAUNCHED
         self.attempt = None
 
-    def observe(self) -> Observation:
+    def observe(self) -> events.Observation:
         """Return what the adapter can observe."""
         if not self.ready:
-            return Observation(engine="model", tokenizer="unknown")
-        tells = self.temper.tells
-        return Observation(
+            return events.Observation(engine="model", tokenizer="unknown")
+        return events.Observation(
             engine="model",
             instance=f"launch {self.instance}",
             tokenizer="present",
             operations=self.operations,
-            generating=self.generating if "generating" in tells else None,
-            asleep=self.asleep if "asleep" in tells else None,
-            profiling=(self.session_step is not None and not self.session_closed) if "profiling" in tells else None,
-            version=self.version if "version" in tells else None,
-            digest=digest_of(self.weights) if "digest" in tells else None,
+            generating=self.generating,
+            asleep=self.asleep,
+            profiling=self.session_step is not None,
+            version=self.version,
+            digest=digest_of(self.weights),
         )
 
-    def begin(self, call: Call, call_id: int) -> tuple[Attempt, int]:
+    def begin(self, call: events.Call, call_id: int) -> tuple[Attempt, int]:
         """Start a call. Returns it and its duration in ms."""
         if self.attempt is not None:
             self.kill(f"{_word(call)} was called while {_word(self.attempt.call)} was under way")
@@ -144,17 +123,19 @@ class Engine:
         duration_ms = 1 + int(self.rng.expovariate(1.0 / self.temper.slow_ms))
         if self.rng.random() < self.temper.hangs:
             duration_ms += self.rng.randrange(2000, 12000)
-        result: Returned | Fault = Returned()
+        result: events.Returned | events.Fault = events.Returned()
         if not self.ready or self.rng.random() < self.temper.fails:
-            refused = isinstance(call, CheckSource) or (isinstance(call, Load) and self.rng.random() < 0.3)
-            result = Fault("source_refused" if refused else "engine_error", "it went wrong.")
+            refused = isinstance(call, events.CheckSource) or (
+                isinstance(call, events.Load) and self.rng.random() < 0.3
+            )
+            result = events.Fault("source_refused" if refused else "engine_error", "it went wrong.")
         self.attempt = Attempt(call, call_id, self.instance, result)
         return self.attempt, duration_ms
 
-    def end(self, attempt: Attempt) -> Returned | Fault:
+    def end(self, attempt: Attempt) -> events.Returned | events.Fault:
         """End a call: it takes effect if it has not yet, and returns its result."""
         if attempt is not self.attempt:
-            return Fault("engine_error", "the engine went away during the call.")
+            return events.Fault("engine_error", "the engine went away during the call.")
         if not attempt.applied:
             attempt.result = self._apply(attempt)
         self.attempt = None
@@ -167,42 +148,49 @@ class Engine:
             return
         if not attempt.applied and self.rng.random() < 0.5:
             self._apply(attempt)
-        elif isinstance(attempt.call, Load) and not attempt.applied and self.rng.random() < 0.5:
+        elif isinstance(attempt.call, events.Load) and not attempt.applied and self.rng.random() < 0.5:
             self._check_loadable()
             self._tear()
 
-    def _apply(self, attempt: Attempt) -> Returned | Fault:
+    def _apply(self, attempt: Attempt) -> events.Returned | events.Fault:
         attempt.applied = True
-        if isinstance(attempt.result, Fault):
+        if isinstance(attempt.result, events.Fault):
             return self._apply_fault(attempt.call, attempt.result)
         match call := attempt.call:
-            case CheckSource() | CheckProfile() | Abort() | Flush() | CollectTraces() | FinishProfile():
+            case (
+                events.CheckSource()
+                | events.CheckProfile()
+                | events.Abort()
+                | events.Flush()
+                | events.CollectTraces()
+                | events.FinishProfile()
+            ):
                 pass
-            case Pause():
+            case events.Pause():
                 self.generating = False
-            case Resume():
+            case events.Resume():
                 self._resume()
-            case Sleep():
+            case events.Sleep():
                 self._sleep(call.tags, call.discard)
-            case Wake():
+            case events.Wake():
                 self._wake(call.tags)
-            case Load():
+            case events.Load():
                 self._check_loadable()
                 self.version, self.weights = call.version, call.source.path
-                return Returned(digest=digest_of(self.weights))
-            case StartProfile():
+                return events.Returned(digest=digest_of(self.weights))
+            case events.StartProfile():
                 self._start_profile(call.session.step)
-            case StopProfile():
-                auto = self.session_step is None or self.session_closed
-                self.session_step, self.session_closed = None, False
-                return Returned(auto_stopped=auto)
+            case events.StopProfile():
+                auto = self.session_step is None
+                self.session_step = None
+                return events.Returned(auto_stopped=auto)
         return attempt.result
 
-    def _apply_fault(self, call: Call, fault: Fault) -> Fault:
-        if isinstance(call, Load) and fault.kind == "engine_error" and self.rng.random() < 0.7:
+    def _apply_fault(self, call: events.Call, fault: events.Fault) -> events.Fault:
+        if isinstance(call, events.Load) and fault.kind == "engine_error" and self.rng.random() < 0.7:
             self._check_loadable()
             self._tear()
-        if isinstance(call, StartProfile | StopProfile):
+        if isinstance(call, events.StartProfile | events.StopProfile):
             self.session_step = None
         return fault
 
@@ -214,11 +202,7 @@ class Engine:
     def _start_profile(self, step: int) -> None:
         if self.session_step is not None:
             self.kill(f"a second profile start destroyed the session of step {self.session_step}")
-        self.session_step, self.session_closed = step, False
-
-    def close_window(self) -> None:
-        """A session that was given a window ends by itself."""
-        self.session_closed = self.session_step is not None
+        self.session_step = step
 
     def _resume(self) -> None:
         if self.asleep:
@@ -244,5 +228,5 @@ class Engine:
         self.weights = f"torn {self.torn}"
 
 
-def _word(call: Call) -> str:
+def _word(call: events.Call) -> str:
     return str(call.__struct_config__.tag)

@@ -3,27 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
+from schemas import events
 from schemas.commands import Checkpoint, Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing
-from schemas.events import (
-    Answer,
-    Effect,
-    EngineObserved,
-    EngineReturned,
-    HeadSeen,
-    LeaseExpired,
-    Observation,
-    Pause,
-    Perform,
-    RequestResend,
-    RequestSnapshot,
-    Restart,
-    Returned,
-    SnapshotReceived,
-    Started,
-    StopProfile,
-    Tick,
-)
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from tests.unit.machines import (
@@ -48,20 +30,20 @@ PAUSE, RESUME, FLUSH, SLEEP, WAKE = (
 )
 V1 = Committed(1, Checkpoint("v1"), manifest(1))
 PAUSED = replace(PRESENT, generating=False)
-RESTARTED = Started(at_ms=0, identity=PRIMARY, incarnation="b")
+RESTARTED = events.Started(at_ms=0, identity=PRIMARY, incarnation="b")
 
 
-def snapshot(desired: Desired | None = None, seq: int = 0, epoch: int = 1) -> SnapshotReceived:
-    return SnapshotReceived(at_ms=0, epoch=epoch, seq=seq, desired=desired or Desired())
+def snapshot(desired: Desired | None = None, seq: int = 0, epoch: int = 1) -> events.SnapshotReceived:
+    return events.SnapshotReceived(at_ms=0, epoch=epoch, seq=seq, desired=desired or Desired())
 
 
-def observed(seen: Observation = PRESENT) -> EngineObserved:
-    return EngineObserved(at_ms=0, observation=seen)
+def observed(seen: events.Observation = PRESENT) -> events.EngineObserved:
+    return events.EngineObserved(at_ms=0, observation=seen)
 
 
-def names(effects: list[Effect]) -> list[str]:
+def names(effects: list[events.Effect]) -> list[str]:
     """Return the names of the calls among the effects."""
-    return [call_name(effect.call) for effect in effects if isinstance(effect, Perform)]
+    return [call_name(effect.call) for effect in effects if isinstance(effect, events.Perform)]
 
 
 def error(outcome: Outcome) -> ErrorKind:
@@ -73,7 +55,9 @@ def error(outcome: Outcome) -> ErrorKind:
 
 
 def test_nothing_is_called_before_the_first_snapshot() -> None:
-    state, effects = fold(AgentState(), RESTARTED, observed(PAUSED), command(PAUSE), HeadSeen(at_ms=0, epoch=1, seq=9))
+    state, effects = fold(
+        AgentState(), RESTARTED, observed(PAUSED), command(PAUSE), events.HeadSeen(at_ms=0, epoch=1, seq=9)
+    )
     assert effects == [] and not in_sync(state)
 
 
@@ -117,7 +101,9 @@ def test_a_snapshot_supersedes_waiting_commands_and_cancels_no_call() -> None:
         (1, Skipped(Reason.SUPERSEDED)),
     ]
     assert state.activity is not None and names(effects) == []
-    state, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=PAUSED))
+    state, effects = fold(
+        state, events.EngineReturned(at_ms=1, call_id=1, result=events.Returned(), observation=PAUSED)
+    )
     assert effects == [] and in_sync(state)
 
 
@@ -125,26 +111,26 @@ def test_a_snapshot_supersedes_waiting_commands_and_cancels_no_call() -> None:
 
 
 def test_a_head_reveals_that_the_last_command_was_lost() -> None:
-    assert fold(agent(seq=3), HeadSeen(at_ms=0, epoch=1, seq=4))[1] == [RequestResend(4)]
+    assert fold(agent(seq=3), events.HeadSeen(at_ms=0, epoch=1, seq=4))[1] == [events.RequestResend(4)]
 
 
 @pytest.mark.parametrize(("epoch", "seq"), [(2, 3), (2, 2), (1, 9)])
 def test_a_head_with_nothing_new_changes_nothing(epoch: int, seq: int) -> None:
     state = agent(seq=3, epoch=2)
-    assert fold(state, HeadSeen(at_ms=0, epoch=epoch, seq=seq)) == (state, [])
+    assert fold(state, events.HeadSeen(at_ms=0, epoch=epoch, seq=seq)) == (state, [])
 
 
 def test_a_hole_is_requested_once_and_again_at_each_head() -> None:
     state, effects = fold(agent(), command(FLUSH, 3), command(FLUSH, 4))
-    assert effects == [RequestResend(1)]
-    _, effects = fold(state, HeadSeen(at_ms=0, epoch=1, seq=4))
-    assert effects == [RequestResend(1)]
+    assert effects == [events.RequestResend(1)]
+    _, effects = fold(state, events.HeadSeen(at_ms=0, epoch=1, seq=4))
+    assert effects == [events.RequestResend(1)]
 
 
 def test_a_new_epoch_empties_the_reorder_buffer_and_requests_the_hole_again() -> None:
     state, _ = fold(agent(), command(FLUSH, 3))
-    state, effects = fold(state, HeadSeen(at_ms=0, epoch=2, seq=5))
-    assert effects == [RequestResend(1)] and state.reorder_buffer == () and state.epoch == 2
+    state, effects = fold(state, events.HeadSeen(at_ms=0, epoch=2, seq=5))
+    assert effects == [events.RequestResend(1)] and state.reorder_buffer == () and state.epoch == 2
 
 
 def test_a_full_reorder_buffer_drops_the_command_furthest_ahead() -> None:
@@ -155,11 +141,11 @@ def test_a_full_reorder_buffer_drops_the_command_furthest_ahead() -> None:
 def test_a_different_record_under_an_applied_seq_needs_a_snapshot() -> None:
     state, _ = fold(agent(SECOND, epoch=2), command(PAUSE, 1, epoch=2, origin=1))
     state, effects = fold(state, command(PAUSE, 1, epoch=2, origin=2))
-    assert effects == [RequestSnapshot()] and state.diverged and not in_sync(state)
+    assert effects == [events.RequestSnapshot()] and state.diverged and not in_sync(state)
     state, effects = fold(state, command(RESUME, 2, epoch=2))
-    assert effects == [RequestSnapshot()]
-    state, effects = fold(state, HeadSeen(at_ms=0, epoch=2, seq=2))
-    assert effects == [RequestSnapshot()]
+    assert effects == [events.RequestSnapshot()]
+    state, effects = fold(state, events.HeadSeen(at_ms=0, epoch=2, seq=2))
+    assert effects == [events.RequestSnapshot()]
     state, effects = fold(state, snapshot(Desired(), 2, 2))
     assert not state.diverged and in_sync(state)
 
@@ -188,7 +174,7 @@ def test_without_a_trainer_the_agent_returns_to_the_committed_weights() -> None:
     seen = replace(PAUSED, version=2)
     state = agent(seen=seen, desired=half)
     state, _ = fault(state)  # it cannot load version 2
-    state, effects = fold(state, LeaseExpired(at_ms=0))
+    state, effects = fold(state, events.LeaseExpired(at_ms=0))
     _, calls, seen = carry_out(state, effects, seen)
     assert seen.generating and seen.version == 1
 
@@ -196,28 +182,28 @@ def test_without_a_trainer_the_agent_returns_to_the_committed_weights() -> None:
 def test_sleeping_memory_is_not_woken_without_a_trainer() -> None:
     asleep = replace(PAUSED, asleep=ALL_TAGS)
     state = agent(seen=asleep, desired=Desired(asleep=ALL_TAGS))
-    assert fold(state, LeaseExpired(at_ms=0))[1] == []
+    assert fold(state, events.LeaseExpired(at_ms=0))[1] == []
 
 
 def test_an_open_session_ends_with_the_lease() -> None:
     state, effects = fold(agent(), command(START))
     state, _, _ = carry_out(state, effects)
-    _, effects = fold(state, LeaseExpired(at_ms=0))
+    _, effects = fold(state, events.LeaseExpired(at_ms=0))
     assert names(effects) == ["stop_profile"]
 
 
 def test_after_the_lease_no_command_is_obeyed_before_a_snapshot() -> None:
-    state, _ = fold(agent(), LeaseExpired(at_ms=0))
+    state, _ = fold(agent(), events.LeaseExpired(at_ms=0))
     assert not in_sync(state)
     state, effects = fold(state, command(PAUSE))
-    assert effects == [RequestSnapshot()]
+    assert effects == [events.RequestSnapshot()]
     _, effects = fold(state, snapshot())
     assert names(effects) == ["pause"]
 
 
 def test_the_lease_of_an_agent_that_never_joined_means_nothing() -> None:
     state, _ = fold(AgentState(), RESTARTED, observed(PAUSED))
-    assert fold(state, LeaseExpired(at_ms=0)) == (state, [])
+    assert fold(state, events.LeaseExpired(at_ms=0)) == (state, [])
 
 
 # --- a call that takes too long, or fails -----------------------------------------------------------------------------
@@ -226,34 +212,39 @@ def test_the_lease_of_an_agent_that_never_joined_means_nothing() -> None:
 def test_past_its_deadline_a_command_fails_and_its_call_is_awaited() -> None:
     state, _ = fold(agent(), command(PAUSE, ttl_ms=50))
     assert next_deadline(state) == 50
-    state, effects = fold(state, Tick(at_ms=49))
+    state, effects = fold(state, events.Tick(at_ms=49))
     assert effects == []
-    state, effects = fold(state, Tick(at_ms=50))
+    state, effects = fold(state, events.Tick(at_ms=50))
     (answer,) = answers(effects)
     assert error(answer.outcome) is ErrorKind.ENGINE_TIMEOUT
     assert state.activity is not None and next_deadline(state) is None
-    state, effects = fold(state, EngineReturned(at_ms=99, call_id=1, result=Returned(), observation=PAUSED))
+    state, effects = fold(
+        state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PAUSED)
+    )
     assert effects == [] and in_sync(state)
 
 
 def test_the_rest_of_an_overdue_command_is_reconciled_when_its_call_ends() -> None:
-    state, effects = fold(agent(), command(SLEEP, ttl_ms=50), Tick(at_ms=50))
+    state, effects = fold(agent(), command(SLEEP, ttl_ms=50), events.Tick(at_ms=50))
     assert names(effects) == ["pause"]
-    _, effects = fold(state, EngineReturned(at_ms=99, call_id=1, result=Returned(), observation=PAUSED))
+    _, effects = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PAUSED))
     assert names(effects) == ["sleep"] and answers(effects) == []
 
 
 def test_the_rest_of_an_overdue_command_is_dropped_if_no_longer_desired() -> None:
-    state, _ = fold(agent(), command(SLEEP, 1, ttl_ms=50), Tick(at_ms=50))
+    state, _ = fold(agent(), command(SLEEP, 1, ttl_ms=50), events.Tick(at_ms=50))
     state, effects = fold(state, command(WAKE, 2, at_ms=60))
     assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_BUSY
-    _, effects = fold(state, EngineReturned(at_ms=99, call_id=1, result=Returned(), observation=PAUSED))
+    _, effects = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PAUSED))
     assert names(effects) == ["resume"]
 
 
 def test_the_result_of_a_call_of_an_earlier_incarnation_is_ignored() -> None:
     state = agent()
-    assert fold(state, EngineReturned(at_ms=1, call_id=7, result=Returned(), observation=PAUSED)) == (state, [])
+    assert fold(state, events.EngineReturned(at_ms=1, call_id=7, result=events.Returned(), observation=PAUSED)) == (
+        state,
+        [],
+    )
 
 
 def test_a_failed_call_is_not_repeated_without_a_command() -> None:
@@ -268,10 +259,10 @@ def test_weights_with_a_wrong_digest_leave_the_replica_out_of_service() -> None:
     state, effects = fold(agent(), command(sync("prepare", content="right"), 1))
     state, _, seen = carry_out(state, effects)
     state, _ = fold(state, command(sync("load", content="right"), 2))
-    wrong = EngineReturned(
+    wrong = events.EngineReturned(
         at_ms=1,
         call_id=state.calls_made,
-        result=Returned(digest="wrong"),
+        result=events.Returned(digest="wrong"),
         observation=replace(seen, version=1, digest="wrong"),
     )
     state, effects = fold(state, wrong)
@@ -332,7 +323,7 @@ def cut_off(call: str) -> tuple[AgentState, int]:
     return state, len(before) + 1
 
 
-DONE: dict[str, Observation] = {
+DONE: dict[str, events.Observation] = {
     "pause": PAUSED,
     "resume": PRESENT,
     "sleep": ASLEEP,
@@ -340,7 +331,7 @@ DONE: dict[str, Observation] = {
     "stop_profile": PRESENT,
     "load": DIGEST,
 }
-NOT_DONE: dict[str, Observation] = {
+NOT_DONE: dict[str, events.Observation] = {
     "pause": PRESENT,
     "resume": PAUSED,
     "sleep": PAUSED,
@@ -383,13 +374,13 @@ def test_a_launching_engine_does_not_resolve_a_cut_off_call() -> None:
     state, effects = fold(state, observed(replace(PRESENT, tokenizer="unknown")))
     assert effects == [] and state.interrupted is not None
     _, effects = fold(state, observed(PAUSED))
-    assert [type(effect) for effect in effects] == [Answer]
+    assert [type(effect) for effect in effects] == [events.Answer]
 
 
 def test_a_cut_off_profile_start_is_stopped_if_it_is_not_desired() -> None:
     state, _ = cut_off("start_profile")
     _, effects = fold(state, observed(replace(PRESENT, profiling=None)), snapshot(Desired(), 1))
-    assert isinstance(effects[-1], Perform) and isinstance(effects[-1].call, StopProfile)
+    assert isinstance(effects[-1], events.Perform) and isinstance(effects[-1].call, events.StopProfile)
 
 
 def test_a_cut_off_load_is_repeated_before_the_engine_serves() -> None:
@@ -415,7 +406,7 @@ def test_a_second_restart_does_not_forget_the_call_that_the_first_cut_off() -> N
 def test_call_ids_continue_through_restarts() -> None:
     state, _ = cut_off("pause")
     _, effects = fold(state, observed(PRESENT), snapshot(Desired(generation="paused"), 1))
-    assert effects[-1] == Perform(call_id=2, call=Pause("abort"))
+    assert effects[-1] == events.Perform(call_id=2, call=events.Pause("abort"))
 
 
 def test_outcomes_survive_a_restart() -> None:
@@ -462,16 +453,16 @@ def quarantined() -> AgentState:
 
 
 def test_an_engine_relaunched_out_of_service_restarts_its_agent() -> None:
-    again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
+    again = events.EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
     _, effects = fold(quarantined(), again)
-    assert effects[-1] == Restart()
+    assert effects[-1] == events.Restart()
 
 
 def test_an_engine_relaunched_in_service_is_brought_back_by_the_same_incarnation() -> None:
     state = agent(desired=Desired(committed=Committed(2, Checkpoint("v2"), None)), seq=3)
-    again = EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
+    again = events.EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two"))
     state, effects = fold(state, again)
-    assert Restart() not in effects and not in_sync(state)
+    assert events.Restart() not in effects and not in_sync(state)
 
 
 def test_an_engine_that_dies_during_a_load_and_returns_restarts_its_agent() -> None:
@@ -480,10 +471,10 @@ def test_an_engine_that_dies_during_a_load_and_returns_restarts_its_agent() -> N
     state, _ = fold(state, command(sync("load", 2), 2))
     state, effects = fault(state, "the connection was closed", replace(PRESENT, tokenizer="unknown", instance=None))
     assert any(isinstance(answer.outcome, Failed) for answer in answers(effects))
-    state, effects = fold(state, EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two")))
-    assert effects[-1] == Restart()
+    state, effects = fold(state, events.EngineObserved(at_ms=0, observation=replace(PRESENT, instance="two")))
+    assert effects[-1] == events.Restart()
 
 
 def test_the_first_observation_is_no_relaunch() -> None:
-    _, effects = fold(quarantined(), EngineObserved(at_ms=0, observation=replace(PRESENT, version=7)))
-    assert Restart() not in effects
+    _, effects = fold(quarantined(), events.EngineObserved(at_ms=0, observation=replace(PRESENT, version=7)))
+    assert events.Restart() not in effects
