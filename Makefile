@@ -10,21 +10,18 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # In parallel, one worker per core. PYTEST_XDIST_AUTO_NUM_WORKERS sets another number.
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --durations=10
 
-.PHONY: demo test test-long coverage test-engines test-perfetto test-browser environments lint docs bench clean
+.PHONY: demo test test-long test-engines test-perfetto test-browser environments lint docs bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
 
+# COVERAGE="--cov --cov-report=term" also fails when less of the product is covered than pyproject.toml asks for.
 test: $(VENV)/.ready
-	$(PYTEST)
+	$(PYTEST) $(COVERAGE)
 
 # Simulations and searches at full length. `make test` has a short part of each.
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
-
-# `make test`, and fails when less of the product is covered than pyproject.toml asks for.
-coverage: $(VENV)/.ready
-	$(PYTEST) --cov --cov-report=term
 
 # The real vLLM and SGLang, each in an environment of its own (7 GB in all, built once, about two minutes each), and the
 # source of other releases of both. ENGINE_TESTS: more arguments for pytest, e.g. to leave out the slowest.
