@@ -176,7 +176,7 @@ def ray_exchange(agents: int) -> Iterator[Worker]:
     """A function that calls every actor and gets all results. One actor is one process."""
     import ray
 
-    ray.init(num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False, logging_level="error")
 
     class Actor:
         def __init__(self, number: int) -> None:

@@ -55,6 +55,7 @@ MEMORY = frozenset({Operation.SLEEP, Operation.WAKE})
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.init(
+        address="local",  # a cluster of its own, also on a machine where another one runs
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100_000_000,
