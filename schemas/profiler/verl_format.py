@@ -1,7 +1,7 @@
 """Turn verl's profiling configuration into ours. Pure: references are resolved by the caller.
 
 Rule 1  What the user wrote is what is recorded. No window is widened or cut; an impossible one is an error.
-Rule 2  Where the file has no value, verl's own defaults and inheritance apply (`schemas.profiler.verl_keys`).
+Rule 2  Where the file has no value, verl's own defaults and inheritance apply.
 Rule 3  A wrong value is an error even in a section that is switched off, because one day it is switched on.
 Rule 4  A key without effect is a warning (`schemas.profiler.verl_warnings`).
 
@@ -35,10 +35,6 @@ from schemas.profiler.conversion import convert, did_you_mean, shown
 from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
 from schemas.profiler.verl_keys import (
     ACTOR,
-    FINISH_KEYS,
-    FROM_ACTOR,
-    FROM_GLOBAL,
-    GLOBAL_DEFAULTS,
     PARENTS,
     REWARD,
     REWARD_MODEL,
@@ -46,9 +42,9 @@ from schemas.profiler.verl_keys import (
     ROLLOUT,
     SECTIONS,
     STAGES,
-    TOOLS_FROM_ACTOR,
-    TOOLS_FROM_GLOBAL,
+    VerlFinish,
     VerlGlobal,
+    VerlGlobalTools,
     VerlNpu,
     VerlProfiler,
     VerlTorch,
@@ -64,6 +60,19 @@ _ACTIVITIES: Final[Mapping[str, Activity]] = {
     "MEM": "memory",
 }
 """Contents that are activities."""
+
+
+_FROM_ACTOR: Final = (
+    *("enable", "all_ranks", "ranks"),
+    *("relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"),
+)
+_TOOLS_FROM_ACTOR: Final[Mapping[str, tuple[str, ...]]] = {
+    "torch": ("contents", "discrete"),
+    "npu": ("contents", "discrete", "level", "analysis"),
+    "nsys": ("discrete",),
+    "precision_debugger": ("config_path", "stages", "strict", "steps"),
+}
+"""Keys that the rollouts inherit from the actor."""
 
 
 class VerlSection(NamedTuple):
@@ -112,7 +121,7 @@ def parse(
         ConfigError: The text names the key, the value and what is allowed.
     """
     _check_sections(tree)
-    top = overlaid(GLOBAL_DEFAULTS, _content(resolve, "global_profiler"))
+    top = overlaid({"save_path": "outputs/profile"}, _content(resolve, "global_profiler"))
     shared = convert(top, VerlGlobal, "global_profiler")
     for_rank = _inherited_by_rank(top)
     for_engine = _inherited_by_engine(top, overlaid(for_rank, _content(resolve, ACTOR)))
@@ -154,10 +163,10 @@ def at(tree: Mapping[str, object], path: str) -> object:
     node: object = tree
     for part in path.split(".") if path else ():
         node = node.get(part) if isinstance(node, Mapping) else None
-    return None if is_missing(node) else node
+    return None if _is_missing(node) else node
 
 
-def is_missing(value: object) -> bool:
+def _is_missing(value: object) -> bool:
     """Whether this is OmegaConf's mark for a value that is still to be given."""
     return isinstance(value, str) and value == "???"  # other objects of a trainer, such as arrays, may not compare
 
@@ -199,25 +208,27 @@ def overlaid(below: Mapping[str, object], above: Mapping[str, object]) -> dict[s
         under = merged.get(key)
         if isinstance(value, Mapping):
             merged[key] = overlaid(under if isinstance(under, Mapping) else {}, value)
-        elif not is_missing(value) and not (isinstance(under, Mapping) and value is None):
+        elif not _is_missing(value) and not (isinstance(under, Mapping) and value is None):
             merged[key] = value
     return merged
 
 
-def _picked(section: object, keys: Iterable[str]) -> dict[str, object]:
-    return {key: section[key] for key in keys if key in section} if isinstance(section, Mapping) else {}
-
-
 def _inherited_by_rank(top: Mapping[str, object]) -> dict[str, object]:
-    tools = _picked(top.get("global_tool_config"), TOOLS_FROM_GLOBAL)
-    return {**_picked(top, (*FROM_GLOBAL, *FINISH_KEYS)), "tool_config": {"npu": {"analysis": True}, **tools}}
+    """As verl's files spell it, with `${oc.select:...}`: what a role takes from `global_profiler`."""
+    tools = _picked(top.get("global_tool_config"), VerlGlobalTools.__struct_fields__)
+    return {**_picked(top, VerlFinish.__struct_fields__), "tool_config": {"npu": {"analysis": True}, **tools}}
 
 
 def _inherited_by_engine(top: Mapping[str, object], actor: Mapping[str, object]) -> dict[str, object]:
+    """What the rollouts take from `global_profiler` and the actor's section. A window is not inherited."""
     tools = actor.get("tool_config")
     of_actor = tools if isinstance(tools, Mapping) else {}
-    inherited = {tool: _picked(of_actor.get(tool), keys) for tool, keys in TOOLS_FROM_ACTOR.items()}
-    return {**_picked(top, FROM_GLOBAL), **_picked(actor, FROM_ACTOR), "tool_config": inherited}
+    inherited = {tool: _picked(of_actor.get(tool), keys) for tool, keys in _TOOLS_FROM_ACTOR.items()}
+    return {**_picked(top, ("tool", "save_path")), **_picked(actor, _FROM_ACTOR), "tool_config": inherited}
+
+
+def _picked(section: object, keys: Iterable[str]) -> dict[str, object]:
+    return {key: section[key] for key in keys if key in section} if isinstance(section, Mapping) else {}
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The keys of verl's configuration that have to do with profiling, from its pull request 3090 to its release 0.9. Pure.
 
 The Structs are the sections as verl's dataclasses have them (0.9.1), with the keys of earlier generations beside them.
-The tables at the end are verl's own inheritance between sections, which its files spell with `${oc.select:...}`.
 """
 
 from collections.abc import Mapping
@@ -31,13 +30,6 @@ PARENTS: Final[Mapping[str, tuple[str, ...]]] = {
     "critic": ("profiler",),
 }
 """Sections that hold other things as well, and the profiling sections directly below them."""
-
-OUTDATED: Final = {
-    "trainer.profile_steps": "write global_profiler.steps",
-    "actor_rollout_ref.profiler": f"write {ACTOR} and {ROLLOUT}",
-    "profiler": "it belongs to verl's supervised fine-tuning; write a role's, such as critic.profiler",
-}
-"""Keys of an older verl, or of another of its trainers, and what to write instead."""
 
 STAGES: Final = (
     *("actor_update", "actor_compute_log_prob", "ref_compute_log_prob"),
@@ -164,24 +156,3 @@ class VerlProfiler(VerlFinish, frozen=True, kw_only=True):
     all_ranks: bool = False
     ranks: Numbers = ()
     tool_config: VerlTools = VerlTools()
-
-
-IGNORED: Final = frozenset({"_target_", "name"})
-"""Keys that verl's own files have in every section."""
-
-
-FINISH_KEYS: Final = ("relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
-GLOBAL_DEFAULTS: Final = {"save_path": "outputs/profile"}
-FROM_GLOBAL: Final = ("tool", "save_path")
-"""Keys that every role and the rollouts inherit from `global_profiler`; the roles inherit `FINISH_KEYS` as well."""
-TOOLS_FROM_GLOBAL: Final = ("nsys", "torch_memory", "precision_debugger")
-"""Sections of `tool_config` that a role inherits from `global_tool_config`."""
-FROM_ACTOR: Final = ("enable", "all_ranks", "ranks", *FINISH_KEYS)
-"""Keys that the rollouts inherit from the actor."""
-TOOLS_FROM_ACTOR: Final[Mapping[str, tuple[str, ...]]] = {
-    "torch": ("contents", "discrete"),
-    "npu": ("contents", "discrete", "level", "analysis"),
-    "nsys": ("discrete",),
-    "precision_debugger": ("config_path", "stages", "strict", "steps"),
-}
-"""Keys of `tool_config` that the rollouts inherit from the actor. A window is not inherited."""

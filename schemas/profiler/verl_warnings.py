@@ -1,30 +1,21 @@
 """Warnings about verl's configuration: unknown keys, and settings that record something other than expected. Pure."""
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Final, Literal
 
 from schemas.profiler.conversion import did_you_mean, joined, shown, unknown_keys
-from schemas.profiler.verl_format import (
-    VerlFile,
-    VerlSection,
-    asks_for,
-    at,
-    tool_path,
-    values_of,
-)
-from schemas.profiler.verl_keys import (
-    ACTOR,
-    IGNORED,
-    OUTDATED,
-    PARENTS,
-    REF,
-    ROLLOUT,
-    SECTIONS,
-    STAGES,
-    VerlGlobal,
-    VerlProfiler,
-)
+from schemas.profiler.verl_format import VerlFile, VerlSection, asks_for, at, tool_path, values_of
+from schemas.profiler.verl_keys import ACTOR, PARENTS, REF, ROLLOUT, SECTIONS, STAGES, VerlGlobal, VerlProfiler
 from schemas.selection import ENGINE_TOOLS
+
+OUTDATED: Final = {
+    "trainer.profile_steps": "write global_profiler.steps",
+    "actor_rollout_ref.profiler": f"write {ACTOR} and {ROLLOUT}",
+    "profiler": "it belongs to verl's supervised fine-tuning; write a role's, such as critic.profiler",
+}
+"""Keys of an older verl, or of another of its trainers, and what to write instead."""
+IN_EVERY_SECTION: Final = frozenset({"_target_", "name"})
+"""Keys of verl's own files, for Hydra."""
 
 
 def warnings(file: VerlFile) -> list[str]:
@@ -64,7 +55,7 @@ def _unknown(file: VerlFile) -> Iterator[str]:
     for section in file.sections:
         keys += unknown_keys(section.content, VerlProfiler, section.path)
     for key in keys:
-        if key.path.rpartition(".")[2] not in IGNORED and key.value is not None:
+        if key.path.rpartition(".")[2] not in IN_EVERY_SECTION and key.value is not None:
             yield f"{key.path} is unknown and has no effect{key.suggestion}"
 
 

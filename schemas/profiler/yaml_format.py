@@ -16,6 +16,7 @@ Rule 4  An unknown key is an error, and so is one that has no effect in its sect
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -294,13 +295,8 @@ def _contents_of(plan: ProfilePlan) -> tuple[Content, ...]:
 
 def ranges(numbers: Iterable[int]) -> tuple[int | str, ...]:
     """Return the numbers in order, three or more consecutive ones as a range: `(0, "5-8")`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
     items: list[int | str] = []
-    for run in runs:
+    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
         items += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else run
     return tuple(items)
