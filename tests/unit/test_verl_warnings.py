@@ -102,21 +102,19 @@ def test_an_unknown_key_that_is_null_is_not_named() -> None:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
+ON = {"critic": {"profiler": {"enable": True}}}
+CRITIC = "critic.profiler.tool_config"
+
+
 @pytest.mark.parametrize(
     ("tree", "warning"),
     [
         (
-            {"global_profiler": {"steps": [1]}, "critic": {"profiler": {"enable": True}}},
+            {"global_profiler": {"steps": [1]}, **ON},
             "critic.profiler.enable is true and critic.profiler.tool is null: nothing is profiled there",
         ),
-        (
-            {"global_profiler": {"tool": "torch"}, "critic": {"profiler": {"enable": True}}},
-            "global_profiler.steps is null: no step is profiled",
-        ),
-        (
-            {"global_profiler": {"tool": "torch", "steps": []}, "critic": {"profiler": {"enable": True}}},
-            "global_profiler.steps is []: no step is profiled",
-        ),
+        ({"global_profiler": {"tool": "torch"}, **ON}, "global_profiler.steps is null: no step is profiled"),
+        ({"global_profiler": {"tool": "torch", "steps": []}, **ON}, "global_profiler.steps is []: no step is profiled"),
         (
             {"global_profiler": {"tool": "torch", "steps": [3]}},
             "global_profiler.steps lists steps and no section has enable: true: nothing is profiled",
@@ -124,16 +122,15 @@ def test_an_unknown_key_that_is_null_is_not_named() -> None:
         (
             rollout({"contents": ["gpu", "stack"]}),
             (
-                f"{TORCH}.contents lists cuda and not cpu: engines record CUDA alone, where verl 0.9 records the CPU "
-                "too; list both for that"
+                f"{TORCH}.contents lists cuda and not cpu: engines record CUDA alone, where verl 0.9 records the "
+                "CPU too; list both for that"
             ),
         ),
         (
             rollout({"contents": ["profile-by-stage"]}),
             (
                 f"{TORCH}.contents asks for a trace of each stage and there is no window: SGLang makes such traces "
-                "only of a given number of forward steps, so its agents answer unsupported; write step_start and "
-                "step_end"
+                "only of a given number of forward steps, so its agents answer unsupported; write step_start and step_end"
             ),
         ),
         (
@@ -146,24 +143,22 @@ def test_an_unknown_key_that_is_null_is_not_named() -> None:
         (
             critic("torch", step_start=0, step_end=2),
             (
-                f"critic.profiler.tool_config.torch has a window, which has no effect: it counts forward steps of an "
-                f"engine; write it in {ROLLOUT}.tool_config.torch, and for mini-batches of a training rank write a "
-                "schedule"
+                f"{CRITIC}.torch has a window, which has no effect: it counts forward steps of an engine; write it in "
+                f"{ROLLOUT}.tool_config.torch, and for mini-batches of a training rank write a schedule"
             ),
         ),
         (
             critic("torch", schedule={"active": 1}),
             (
-                "critic.profiler.tool_config.torch.schedule is set and critic.profiler.tool_config.torch.discrete is "
-                "not: only mini-batches are recorded, where verl keeps the stages before them too; with discrete: true "
-                "each stage has its trace"
+                f"{CRITIC}.torch.schedule is set and {CRITIC}.torch.discrete is not: only mini-batches are recorded, "
+                "where verl keeps the stages before them too; with discrete: true each stage has its trace"
             ),
         ),
         (
             critic("precision_debugger", stages=["actor_updat"]),
             (
-                "critic.profiler.tool_config.precision_debugger.stages lists 'actor_updat', which is not a stage of "
-                "verl; did you mean actor_update?"
+                f"{CRITIC}.precision_debugger.stages lists 'actor_updat', which is not a stage of verl; did you mean "
+                "actor_update?"
             ),
         ),
     ],
@@ -177,10 +172,11 @@ def test_a_setting_without_the_expected_effect(tree: dict[str, Any], warning: st
 COUNTS = "a list of whole numbers of at least 0"
 TOOL = "one of npu, nsys, precision_debugger, torch, torch_memory"
 SECTION = "a mapping of keys"
-CONTENTS = (
-    "one of MEM, cpu, cuda, gpu, memory, merge-profiles, merge_profiles, module, profile-by-stage, profile_by_stage, "
-    "shapes, stack"
-)
+OF_BOTH = "memory, merge-profiles, merge_profiles, module, "
+STAGES = "profile-by-stage, profile_by_stage, shapes, stack"
+CONTENTS = f"one of MEM, cpu, cuda, gpu, {OF_BOTH}{STAGES}"
+NPU_CONTENTS = f"cpu, {OF_BOTH}npu, {STAGES}"
+LEVELS = "level0, level1, level2, level_none"
 
 
 @pytest.mark.parametrize(
@@ -190,47 +186,26 @@ CONTENTS = (
         ("global_profiler.steps", [1, "x"], "[1] is 'x': allowed is a whole number of at least 0"),
         ("global_profiler.steps", [True], "[0] is true: allowed is a whole number of at least 0"),
         ("global_profiler.steps", ["1-2"], "[0] is '1-2': allowed is a whole number of at least 0"),
-        ("global_profiler.steps", [2**70], f"[0] is {2**70}: allowed is a whole number below 2^63"),
-        ("global_profiler.tool", "nsight", f" is 'nsight': allowed is {TOOL}"),
         ("global_profiler.tool", "torch_memry", f" is 'torch_memry': allowed is {TOOL}; did you mean torch_memory?"),
-        ("global_profiler.tool", ["torch"], f" is ['torch']: allowed is {TOOL}"),
         ("global_profiler.profile_continuous_steps", "maybe", " is 'maybe': allowed is true or false"),
         ("global_profiler.global_tool_config.torch_memory", [1], f" is [1]: allowed is {SECTION}"),
-        ("global_profiler.save_path", 3, " is 3: allowed is a text"),
         ("global_profiler", [1], f" is [1]: allowed is {SECTION}"),
-        ("global_profiler.global_tool_config", 1, f" is 1: allowed is {SECTION}"),
         ("actor_rollout_ref", [1], f" is [1]: allowed is {SECTION}"),
         ("actor_rollout_ref.actor", "on", f" is 'on': allowed is {SECTION}"),
         ("critic.profiler", 3, f" is 3: allowed is {SECTION}"),
         ("critic.profiler.enable", 1, " is 1: allowed is true or false"),
         ("critic.profiler.ranks", "0,1", f" is '0,1': allowed is {COUNTS}"),
-        ("critic.profiler.tool_config", 1, f" is 1: allowed is {SECTION}"),
         (f"{TORCH}", "all", f" is 'all': allowed is {SECTION}"),
         (f"{TORCH}.contents", ["cuda", "shape"], f"[1] is 'shape': allowed is {CONTENTS}; did you mean shapes?"),
         (f"{TORCH}.contents", "cpu", " is 'cpu': allowed is a list"),
         (f"{TORCH}.schedule.wait", -1, " is -1: allowed is a whole number of at least 0"),
+        (f"{CRITIC}.npu.level", "level3", f" is 'level3': allowed is one of {LEVELS}; did you mean level2?"),
+        (f"{CRITIC}.npu.contents", ["cuda"], f"[0] is 'cuda': allowed is one of {NPU_CONTENTS}"),
+        (f"{CRITIC}.torch_memory.trace_alloc_max_entries", 0, " is 0: allowed is a whole number of at least 1"),
+        (f"{CRITIC}.torch_memory.context", "some", " is 'some': allowed is one of all, alloc, state"),
+        (f"{CRITIC}.precision_debugger.stages", [""], "[0] is '': allowed is a text of 1 to 200 characters"),
         (
-            "critic.profiler.tool_config.npu.level",
-            "level3",
-            " is 'level3': allowed is one of level0, level1, level2, level_none; did you mean level2?",
-        ),
-        (
-            "critic.profiler.tool_config.torch_memory.trace_alloc_max_entries",
-            0,
-            " is 0: allowed is a whole number of at least 1",
-        ),
-        (
-            "critic.profiler.tool_config.torch_memory.context",
-            "some",
-            " is 'some': allowed is one of all, alloc, state",
-        ),
-        (
-            "critic.profiler.tool_config.precision_debugger.stages",
-            [""],
-            "[0] is '': allowed is a text of 1 to 200 characters",
-        ),
-        (
-            "critic.profiler.tool_config.precision_debugger.config_path",
+            f"{CRITIC}.precision_debugger.config_path",
             "x" * 600,
             f" is '{'x' * 76}…: allowed is a text of 0 to 512 characters",
         ),
@@ -238,12 +213,6 @@ CONTENTS = (
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key: str, value: object, text: str) -> None:
     assert error_of(nested(key, value)) == key + text
-
-
-def test_an_npu_has_no_cuda() -> None:
-    assert error_of(critic("npu", contents=["cuda"])).startswith(
-        "critic.profiler.tool_config.npu.contents[0] is 'cuda': allowed is one of cpu, memory, merge-profiles"
-    )
 
 
 def test_a_strict_debugger_refuses_unknown_stages() -> None:

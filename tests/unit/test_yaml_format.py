@@ -8,22 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.commands import (
-    Finish,
-    Npu,
-    PrecisionDebugger,
-    ProfilePlan,
-    Schedule,
-    TorchMemory,
-    Window,
-)
+from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule, TorchMemory, Window
 from schemas.errors import ConfigError
 from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.readers import yaml_text
 from schemas.profiler.yaml_format import ranges
+from tests.unit.verl_trees import nested
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-BOTH = frozenset({"cpu", "cuda"})
 
 
 def read(source: Any) -> ProfilerConfig:
@@ -215,150 +207,109 @@ def test_a_window_is_what_was_written_or_an_error(start: int, end: int) -> None:
 NUMBER = 'a whole number of at least 0 or a range such as "5-8"'
 LIST = 'a list of whole numbers of at least 0 and of ranges such as "5-8"'
 WINDOW = "two whole numbers [start, end), the end larger than the start, such as [0, 4]; or [4, null]"
+TOOLS = "npu, nsys, precision_debugger, torch, torch_memory"
+CONTENTS = "cpu, cuda, memory, modules, npu, shapes, stack"
+RANGE = "allowed is an ascending range of at most 1000000 numbers"
+DEBUGGER = {"tool": "precision_debugger", "options": {"stages": [3]}}
+ROLE = "allowed are 1 to 32 lower-case letters, digits, _ and -, a letter first"
+MINI_BATCHES = "it counts mini-batches, and rollouts have none; write a window of forward steps"
+FORWARD_STEPS = "it counts forward steps of an engine; write a schedule, which counts mini-batches"
 PLAN = (
-    "allowed are enabled, tool, steps, ranks, replicas, window, contents, by_stage, merge, discrete, schedule, "
-    "options, layout, finish"
+    "enabled, tool, steps, ranks, replicas, window, contents, by_stage, merge, discrete, schedule, options, layout, "
+    "finish"
 )
-TOP = "allowed are steps, continuous, timeout_ms, save_path, layout, rollout, roles, finish"
+COMMAND = "allowed is true or false; the command itself belongs in the file's own finish.hook"
 
 
 @pytest.mark.parametrize(
-    ("tree", "text"),
+    ("key", "value", "text"),
     [
-        ({"step": [1]}, f"step is unknown; did you mean steps?; {TOP}"),
-        ({"step": None}, f"step is unknown; did you mean steps?; {TOP}"),
-        (
-            {"global_profiler": {}},
-            "global_profiler is a key of verl: read the file with ProfilerConfig.from_verl, or with --verl",
-        ),
-        ({"steps": 3}, f"steps is 3: allowed is {LIST}"),
-        ({"steps": ["5-"]}, f"steps[0] is '5-': allowed is {NUMBER}"),
-        ({"steps": ["8-5"]}, 'steps has "8-5": allowed is an ascending range of at most 1000000 numbers'),
-        ({"steps": ["0-1000000"]}, 'steps has "0-1000000": allowed is an ascending range of at most 1000000 numbers'),
-        ({"steps": [2**70]}, f"steps[0] is {2**70}: allowed is a whole number below 2^63"),
-        ({"timeout_ms": 2**63}, f"timeout_ms is {2**63}: allowed is a whole number below 2^63"),
-        ({"steps": [-1]}, f"steps[0] is -1: allowed is {NUMBER}"),
-        ({"continuous": "x"}, "continuous is 'x': allowed is true or false"),
-        ({"timeout_ms": 0}, "timeout_ms is 0: allowed is a whole number of at least 1"),
-        ({"save_path": [1]}, "save_path is [1]: allowed is a text"),
-        ({"layout": "flat"}, "layout is 'flat': allowed is one of step, verl, verl_step"),
-        ({"rollout": 3}, "rollout is 3: allowed is a mapping of keys, true or false"),
-        ({"rollout": {"rank": [0]}}, f"rollout.rank is unknown; did you mean ranks?; {PLAN}"),
-        (
-            {"rollout": {"tool": "nsight"}},
-            "rollout.tool is 'nsight': allowed is one of npu, nsys, precision_debugger, torch, torch_memory",
-        ),
-        ({"rollout": {"ranks": "some"}}, f"rollout.ranks is 'some': allowed is all or {LIST}"),
-        ({"rollout": {"ranks": [0.5]}}, f"rollout.ranks[0] is 0.5: allowed is {NUMBER}"),
-        ({"rollout": {"window": 4}}, f"rollout.window is 4: allowed is {WINDOW}"),
-        ({"rollout": {"window": [1, 2, 3]}}, f"rollout.window is [1, 2, 3]: allowed is {WINDOW}"),
-        ({"rollout": {"window": [-1, 2]}}, f"rollout.window is [-1, 2]: allowed is {WINDOW}"),
-        (
-            {"rollout": {"contents": ["shape"]}},
-            (
-                "rollout.contents[0] is 'shape': allowed is one of cpu, cuda, memory, modules, npu, shapes, stack; did "
-                "you mean shapes?"
-            ),
-        ),
-        (
-            {"roles": {"a": {"schedule": {}}}},
-            "roles.a.schedule.active is missing: allowed is a whole number of at least 1",
-        ),
-        (
-            {"rollout": {"schedule": {"activ": 1}}},
-            (
-                "rollout.schedule.activ is unknown; did you mean active?; allowed are active, wait, warmup, repeat, "
-                "skip_first"
-            ),
-        ),
-        ({"rollout": {"schedule": 1}}, "rollout.schedule is 1: allowed is a mapping of keys"),
-        (
-            {"rollout": {"options": {"level": "level1"}}},
-            "rollout.options has no effect there: torch has none",
-        ),
-        (
-            {"roles": {"a": {"tool": "npu", "options": {"level": "high"}}}},
-            "roles.a.options.level is 'high': allowed is one of level0, level1, level2, level_none",
-        ),
-        (
-            {"roles": {"a": {"tool": "torch_memory", "options": {"max_entrys": 3}}}},
-            (
-                "roles.a.options.max_entrys is unknown; did you mean max_entries?; allowed are max_entries, "
-                "context, stacks, snapshot_steps"
-            ),
-        ),
-        (
-            {"roles": {"a": {"tool": "torch_memory", "options": {"context": "few"}}}},
-            "roles.a.options.context is 'few': allowed is one of all, alloc, state",
-        ),
-        (
-            {"roles": {"a": {"tool": "precision_debugger", "options": {"stages": [3]}}}},
-            "roles.a.options.stages[0] is 3: allowed is a text of 1 to 200 characters",
-        ),
-        (
-            {"rollout": {"schedule": {"active": 1}}},
-            (
-                "rollout.schedule has no effect there: it counts mini-batches, and "
-                "rollouts have none; write a window of forward steps"
-            ),
-        ),
-        (
-            {"roles": {"a": {"replicas": [0]}}},
-            "roles.a.replicas has no effect there: a training rank belongs to none; write ranks",
-        ),
-        (
-            {"roles": {"a": {"window": [0, 4]}}},
-            (
-                "roles.a.window has no effect there: it counts forward steps of an engine; write a "
-                "schedule, which counts mini-batches"
-            ),
-        ),
-        (
-            {"roles": {"a": {"by_stage": True}}},
-            ("roles.a.by_stage has no effect there: only an engine makes a trace of each stage; write discrete"),
-        ),
-        (
-            {"roles": {"a": {"merge": True}}},
-            "roles.a.merge has no effect there: only an engine merges traces",
-        ),
-        (
-            {"roles": {"a": {"tool": "npu", "schedule": {"active": 1}}}},
-            ("roles.a.schedule has no effect there: only the tool torch has one, and this is npu"),
-        ),
-        (
-            {"roles": {"a": {"tool": "nsys", "contents": ["cuda", "stack"]}}},
-            "roles.a.contents has no effect there: nsys has none",
-        ),
-        (
-            {"roles": {"a": {"tool": "torch_memory", "discrete": True}}},
-            "roles.a.discrete has no effect there: a snapshot covers whole sessions",
-        ),
-        ({"roles": {"rollout": {}}}, "roles.rollout is not a training role: write it as `rollout`, beside `roles`"),
-        (
-            {"roles": {"Actor": {}}},
-            (
-                "roles.Actor is not the name of a role: allowed are 1 to 32 lower-case letters, digits, _ and -, a "
-                "letter first"
-            ),
-        ),
-        ({"roles": ["actor"]}, "roles is ['actor']: allowed is a mapping of keys"),
-        (
-            {"finish": {"hook": 3}},
-            "finish.hook is 3: allowed is true, false, or (in the file's own `finish`) a command",
-        ),
-        (
-            {"rollout": {"finish": {"hook": "send"}}},
-            (
-                "rollout.finish.hook is 'send': allowed is true or false; the command itself belongs in the file's own "
-                "finish.hook"
-            ),
-        ),
-        ({"finish": {"ranks": "none"}}, f"finish.ranks is 'none': allowed is all, profiled or {LIST}"),
-        ({"finish": {"rank": 1}}, "finish.rank is unknown; did you mean ranks?; allowed are relocate, hook, ranks"),
+        ("steps", 3, f" is 3: allowed is {LIST}"),
+        ("steps", ["5-"], f"[0] is '5-': allowed is {NUMBER}"),
+        ("steps", ["8-5"], f' has "8-5": {RANGE}'),
+        ("steps", ["0-1000000"], f' has "0-1000000": {RANGE}'),
+        ("steps", [2**70], f"[0] is {2**70}: allowed is a whole number below 2^63"),
+        ("timeout_ms", 2**63, f" is {2**63}: allowed is a whole number below 2^63"),
+        ("steps", [-1], f"[0] is -1: allowed is {NUMBER}"),
+        ("continuous", "x", " is 'x': allowed is true or false"),
+        ("timeout_ms", 0, " is 0: allowed is a whole number of at least 1"),
+        ("save_path", [1], " is [1]: allowed is a text"),
+        ("layout", "flat", " is 'flat': allowed is one of step, verl, verl_step"),
+        ("rollout", 3, " is 3: allowed is a mapping of keys, true or false"),
+        ("rollout.tool", "nsight", f" is 'nsight': allowed is one of {TOOLS}"),
+        ("rollout.ranks", "some", f" is 'some': allowed is all or {LIST}"),
+        ("rollout.ranks", [0.5], f"[0] is 0.5: allowed is {NUMBER}"),
+        ("rollout.window", 4, f" is 4: allowed is {WINDOW}"),
+        ("rollout.window", [1, 2, 3], f" is [1, 2, 3]: allowed is {WINDOW}"),
+        ("rollout.window", [-1, 2], f" is [-1, 2]: allowed is {WINDOW}"),
+        ("rollout.contents", ["shape"], f"[0] is 'shape': allowed is one of {CONTENTS}; did you mean shapes?"),
+        ("rollout.schedule", 1, " is 1: allowed is a mapping of keys"),
+        ("rollout.finish.hook", "send", f" is 'send': {COMMAND}"),
+        ("roles", ["actor"], " is ['actor']: allowed is a mapping of keys"),
+        ("roles.Actor", {}, f" is not the name of a role: {ROLE}"),
+        ("roles.rollout", {}, " is not a training role: write it as `rollout`, beside `roles`"),
+        ("roles.a.schedule", {}, ".active is missing: allowed is a whole number of at least 1"),
+        ("roles.a", DEBUGGER, ".options.stages[0] is 3: allowed is a text of 1 to 200 characters"),
+        ("finish.hook", 3, " is 3: allowed is true, false, or (in the file's own `finish`) a command"),
+        ("finish.ranks", "none", f" is 'none': allowed is all, profiled or {LIST}"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(tree: dict[str, object], text: str) -> None:
-    assert error_of(tree) == text
+def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key: str, value: object, text: str) -> None:
+    assert error_of(nested(key, value)) == key + text
+
+
+@pytest.mark.parametrize(
+    ("tool", "options", "text"),
+    [
+        ("npu", {"level": "high"}, "level is 'high': allowed is one of level0, level1, level2, level_none"),
+        ("torch_memory", {"context": "few"}, "context is 'few': allowed is one of all, alloc, state"),
+    ],
+)
+def test_the_options_of_a_tool_are_checked(tool: str, options: dict[str, object], text: str) -> None:
+    assert error_of({"roles": {"a": {"tool": tool, "options": options}}}) == f"roles.a.options.{text}"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant", "allowed"),
+    [
+        ("step", "steps", "steps, continuous, timeout_ms, save_path, layout, rollout, roles, finish"),
+        ("rollout.schedule.activ", "active", "active, wait, warmup, repeat, skip_first"),
+        ("finish.rank", "ranks", "relocate, hook, ranks"),
+        ("rollout.rank", "ranks", PLAN),
+        ("roles.a.options.stack", "stacks", "max_entries, context, stacks, snapshot_steps"),
+    ],
+)
+@pytest.mark.parametrize("value", [1, None])
+def test_an_unknown_key_is_named_with_those_that_are_known(key: str, meant: str, allowed: str, value: object) -> None:
+    tree = nested(key, value)
+    if "roles" in tree:
+        tree["roles"]["a"]["tool"] = "torch_memory"
+    assert error_of(tree) == f"{key} is unknown; did you mean {meant}?; allowed are {allowed}"
+
+
+def test_a_file_of_verl_is_told_from_one_of_our_own() -> None:
+    advice = "read the file with ProfilerConfig.from_verl, or with --verl"
+    assert error_of({"global_profiler": {}}) == f"global_profiler is a key of verl: {advice}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "tool", "reason"),
+    [
+        ("rollout.schedule", {"active": 1}, "torch", MINI_BATCHES),
+        ("rollout.options", {"level": "level1"}, "torch", "torch has none"),
+        ("roles.a.replicas", [0], "torch", "a training rank belongs to none; write ranks"),
+        ("roles.a.window", [0, 4], "torch", FORWARD_STEPS),
+        ("roles.a.by_stage", True, "torch", "only an engine makes a trace of each stage; write discrete"),
+        ("roles.a.merge", True, "torch", "only an engine merges traces"),
+        ("roles.a.schedule", {"active": 1}, "npu", "only the tool torch has one, and this is npu"),
+        ("roles.a.contents", ["cuda", "stack"], "nsys", "nsys has none"),
+        ("roles.a.discrete", True, "torch_memory", "a snapshot covers whole sessions"),
+    ],
+)
+def test_a_key_without_effect_is_an_error(key: str, value: object, tool: str, reason: str) -> None:
+    section, _, name = key.rpartition(".")
+    tree = nested(section, {"tool": tool, name: value})
+    assert error_of(tree) == f"{key} has no effect there: {reason}"
 
 
 @pytest.mark.parametrize(
