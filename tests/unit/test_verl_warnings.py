@@ -130,7 +130,8 @@ CRITIC = "critic.profiler.tool_config"
             rollout({"contents": ["profile-by-stage"]}),
             (
                 f"{TORCH}.contents asks for a trace of each stage and there is no window: SGLang makes such traces "
-                "only of a given number of forward steps, so its agents answer unsupported; write step_start and step_end"
+                "only of a given number of forward steps, so its agents answer unsupported; write step_start and "
+                "step_end"
             ),
         ),
         (
