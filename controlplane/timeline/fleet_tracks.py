@@ -10,7 +10,8 @@ millisecond: no decision is drawn before the one that precedes it, and no receip
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
@@ -28,12 +29,13 @@ from schemas.wire import decode_command
 Events = Iterator[TraceEvent]
 
 
-class ProfiledSpan(NamedTuple):
+class ProfiledSpan(Struct):
     """A profiling session as the bus commanded it; `replicas` is None for all."""
 
     step: int
     replicas: frozenset[int] | None
     slice: OpenSlice
+    stop_seq: int | None = None
 
     def overlaps(self, replicas: frozenset[int] | None) -> bool:
         """Whether a replica belongs to both."""
@@ -56,7 +58,6 @@ class BusTracks:
         self._open: dict[int, OpenSlice] = {}
         self._sync: tuple[int, OpenSlice] | None = None  # with its version
         self._sessions: list[ProfiledSpan] = []
-        self._stopping: dict[int, list[ProfiledSpan]] = {}  # by seq of the stop
 
     def draw(
         self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
@@ -81,10 +82,7 @@ class BusTracks:
         for seq in list(self._open):
             yield from self._close(seq, at_ns, unfinished=True)
         yield from self._end_sync(at_ns, unfinished=True)
-        stopping = [session for sessions in self._stopping.values() for session in sessions]
-        for session in (*stopping, *self._sessions):
-            yield session.slice.end(at_ns, unfinished=True)
-        self._stopping, self._sessions = {}, []
+        yield from self._end_sessions(self._sessions, at_ns, unfinished=True)
 
     def arrow(self, seq: int, decided: TraceEvent) -> Events:
         """Draw an arrow from the issue of a command to a decision about it."""
@@ -147,22 +145,24 @@ class BusTracks:
 
     def _conclude(self, report: Report, at_ns: int) -> Events:
         yield from self._close(report.seq, at_ns, **{line.agent: _short(line.conclusion) for line in report.outcomes})
-        for session in self._stopping.pop(report.seq, ()):
-            yield session.slice.end(at_ns)
+        yield from self._end_sessions([s for s in self._sessions if s.stop_seq == report.seq], at_ns)
 
     def _profile(self, seq: int, command: ProfileCommand, replicas: frozenset[int] | None, at_ns: int) -> Events:
         """Open or stop sessions. A start for another step ends what its replicas have open."""
-        overlapping = [session for session in self._sessions if session.overlaps(replicas)]
-        same_step = [session for session in overlapping if session.step == command.step]
+        overlapping = [span for span in self._sessions if span.stop_seq is None and span.overlaps(replicas)]
+        same_step = [span for span in overlapping if span.step == command.step]
         if command.action == "stop":
-            self._stopping[seq] = same_step
-            self._sessions = [session for session in self._sessions if session not in same_step]
+            for span in same_step:
+                span.stop_seq = seq
         elif command.action == "start" and not same_step:
-            for session in overlapping:
-                yield session.slice.end(at_ns, unfinished=True)
+            yield from self._end_sessions(overlapping, at_ns, unfinished=True)
             opened = OpenSlice(self._process, "profiling", f"profile step {command.step}", at_ns)
-            others = [session for session in self._sessions if session not in overlapping]
-            self._sessions = [*others, ProfiledSpan(command.step, replicas, opened)]
+            self._sessions.append(ProfiledSpan(command.step, replicas, opened))
+
+    def _end_sessions(self, ended: list[ProfiledSpan], at_ns: int, **args: object) -> Events:
+        self._sessions = [span for span in self._sessions if span not in ended]
+        for span in ended:
+            yield span.slice.end(at_ns, **args)
 
     def _close(self, seq: int, at_ns: int, **args: object) -> Events:
         opened = self._open.pop(seq, None)

@@ -150,7 +150,8 @@ class TimelineDraft:
         self.warnings: list[str] = []
         self._run, self.survey = run, survey
         self._zero_ns = survey.begins_ns
-        self._position = {name: i for i, name in enumerate(sorted(survey.agents, key=agent_order), start=1)}
+        agents = {clock.agent for clock in survey.clocks.values()}
+        self._position = {name: i for i, name in enumerate(sorted(agents, key=agent_order), start=1)}
         if survey.damage:
             self.warnings.append(f"cut off: the log after its record {survey.last}. {survey.damage}")
         if survey.unreadable:

@@ -4,15 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
-from controlplane.machine.events import (
-    AnswersReceived,
-    CoordinatorEffect,
-    CoordinatorEvent,
-    HelloReceived,
-    JoinReceived,
-    Publish,
-    StatusReceived,
-)
+from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.timeline.alignment import MS, AgentClock
 from schemas.commands import ProfileCommand
@@ -33,8 +25,8 @@ class BusRecord(NamedTuple):
     """What the bus saw and decided, at a moment of its clock."""
 
     at_ns: int
-    event: CoordinatorEvent
-    effects: tuple[CoordinatorEffect, ...]
+    event: bus_events.CoordinatorEvent
+    effects: tuple[bus_events.CoordinatorEffect, ...]
 
 
 class AgentRecord(NamedTuple):
@@ -101,11 +93,9 @@ class LogSurvey:
     Attributes:
         clocks: By `agent/incarnation`.
         places: Identity of each agent by name, as far as known.
-        agents: Names of all agents.
         traces: Reported trace files, each once, by agent and digest.
         begins_ns: The first moment of the run, on the bus's clock; agents may start before the first record.
-        first_ns, last_ns: Moments of the first and last record.
-        last: Position of the last record.
+        last_ns, last: Moment and position of the last record.
         unreadable: Positions of records that another version wrote.
         damage: Why the log can't be read after `last`; empty if it was read to its end.
     """
@@ -113,9 +103,8 @@ class LogSurvey:
     def __init__(self, entries: Iterable[LogEntry]) -> None:
         self.clocks: dict[str, AgentClock] = {}
         self.places: dict[str, Identity] = {}
-        self.agents: set[str] = set()
         self.traces: dict[tuple[str, str], ReportedTrace] = {}
-        self.first_ns = self.last_ns = self.last = 0
+        self.begins_ns = self.last_ns = self.last = 0
         self.unreadable: list[int] = []
         self.damage = ""
         self._published: OrderedDict[int, tuple[int, int | None]] = OrderedDict()  # by seq: when, and profiled step
@@ -123,14 +112,14 @@ class LogSurvey:
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
         for record in decode_entries(self._until_damage(entries), self.unreadable):
-            self.first_ns = self.first_ns or record.at_ns
+            self.begins_ns = self.begins_ns or record.at_ns
             self.last_ns = max(self.last_ns, record.at_ns)
             if isinstance(record, AgentRecord):
                 self._survey_agent(record)
             else:
                 self._survey_bus(record)
         starts = (self.moment_ns(peer, at_ms) for peer, at_ms in self._started.items())
-        self.begins_ns = min((self.first_ns, *starts))
+        self.begins_ns = min((self.begins_ns, *starts))
 
     def same_entries(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
         """Yield the surveyed part of the log, read again: a run that goes on has written more since."""
@@ -142,7 +131,6 @@ class LogSurvey:
 
     def clock(self, peer: str) -> AgentClock:
         """The clocks of one incarnation; a new one knows nothing yet."""
-        self.agents.add(agent_of(peer))
         return self.clocks.setdefault(peer, AgentClock(peer))
 
     def moment_ns(self, peer: str, at_ms: int) -> int:
@@ -160,19 +148,19 @@ class LogSurvey:
     def _survey_bus(self, record: BusRecord) -> None:
         event, at_ns = record.event, record.at_ns
         match event:
-            case StatusReceived(status=status) if status.clock is not None:
+            case bus_events.StatusReceived(status=status) if status.clock is not None:
                 self.clock(event.peer).add(status.clock)
-            case HelloReceived():
+            case bus_events.HelloReceived():
                 self.places[event.hello.identity.agent] = event.hello.identity
                 self.clock(event.peer)
-            case JoinReceived():
+            case bus_events.JoinReceived():
                 self._joined.setdefault(event.peer, at_ns)
-            case AnswersReceived():
+            case bus_events.AnswersReceived():
                 for answer in event.answers:
                     self._remember(self._answered, (answer.peer, answer.seq), at_ns)
                     self._note_traces(answer.peer, answer.seq, answer.outcome, at_ns)
         for effect in record.effects:
-            if isinstance(effect, Publish):
+            if isinstance(effect, bus_events.Publish):
                 command = decode_command(effect.envelope.body)
                 step = None
                 if isinstance(command, ProfileCommand) and command.action != "finish":
