@@ -1,11 +1,10 @@
 """A small run, real in all its parts: a bus, agents, tiny engines, torch's profiler; in this process."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import anyio
+from anyio.from_thread import start_blocking_portal
 
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint, ProfilePlan
@@ -59,38 +58,19 @@ def _front(folder: Path, place: Identity) -> str:
 @contextmanager
 def _agents(address: str, folder: Path) -> Iterator[None]:
     """Agents on a thread and loop of their own, as they would be in other processes."""
-    portals: list[anyio.from_thread.BlockingPortal] = []
-    scopes: list[anyio.CancelScope] = []
-    begun = threading.Event()
+    with start_blocking_portal() as portal:
+        running = [portal.start_task_soon(_run_agent, address, folder, place) for place in PLACES]
+        try:
+            yield
+        finally:
+            for agent in running:
+                agent.cancel()
 
-    async def one(place: Identity) -> None:
-        traces = folder / "traces"
-        engine = TinyEngine(place, checkpoints=folder, traces=traces, serve=_front(folder, place))
-        config = AgentConfig(hello_retry_ms=20, observe_ms=20)
-        async with Agent(
-            bus=address,
-            identity=place,
-            engine=engine,
-            state_dir=folder,
-            traces=NodeTraces(traces, place),
-            config=config,
-        ) as agent:
-            await agent.run()
 
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks, anyio.from_thread.BlockingPortal() as portal:
-            portals.append(portal)
-            scopes.append(tasks.cancel_scope)
-            for place in PLACES:
-                tasks.start_soon(one, place)
-            begun.set()
-            await anyio.sleep_forever()
-
-    thread = threading.Thread(target=anyio.run, args=(main,))
-    thread.start()
-    try:
-        begun.wait()
-        yield
-    finally:
-        portals[0].call(scopes[0].cancel)
-        thread.join()
+async def _run_agent(address: str, folder: Path, place: Identity) -> None:
+    traces = folder / "traces"
+    engine = TinyEngine(place, checkpoints=folder, traces=traces, serve=_front(folder, place))
+    config = AgentConfig(hello_retry_ms=20, observe_ms=20)
+    node = NodeTraces(traces, place)
+    async with Agent(bus=address, identity=place, engine=engine, state_dir=folder, traces=node, config=config) as agent:
+        await agent.run()

@@ -7,6 +7,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from controlplane.timeline.perfetto import Timeline, write_timeline
+
 Event = dict[str, Any]
 
 NEEDS = {
@@ -32,6 +34,16 @@ def read(path: Path) -> dict[str, Any]:
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     found: dict[str, Any] = json.loads(text, parse_float=Decimal)
     return found
+
+
+def checked_timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
+    """Write a timeline. Returns what was written, and its events, which are well-formed."""
+    out = log.with_suffix(".perfetto.json.gz")
+    written = write_timeline(log, out, roots)
+    events: list[Event] = read(out)["traceEvents"]
+    assert problems(events) == []
+    assert written.control_events + written.traced_events <= len(events)
+    return written, events
 
 
 def problems(events: list[Event]) -> list[str]:

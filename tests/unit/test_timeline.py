@@ -11,18 +11,18 @@ import pytest
 from msgspec import structs
 
 from controlplane.record.log import RunLog
-from controlplane.timeline.perfetto import Timeline, TimelineDraft, write_timeline
+from controlplane.timeline.perfetto import TimelineDraft, write_timeline
 from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.tracks import TraceEvent
 from schemas.carriers.records import RecordFile
 from schemas.commands import ProfileCommand
-from schemas.errors import ConfigError, LogError
+from schemas.errors import LogError
 from schemas.events import Answer, CommandReceived, EngineObserved, Observation
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from schemas.outcomes import Reason as Why
 from tests.running import rolloutctl
-from tests.timeline.trace_events import Event, problems, read
+from tests.timeline.trace_events import Event, checked_timeline, problems, read
 from tests.timeline.written import FLUSH, MS, START_NS, Written
 from tests.unit.test_report import Recorded as LoggedBus
 
@@ -31,32 +31,34 @@ PRIMARY = Identity(replica=0, node_rank=0)
 FLUSHED = Acted(calls=("flush",))
 
 
-def timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
-    """Write a timeline. Returns what was written, and its events, which are well-formed."""
-    out = log.with_suffix(".perfetto.json.gz")
-    written = write_timeline(log, out, roots)
-    events: list[Event] = read(out)["traceEvents"]
-    assert problems(events) == []
-    assert written.control_events + written.traced_events <= len(events)
-    return written, events
-
-
 def slices(events: list[Event], process: str, thread: str) -> list[Event]:
     """Slices and instants of one thread in time order, without issue marks. `process` is the beginning of its name."""
-    named: dict[str, dict[int, str]] = {"process_name": {}, "thread_name": {}}
-    for event in events:
-        if event["ph"] == "M" and event["name"] in named:
-            key = event["pid"] if event["name"] == "process_name" else event["tid"]
-            named[event["name"]][key] = event["args"]["name"]
+    named = {
+        (event["name"], event["pid"], event["tid"] if event["name"] == "thread_name" else 0): event["args"].get(
+            "name", ""
+        )
+        for event in events
+        if event["ph"] == "M"
+    }
     found = [
         event
         for event in events
         if event["ph"] in "Xi"
         and event.get("args", {}).get("kind") != "issue"
-        and named["process_name"][event["pid"]].startswith(process)
-        and named["thread_name"][event["tid"]] == thread
+        and named["process_name", event["pid"], 0].startswith(process)
+        and named["thread_name", event["pid"], event["tid"]] == thread
     ]
     return sorted(found, key=lambda event: Decimal(str(event["ts"])))
+
+
+def copied(log: Path, without: str = "", renamed: tuple[bytes, bytes] = (b"", b"")) -> Path:
+    """Copy a log without the records of one kind, or with another word in them."""
+    copy = log.with_name("copy.db")
+    with RecordFile.open(log) as old, RecordFile.open(copy, old.header) as new:
+        for record in old.records():
+            if record.kind != without:
+                new.append(record.kind, record.agent, record.at_ns, record.body.replace(*renamed))
+    return copy
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def written(tmp_path: Path) -> Written:
 
 @pytest.mark.parametrize("recorded", REPLAYS, ids=lambda path: path.stem)
 def test_every_recorded_run_gives_a_timeline(recorded: Path, tmp_path: Path) -> None:
-    _, events = timeline(Path(shutil.copy(recorded, tmp_path / "run.db")))
+    _, events = checked_timeline(Path(shutil.copy(recorded, tmp_path / "run.db")))
     kinds = {event["args"]["kind"] for event in events if "kind" in event.get("args", {})}
     assert kinds == {"command", "issue", "outcome", "decide", "effect"}
     assert {event.get("cat") for event in events if event["ph"] != "M"} == {"rolloutctl"}
@@ -80,7 +82,7 @@ def test_agents_without_clock_estimates_are_placed_by_their_commands(written: Wr
     peer = written.joins(PRIMARY)
     for i in range(20):
         written.commands(peer, 100 + 10 * i + i / 7, 4, FLUSHED)
-    drawn, events = timeline(written.close())
+    drawn, events = checked_timeline(written.close())
     (line,) = drawn.clocks
     assert (line.offset_ns, line.estimates) == (None, 0)
     assert line.error_ns is not None and line.error_ns < 2 * MS
@@ -95,7 +97,7 @@ def test_an_answer_sent_again_does_not_move_the_first(written: Written) -> None:
     written.commands(peer, 100, 4, FLUSHED)
     again = CommandReceived(at_ms=written.zero_ms + 9_000, epoch=1, origin=1, seq=1, ttl_ms=1, command=FLUSH)
     written.decides("0.0", again, Answer(epoch=1, seq=1, outcome=FLUSHED, rule=2))
-    drawn, events = timeline(written.close())
+    drawn, events = checked_timeline(written.close())
     assert drawn.clocks[0].error_ns is not None and drawn.clocks[0].error_ns < 3 * MS
     assert abs(slices(events, "agent 0.0", "commands")[0]["ts"] - 100_000) < 3_000  # the agent joined at 1 ms
     assert drawn.warnings == ()
@@ -108,7 +110,7 @@ def test_an_answer_sent_again_does_not_move_the_first(written: Written) -> None:
 def test_decisions_are_placed_on_the_clock_of_the_bus(written: Written, offset_ns: int) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(10, offset_ns), written.clock(60_010, offset_ns)))
     written.commands(peer, 30_000, 400, FLUSHED)
-    drawn, events = timeline(written.close())
+    drawn, events = checked_timeline(written.close())
     (decided,) = slices(events, "agent 0.0", "commands")
     assert (decided["ts"], decided["dur"]) == (Decimal("30099000.0"), 200_000)  # the agent joined at 1 ms
     assert drawn.clocks[0].offset_ns == offset_ns
@@ -119,7 +121,7 @@ def test_contradicting_estimates_are_interpolated(written: Written) -> None:
     drifted = structs.replace(written.clock(60_000), offset_ns=6 * MS)  # a hundred ppm, much more than clocks do
     peer = written.joins(PRIMARY, clocks=(written.clock(0), drifted))
     written.commands(peer, 20_000, 400, FLUSHED)
-    _, events = timeline(written.close())
+    _, events = checked_timeline(written.close())
     (decided,) = slices(events, "agent 0.0", "commands")
     assert abs(decided["ts"] - (20_099_000 + 2_010)) < 1  # 6 ms in 60 s make 2.01 ms in 20.1 s
 
@@ -139,7 +141,7 @@ def test_a_poor_estimate_does_not_spoil_a_good_one(written: Written) -> None:
     poor = structs.replace(written.clock(1), offset_ns=9 * MS, error_ns=10 * MS)
     peer = written.joins(PRIMARY, clocks=(poor, written.clock(500)))
     written.commands(peer, 100, 8, FLUSHED)
-    drawn, events = timeline(written.close())
+    drawn, events = checked_timeline(written.close())
     (decided,) = slices(events, "agent 0.0", "commands")
     assert abs(decided["ts"] - 101_000) < 10
     assert drawn.warnings == ()
@@ -149,7 +151,7 @@ def test_a_wrong_clock_is_noticed_by_its_commands(written: Written) -> None:
     wrong = structs.replace(written.clock(0), offset_ns=-50 * MS)
     peer = written.joins(PRIMARY, clocks=(wrong,))
     written.commands(peer, 100, 8, FLUSHED)
-    drawn, _ = timeline(written.close())
+    drawn, _ = checked_timeline(written.close())
     (warning,) = drawn.warnings
     assert warning.startswith("agent 0.0/i: commands seem to be received up to 48.")
     assert warning.endswith("but its clock error is at most 1.001 ms; a clock was set, or is wrong")
@@ -159,7 +161,7 @@ def test_a_decision_is_never_drawn_before_its_command_nor_before_the_one_before_
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     for i in range(5):  # all within one millisecond of the agent's clock, and issued late in it
         written.commands(peer, 50.7 + i / 20, 0.04, Skipped(Why.ALREADY))
-    _, events = timeline(written.close())
+    _, events = checked_timeline(written.close())
     issued, decided = slices(events, "bus", "commands"), slices(events, "agent 0.0", "commands")
     assert len(issued) == len(decided) == 5
     assert all(late["ts"] >= early["ts"] for early, late in zip(issued, decided, strict=True))
@@ -174,7 +176,7 @@ def test_overlapping_commands_are_drawn_on_lanes(written: Written) -> None:
     third = written.issue(peer, 40, 42)
     written.answer(peer, second, 50, 52, FLUSHED)
     written.answer(peer, third, 60, 62, FLUSHED)
-    _, events = timeline(written.close())
+    _, events = checked_timeline(written.close())
     for process in ("bus", "agent 0.0"):
         assert [event["args"]["seq"] for event in slices(events, process, "commands")] == [1, 3]
         assert [event["args"]["seq"] for event in slices(events, process, "commands (2)")] == [2]
@@ -183,15 +185,7 @@ def test_overlapping_commands_are_drawn_on_lanes(written: Written) -> None:
 def test_open_commands_of_an_interrupted_run_end_with_the_log(written: Written) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     written.commands(peer, 10, 400, FLUSHED)
-    path = written.close()
-    with RecordFile.open(path) as file:
-        kept = [record for record in file.records() if record.kind != "answers"]
-        header = file.header
-    cut = path.with_name("cut.db")
-    with RecordFile.open(cut, header) as file:
-        for record in kept:
-            file.append(record.kind, record.agent, record.at_ns, record.body)
-    _, events = timeline(cut)
+    _, events = checked_timeline(copied(written.close(), without="answers"))
     (open_,) = slices(events, "bus", "commands")
     assert open_["args"]["unfinished"] is True
 
@@ -203,7 +197,7 @@ def test_a_pause_that_never_ended_is_marked_unfinished(written: Written) -> None
         written.decides(f"{replica}.0", EngineObserved(at_ms=written.zero_ms + 10, observation=paused))
     runs = structs.replace(paused, generating=True)
     written.decides("1.0", EngineObserved(at_ms=written.zero_ms + 90, observation=runs))
-    drawn, events = timeline(written.close())
+    drawn, events = checked_timeline(written.close())
     (never,) = slices(events, "agent 0.0", "generation")
     assert never["args"] == {"unfinished": True}
     assert never["ts"] + never["dur"] == 590_000, "the log ends when the bus received the last decision"
@@ -226,7 +220,7 @@ def test_replicas_that_are_profiled_separately_have_separate_sessions(written: W
     command("stop", 3, 40)
     command("start", 4, 50)
     command("start", 6, 60)  # the replica stops the previous session
-    _, events = timeline(written.close())
+    _, events = checked_timeline(written.close())
     lanes = [event for lane in ("profiling", "profiling (2)") for event in slices(events, "bus", lane)]
     assert [(event["name"][-1], event["ts"], event["dur"], "args" in event) for event in lanes] == [
         ("2", 10_000, 25_000, False),
@@ -246,31 +240,14 @@ def test_a_running_run_is_drawn_as_far_as_it_was_surveyed(written: Written) -> N
     assert list(draft.fleet_events(RunLog.read(written.close()))) == whole
 
 
-def test_records_of_another_version_are_left_out_and_counted(written: Written, tmp_path: Path) -> None:
+def test_records_of_another_version_are_left_out_and_counted(written: Written) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     written.commands(peer, 10, 4, FLUSHED)
-    path = written.close()
-    with RecordFile.open(path) as file:
-        kept, header = list(file.records()), file.header
-    with RecordFile.open(tmp_path / "newer.db", header) as file:
-        for record in kept:
-            file.append(record.kind, record.agent, record.at_ns, record.body.replace(b"\xa7started", b"\xa7painted"))
-    drawn, _ = timeline(tmp_path / "newer.db")
+    drawn, _ = checked_timeline(copied(written.close(), renamed=(b"\xa7started", b"\xa7painted")))
     assert drawn.warnings == ("left out: 1 log records of another version, the first at position 2",)
 
 
 # --- the file and the command -----------------------------------------------------------------------------------------
-
-
-def test_a_file_is_replaced_only_by_force(written: Written, tmp_path: Path) -> None:
-    written.joins(PRIMARY)
-    log, out = written.close(), tmp_path / "there.json"
-    out.write_text("precious")
-    with pytest.raises(ConfigError, match=r"there\.json already exists; .* Name another file, or use --force"):
-        write_timeline(log, out)
-    assert out.read_text() == "precious"
-    write_timeline(log, out, force=True)
-    assert problems(read(out)["traceEvents"]) == []
 
 
 def test_a_failed_write_leaves_nothing_behind(
@@ -333,7 +310,7 @@ def draw(bus: LoggedBus) -> list[TraceEvent]:
 
 def test_a_damaged_log_is_drawn_up_to_the_damage(tmp_path: Path) -> None:
     log = Path(shutil.copy(REPLAYS[0], tmp_path / "run.db"))
-    whole, _ = timeline(log)
+    whole, _ = checked_timeline(log)
     with sqlite3.connect(log) as connection:
         connection.execute("update records set body = x'00' where position = 100")
     connection.close()

@@ -14,7 +14,7 @@ from schemas.identity import Identity
 from schemas.outcomes import Acted, Trace
 from schemas.reports import Clock
 from tests.running import python
-from tests.timeline.trace_events import Event, problems, read
+from tests.timeline.trace_events import Event, checked_timeline, read
 from tests.timeline.written import MS, Op, Written, placed, torch_trace
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2, gpus_per_node=2)
@@ -30,10 +30,7 @@ def written(tmp_path: Path) -> Written:
 
 def merged(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
     """Write a timeline. Returns what was written, and the events that came from traces. All are well-formed."""
-    out = log.with_suffix(".perfetto.json.gz")
-    timeline = write_timeline(log, out, roots)
-    events: list[Event] = read(out)["traceEvents"]
-    assert problems(events) == []
+    timeline, events = checked_timeline(log, *roots)
     return timeline, [event for event in events if event["pid"] > 100_000]
 
 
@@ -158,10 +155,12 @@ def test_missing_and_different_files_are_named_and_left_out(written: Written, tm
     (root / longer.path).write_bytes(torch_trace(OPS))
     gone = Trace("gone.trace.json", 5, "ab")
     outside = Trace("../outside.trace.json", 5, "cd")
-    written.profiles(peer, 80, 20, good, altered, longer, gone, outside, Trace("memory.pickle", 9, "ef"))
+    long = Trace("x" * 300 + ".trace.json", 1, "gh")
+    written.profiles(peer, 80, 20, good, altered, longer, gone, outside, long, Trace("memory.pickle", 9, "ef"))
     timeline, events = merged(written.close(), root, copy)
     assert timeline.traces == (str(copy / "good.trace.json"),)
     assert len(ops(events)) == 3
+    unread = [f"{f} can't be read: [Errno 36] File name too long: '{f}'" for f in (root / long.path, copy / long.path)]
     nbytes, found, reported = len(torch_trace(OPS)), f"{_digest(root / altered.path)}…", altered.sha256[:16]
     assert timeline.warnings == tuple(
         f"left out: trace {reason}"
@@ -170,22 +169,13 @@ def test_missing_and_different_files_are_named_and_left_out(written: Written, tm
             f"longer.trace.json: {root / longer.path} has {nbytes} bytes, the log says {longer.nbytes}",
             f"gone.trace.json: not found ({root}, {copy})",
             "../outside.trace.json: not a path below a traces root",
+            f"{long.path}: {'; '.join(unread)}",
         )
     )
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def test_a_name_too_long_for_any_disk_is_left_out(written: Written, tmp_path: Path) -> None:
-    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
-    long = Trace("x" * 300 + ".trace.json", 1, "digest")
-    written.profiles(peer, 80, 20, long, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
-    timeline, _ = merged(written.close(), tmp_path)
-    (warning,) = timeline.warnings
-    assert warning.startswith(f"left out: trace {long.path}: {tmp_path / long.path} can't be read: [Errno 36]")
-    assert timeline.traced_events == len(OPS)
 
 
 def test_a_moved_trace_is_found_where_it_was_last_reported(written: Written, tmp_path: Path) -> None:
@@ -212,18 +202,15 @@ def test_a_truncated_trace_is_drawn_up_to_where_it_ends(written: Written, tmp_pa
     assert [event["name"] for event in events if event["ph"] == "X"].count("gemm") == 1, "the next file is whole"
 
 
-def test_without_clock_estimates_a_trace_keeps_its_nodes_clock(written: Written, tmp_path: Path) -> None:
-    peer = written.joins(PRIMARY)
-    written.profiles(peer, 80, 20, placed(tmp_path, "a.trace.json", torch_trace(OPS)))
-    timeline, _ = merged(written.close(), tmp_path)
-    assert timeline.warnings == (f"{tmp_path}/a.trace.json: on its node's own clock, whose offset is unknown",)
-
-
-def test_events_from_before_the_run_are_counted(written: Written, tmp_path: Path) -> None:
+def test_without_clock_estimates_a_trace_keeps_its_nodes_clock_even_before_the_run(
+    written: Written, tmp_path: Path
+) -> None:
     peer = written.joins(PRIMARY)
     written.profiles(peer, 80, 20, placed(tmp_path, "a.trace.json", torch_trace([Op("old", -5_000, 1), *OPS])))
     timeline = write_timeline(written.close(), tmp_path / "t.json", [tmp_path])
-    assert timeline.warnings[-1] == (
+    unknown, early = timeline.warnings
+    assert unknown == f"{tmp_path}/a.trace.json: on its node's own clock, whose offset is unknown"
+    assert early == (
         f"{tmp_path}/a.trace.json: 1 of 4 events lie before the run began, where Perfetto draws nothing; is its "
         "node's clock right?"
     )
