@@ -98,13 +98,9 @@ def orphaned(desired: Desired) -> Desired:
 
 
 def desired_after(desired: Desired, command: Command | UnknownCommand, targeted: bool, identity: Identity) -> Desired:
-    """Return what is desired of a replica or training rank after `command`.
+    """Return what is desired of a replica, or of a training rank, after the next command of the run.
 
-    Args:
-        desired: The state before.
-        command: The next command of the run.
-        targeted: The target of the command includes this replica or rank. `EpochStart` applies to all.
-        identity: An agent of the replica, or the rank.
+    `targeted` says that the target of the command includes it. `EpochStart` applies to all.
     """
     if identity.role != ROLLOUT and not isinstance(command, ProfileCommand | EpochStart):
         return desired

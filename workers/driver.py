@@ -36,15 +36,7 @@ T = TypeVar("T")
 
 
 class EngineDriver:
-    """Drives the engine of one agent during one incarnation.
-
-    Args:
-        engine: The engine.
-        traces: What sessions leave on this node's disk; None if no session leaves anything.
-        observe_ms: Time between two observations.
-        state: Returns the agent's state.
-        handle: Gives an event to the machine.
-    """
+    """Drives the engine of one agent during one incarnation. handle: gives an event to the machine."""
 
     def __init__(
         self,

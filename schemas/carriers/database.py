@@ -139,14 +139,7 @@ def _extended_code(error: sqlite3.Error) -> int:
 
 
 def translate(path: Path, error: sqlite3.Error, position: int, readable: str = "Nothing in it is readable") -> LogError:
-    """Return our error for one of SQLite's.
-
-    Args:
-        path: The record file.
-        error: What SQLite raised.
-        position: Record that could not be read or written, or 0.
-        readable: What can still be read, for the message.
-    """
+    """Return our error for one of SQLite's. position: the record that could not be read or written, or 0."""
     code = error_code(error)
     # SQLite reports a quota or a limit on file sizes as a plain I/O error, without the system's error number.
     if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _out_of_space(path)):

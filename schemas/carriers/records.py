@@ -231,10 +231,7 @@ class RecordFile(RecordReader):
     ) -> Self:
         """Create the file, with mode 0600 in a folder with mode 0700, or open it to append.
 
-        Args:
-            path: The file.
-            header: Written at creation. An existing file keeps its own, see `header`.
-            durability: What a committed group survives.
+        `header` is written at creation; an existing file keeps its own.
 
         Raises:
             LogLocked: Another process writes the file.

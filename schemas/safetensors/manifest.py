@@ -15,14 +15,9 @@ from schemas.safetensors.format import UNTOUCHED, TensorSpec, checkpoint_refused
 
 
 def build_manifest(directory: Path, content: bool) -> Manifest:
-    """Return the manifest of what the directory holds now.
+    """Return the manifest of what the directory holds now. Raises CheckpointError, as `read_layout`.
 
-    Args:
-        directory: A directory of safetensors files.
-        content: Digest every byte too, which takes about a second per gigabyte.
-
-    Raises:
-        CheckpointError: As for `read_layout`.
+    With `content` every byte is digested too, which takes about a second per gigabyte.
     """
     places = find_tensors(directory)
     layout = {name: place.spec for name, place in places.items()}
@@ -69,12 +64,9 @@ def check_layout(directory: Path, layout: Mapping[str, TensorSpec], manifest: Ma
 
 
 def require_same_model(directory: Path, held: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
-    """Raise CheckpointError unless two layouts have the same names, dtypes and shapes.
+    """Raise CheckpointError unless `offered`, read from the directory, has the names, dtypes and shapes of the model.
 
-    Args:
-        directory: Where `offered` was read, for the message.
-        held: Tensors of the engine's model.
-        offered: Tensors of the checkpoint.
+    `held` are the tensors of the engine's model.
     """
     differences = []
     for name in sorted(held.keys() | offered.keys()):

@@ -18,16 +18,7 @@ _NIL = b"\xc0"
 
 
 def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandReceived | HeadSeen:
-    """Decode what arrived on the subscription.
-
-    Args:
-        frames: The message.
-        run: The only run whose commands are accepted.
-        now_ms: When the message arrived.
-
-    Raises:
-        WireError: The message is malformed, or of another run.
-    """
+    """Decode what arrived on the subscription. Raises WireError if it is malformed, or of another run than `run`."""
     topic = frames[0]
     if topic == wire.TOPIC_COMMAND:
         head, body = wire.parse_frames(frames[1:])
@@ -71,11 +62,7 @@ def read_replay(head: wire.Header, replay: wire.Replay, run: str, now_ms: int) -
 
 
 def publish_address(dialled: str, welcome: wire.Welcome) -> str:
-    """Return the address of the publish socket: beside the router, on the host that was dialled.
-
-    Raises:
-        WireError: The welcome names no usable port.
-    """
+    """Return the address of the publish socket: beside the router, on the host that was dialled. Raises WireError."""
     if not dialled.startswith("tcp://"):
         return f"{dialled}-publish"
     if welcome.publish_port is None or welcome.publish_port > 65535:

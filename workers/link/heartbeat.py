@@ -13,13 +13,7 @@ from workers.machine.state import AgentState, call_name
 
 
 class Heartbeat:
-    """Sends the status of one agent, and with each a request for the bus's time.
-
-    Args:
-        state: Returns the agent's state.
-        send: Sends a message at once, or returns False.
-        wall_ns: The node's wall clock.
-    """
+    """Sends the status of one agent, and with each a request for the bus's time. wall_ns: the node's wall clock."""
 
     def __init__(
         self,

@@ -20,11 +20,12 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder
 
+from schemas.carriers.database import Durability
 from schemas.carriers.records import Record, RecordFile
 from schemas.errors import AgentError, LogError
 from schemas.events import Decision, Effect, Event
@@ -39,8 +40,6 @@ UNCOMMITTED_MAX: Final = 1024
 """Most decisions that wait in memory for a commit."""
 RECENT_MAX: Final = 512
 """Newest decisions that are kept in memory as well, for the upload."""
-
-Durability = Literal["disk", "os"]
 
 
 class Mark(Struct, frozen=True, kw_only=True):
@@ -93,12 +92,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, agent: str, durability: Durability) -> "Journal":
-        """Open or create the file, and fold its decisions.
-
-        Args:
-            path: The file.
-            agent: Name of the agent, as in `Identity.agent`.
-            durability: Whether a commit waits for the disk, or only for the operating system.
+        """Open or create the file, and fold its decisions. agent: its name, as in `Identity.agent`.
 
         Raises:
             LogError: The file cannot be read, or another process writes it.
@@ -162,15 +156,8 @@ class Journal:
     def decisions_after(self, number: int, count: int, nbytes: int) -> tuple[int, tuple[Decision, ...]]:
         """Return committed decisions that follow decision `number`, and the number of the first of them.
 
-        If the decisions right after `number` were dropped, the oldest that remain are returned.
-
-        Args:
-            number: Number of a decision.
-            count: Most decisions to return.
-            nbytes: Most bytes to return, except that one decision is always returned.
-
-        Raises:
-            LogError: The file cannot be read.
+        If the decisions right after `number` were dropped, the oldest that remain are returned: at most `count` and at
+        most `nbytes`, except that one is always returned. Raises LogError if the file cannot be read.
         """
         oldest = self.committed - len(self._recent)
         if number >= oldest:

@@ -71,18 +71,8 @@ class _Session:
 class Link:
     """One connection of one incarnation. It dials when created; `run` serves it until cancelled.
 
-    Args:
-        bus: Address of the bus's router.
-        identity: The place of the agent.
-        incarnation: This life of the agent.
-        journal: The agent's decisions, which are uploaded.
-        config: Pauses and sizes.
-        context: Of ZeroMQ.
-        handle: Gives an event to the machine; returns when it was decided and its effects are under way.
-        wall_ns: The node's wall clock.
-
-    Raises:
-        BusAddressError: The address cannot be dialled.
+    `handle` gives an event to the machine, and returns when it was decided and its effects are under way. Raises
+    BusAddressError if the address `bus` cannot be dialled.
     """
 
     def __init__(

@@ -15,12 +15,9 @@ ACK_TIMEOUT_MS: Final = 5_000
 
 
 class DecisionUpload:
-    """Sends the decisions of a journal, in order. It sends nothing before the bus has reported which of them it holds.
+    """Sends the decisions of a journal, in order, at most `batch` in one message.
 
-    Args:
-        journal: Where the decisions are.
-        batch: Most decisions in one message.
-        send: Sends a message at once, or returns False.
+    It sends nothing before the bus has reported which of them it holds.
     """
 
     def __init__(self, journal: Journal, batch: int, send: Callable[[DecisionBatch], bool]) -> None:

@@ -68,15 +68,11 @@ def calls_for(
     engine: EngineState,
     identity: Identity,
 ) -> CallsOrOutcome:
-    """Return what the primary does for a command.
+    """Return what the primary does for a command that passed rules 1 to 9.
 
     Args:
-        command: A command that passed rules 1 to 9.
-        before: What was still desired before it.
-        after: What is still desired now.
+        before, after: What was still desired before the command, and what is now.
         syncing: Version of the sync that is in progress, also if this replica has dropped out of it; 0 if none.
-        engine: What the engine is believed to be.
-        identity: The place of this agent.
     """
     match command:
         case EngineCommand():

@@ -169,14 +169,9 @@ def _own_calls(state: AgentState) -> tuple[Call, ...]:
 
 
 def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
-    """Rules 4 to 10, for a command that is in order. It changes the desired state whatever its outcome.
+    """Rules 4 to 10, for a command that is in order and not in the queue any more. seq: the new position.
 
-    Args:
-        state: The state before the command.
-        event: The command, which is no longer in the queue.
-        seq: The new position.
-        now_ms: The time.
-        effects: To append to.
+    It changes the desired state whatever its outcome.
     """
     command, suppressed = event.command, state.suppressed
     targeted = is_targeted(state, event)

@@ -68,11 +68,7 @@ def apply_result(
 ) -> tuple[EngineState, Failed | None]:
     """Return the engine after a call, and why the call failed if it did.
 
-    Args:
-        engine: What was believed before the call.
-        call: The call.
-        result: What the engine's adapter returned or raised.
-        observation: What was read after the call; None if nothing could be read.
+    `engine` is what was believed before it, `observation` what was read after it; None if nothing could be read.
     """
     if isinstance(result, Fault):
         after = _after_fault(engine, call, result)

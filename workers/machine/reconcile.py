@@ -64,12 +64,8 @@ def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: b
     loaded before the rest of the memory is woken; the cache is flushed only after the weights that made it stale were
     replaced.
 
-    Args:
-        desired: What is still desired of the replica.
-        engine: What the engine is believed to be.
-        identity: The place of this agent.
-        live: Whether a load was just commanded. Only then does the trainer send a broadcast; an agent that comes later
-            needs the same weights from a durable source.
+    `live` says that a load was just commanded. Only then does the trainer send a broadcast; an agent that comes later
+    needs the same weights from a durable source.
     """
     if _serves_what_is_desired(desired, engine):
         return ()

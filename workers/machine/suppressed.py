@@ -30,10 +30,7 @@ def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
 def clear_suppressed(suppressed: Suppressed, command: Command | UnknownCommand, before: Desired) -> Suppressed:
     """Return what stays suppressed after `command`, which names this replica and may ask again for what failed.
 
-    Args:
-        suppressed: What was suppressed before it.
-        command: The command.
-        before: The desired state before it.
+    `before` is the desired state before it.
     """
     match command:
         case ProfileCommand(action="collect" | "check" | "finish"):
@@ -53,16 +50,12 @@ def clear_suppressed(suppressed: Suppressed, command: Command | UnknownCommand, 
 def suppress(
     suppressed: Suppressed, failed: Command | UnknownCommand | Call, remaining: Desired, engine: EngineState
 ) -> Suppressed:
-    """Return what is suppressed after `failed`, so that it is not tried again unasked.
+    """Return what is suppressed after the failure of a command, or of a call that no command had asked for.
+
+    What failed is then not tried again unasked. `remaining` is what was still desired, `engine` the engine afterwards.
 
     A replica that refused to prepare was not touched, and goes on as before the sync. One that did not load is
     quarantined: it could otherwise serve weights that nobody committed.
-
-    Args:
-        suppressed: What was suppressed before.
-        failed: The command that failed, or the call that no command had asked for.
-        remaining: What was still desired when it failed.
-        engine: The engine after the failure.
     """
     match failed:
         case ProfileCommand(action="collect" | "check" | "finish"):
