@@ -1,13 +1,8 @@
 """Refuses to run with a foreign `schemas` or `workers`.
 
-The names of our packages are ordinary words. A trainer's repository may well have a `workers/` in the directory that
-Python is started from, and that directory comes first on the import path. Half of the bus would then be foreign code,
-and the error would come late and name neither. So `import controlplane` asks where the other two would come from,
-without importing them.
-
-Rules: ours are the packages beside this one. A package that is not found at all is not shadowed: its own import says
-so. A directory without `__init__.py` counts only where Python would take it, which is when no regular package of that
-name is anywhere on the path.
+A trainer's repository may well have a `workers/` in the directory that Python is started from, which comes first on the
+import path. Half of the bus would then be foreign code, and the error would come late and name neither. So `import
+controlplane` asks where the other two would come from, without importing them. Ours are the packages beside this one.
 """
 
 from importlib.util import find_spec

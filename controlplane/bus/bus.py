@@ -34,6 +34,7 @@ from controlplane.machine.fleet import member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
+from schemas import wire
 from schemas.carriers.edge_socket import Sent
 from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.carriers.wakeup import Wakeup
@@ -47,19 +48,6 @@ from schemas.errors import (
 )
 from schemas.identity import InFlight
 from schemas.reports import FleetStatus, Report, SyncReport
-from schemas.wire import (
-    MAX_BYTES,
-    TOPIC_COMMAND,
-    TOPIC_HEAD,
-    Ack,
-    Downward,
-    Reply,
-    RequestRejected,
-    StatusRequest,
-    TimeReply,
-    encode,
-    encode_header,
-)
 
 logger = logging.getLogger("rolloutctl.bus")
 
@@ -328,7 +316,7 @@ class Bus:
             if self.fault is not None:
                 self._next_head_us = at_us + self._config.head_interval_ms * 1000
                 return
-            self._answer_time_questions()
+            self._send_time_replies()
             if at_us >= self._next_head_us:
                 self._beat(at_us, drained)
             batch = self._inbox.take_events()
@@ -354,7 +342,7 @@ class Bus:
         late_us = at_us - self._next_head_us
         if late_us > ASLEEP_US:
             self._inbox.discount(late_us)
-        self._publisher.send_nowait([TOPIC_HEAD, encode_header(self.state.epoch, 0, self.state.seq), _NIL])
+        self._publisher.send_nowait([wire.TOPIC_HEAD, wire.encode_header(self.state.epoch, 0, self.state.seq), _NIL])
         self._next_head_us = at_us + self._config.head_interval_ms * 1000
         if drained:  # else a sign of life may lie unread
             self._inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000)
@@ -425,8 +413,10 @@ class Bus:
     def _perform(self, effect: events.CoordinatorEffect) -> None:
         match effect:
             case events.Publish(epoch=epoch, seq=seq):
-                self._publisher.send_nowait([TOPIC_COMMAND, encode_header(epoch, epoch, seq), encode(effect.envelope)])
-                self._publisher.set_welcome(TOPIC_HEAD + encode_header(epoch, 0, seq))
+                self._publisher.send_nowait(
+                    [wire.TOPIC_COMMAND, wire.encode_header(epoch, epoch, seq), wire.encode(effect.envelope)]
+                )
+                self._publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(epoch, 0, seq))
             case events.Send():
                 self._send(effect.peer, effect.epoch, effect.seq, effect.message)
             case events.Ping():
@@ -438,8 +428,8 @@ class Bus:
             case _:
                 assert_never(effect)
 
-    def _send(self, peer: str, epoch: int, seq: int, message: Downward) -> None:
-        sent = self._router.send_nowait([peer.encode(), encode_header(epoch, 0, seq), encode(message)])
+    def _send(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
+        sent = self._router.send_nowait([peer.encode(), wire.encode_header(epoch, 0, seq), wire.encode(message)])
         if sent is Sent.GONE and member_at(self.state, peer) is not None and peer not in self._unreachable:
             self._unreachable.append(peer)
 
@@ -448,36 +438,35 @@ class Bus:
         name = member_at(self.state, peer)
         if name is not None:
             journal = self.state.members[name].hello.journal
-            self._send(peer, self.state.epoch, self.state.seq, Ack(journal=journal, through=0))
+            self._send(peer, self.state.epoch, self.state.seq, wire.Ack(journal=journal, through=0))
 
     def _send_acks(self) -> None:
         for peer, ack in self._inbox.acks:
             self._send(peer, self.state.epoch, self.state.seq, ack)
         self._inbox.acks.clear()
 
-    def _answer_time_questions(self) -> None:
+    def _send_time_replies(self) -> None:
         """First of all: anything else that the turn does would lengthen the round trip."""
-        for question in self._inbox.time_questions:
-            reply = TimeReply(sent_ns=question.sent_ns, received_ns=question.received_ns, replied_ns=time.time_ns())
-            self._send(question.peer, self.state.epoch, self.state.seq, reply)
-        self._inbox.time_questions.clear()
+        for peer, reply in self._inbox.time_replies:
+            self._send(peer, self.state.epoch, self.state.seq, replace(reply, replied_ns=time.time_ns()))
+        self._inbox.time_replies.clear()
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _handle_requests(self) -> None:
         for peer, request in self._inbox.requests:
-            if isinstance(request, StatusRequest):
+            if isinstance(request, wire.StatusRequest):
                 self._reply(peer, self.status())
             elif reason := str(self.fault or "") or self._callers.add_operator(peer, request):
-                self._reply(peer, RequestRejected(reason=reason))
+                self._reply(peer, wire.RequestRejected(reason=reason))
         self._inbox.requests.clear()
 
-    def _reply(self, peer: str, reply: Reply) -> None:
-        body = encode(reply)
-        if len(body) > MAX_BYTES - 1024:
-            reason = f"the reply takes {len(body)} bytes, and a message has at most {MAX_BYTES}"
-            body = encode(RequestRejected(reason=reason))
-        self._router.send_nowait([peer.encode(), encode_header(self.state.epoch, 0, self.state.seq), body])
+    def _reply(self, peer: str, reply: wire.Reply) -> None:
+        body = wire.encode(reply)
+        if len(body) > wire.MAX_BYTES - 1024:
+            reason = f"the reply takes {len(body)} bytes, and a message has at most {wire.MAX_BYTES}"
+            body = wire.encode(wire.RequestRejected(reason=reason))
+        self._router.send_nowait([peer.encode(), wire.encode_header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:
         self._changed.set()

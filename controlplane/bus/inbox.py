@@ -16,7 +16,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Final
 
 from controlplane.machine import events
 from controlplane.machine.fleet import CoordinatorState, member_at
@@ -34,14 +34,6 @@ MALFORMED_LINES: Final = 20
 """Log lines about malformed messages in each period of `MALFORMED_US`."""
 
 
-class TimeQuestion(NamedTuple):
-    """A `TimeRequest`: who sent it, its own timestamp, and when it was read (wall clock, ns)."""
-
-    peer: str
-    sent_ns: int
-    received_ns: int
-
-
 class Inbox:
     """What arrives at one bus.
 
@@ -49,7 +41,7 @@ class Inbox:
         events: For the coordinator, in order.
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators, with their routing ids.
-        time_questions: To be answered at once.
+        time_replies: For agents that asked for the time; to be completed and sent at once.
         last_heard_us: When each agent last sent a message, on the bus's clock.
         operators_only: Messages of agents are ignored from now on.
         malformed: Messages that could not be read.
@@ -59,7 +51,7 @@ class Inbox:
         self.events: list[events.CoordinatorEvent] = []
         self.acks: list[tuple[str, wire.Ack]] = []
         self.requests: list[tuple[str, wire.Operator]] = []
-        self.time_questions: list[TimeQuestion] = []
+        self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
         self.operators_only = False
         self.malformed = 0
@@ -125,7 +117,9 @@ class Inbox:
             case wire.TimeRequest():
                 # Read the clock now, not at the beginning of the turn: a request can't be read before it was sent.
                 if member_at(self._state, peer) is not None:
-                    self.time_questions.append(TimeQuestion(peer, message.sent_ns, time.time_ns()))
+                    received_ns = time.time_ns()
+                    reply = wire.TimeReply(sent_ns=message.sent_ns, received_ns=received_ns, replied_ns=received_ns)
+                    self.time_replies.append((peer, reply))
             case wire.DecisionBatch():
                 self._on_decisions(peer, message)
             case wire.ResendRequest(first=first, credit=credit):

@@ -1,7 +1,7 @@
 """Asks a running bus for its status, or to publish a command: one request, one reply. For the command line."""
 
 import secrets
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import zmq
@@ -12,15 +12,15 @@ from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.errors import BusUnreachable, CommandError
 from schemas.reports import FleetStatus, Report
 
+R = TypeVar("R", FleetStatus, Report)
+
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
 
 
 async def ask_status(bus: str, timeout_s: float = ANSWER_S) -> FleetStatus:
     """Return the status of the fleet. Raises BusUnreachable, BusAddressError, or CommandError if the bus refused."""
-    reply = await _ask(bus, wire.StatusRequest(), timeout_s)
-    assert isinstance(reply, FleetStatus)
-    return reply
+    return await _ask(bus, wire.StatusRequest(), FleetStatus, timeout_s)
 
 
 async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Target, timeout_s: float) -> Report:
@@ -32,13 +32,10 @@ async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Targ
         CommandError: The bus refused.
     """
     request = wire.Submit(command=command, target=target, timeout_ms=max(1, int(timeout_s * 1000)))
-    reply = await _ask(bus, request, timeout_s + ANSWER_S)
-    assert isinstance(reply, Report)
-    return reply
+    return await _ask(bus, request, Report, timeout_s + ANSWER_S)
 
 
-async def _ask(bus: str, request: wire.Operator, timeout_s: float) -> wire.Reply:
-    expected = FleetStatus if isinstance(request, wire.StatusRequest) else Report
+async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float) -> R:
     async with agent_dealer(zmq.Context.instance(), bus, b"op/" + secrets.token_hex(16).encode()) as dealer:
         with anyio.move_on_after(timeout_s):
             await dealer.send([wire.encode_header(0), wire.encode(request)])

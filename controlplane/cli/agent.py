@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rolloutctl.agent")
 
 
+_PATH = click.Path(path_type=Path)
 ENGINES = ("tiny", "sglang", "vllm")
 """Engines that an agent can command from another process."""
 
@@ -42,21 +43,17 @@ def _state_home() -> str:
 @click.option("--mode", type=click.Choice([mode.value for mode in RolloutMode]), default="hybrid", show_default=True)
 @click.option("--engine", "kind", type=click.Choice(ENGINES), required=True, help="Engine that the agent commands.")
 @click.option("--url", help="sglang, vllm: address of this node's server, http://HOST:PORT.")
-@click.option(
-    "--api-key-file",
-    type=click.Path(path_type=Path),
-    help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]",
-)
+@click.option("--api-key-file", type=_PATH, help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
-@click.option("--launch-log", type=click.Path(path_type=Path), help="The server's output.  [default: in --state-dir]")
+@click.option("--launch-log", type=_PATH, help="The server's output.  [default: in --state-dir]")
 @click.option("--up-within", type=click.FloatRange(1), default=1800.0, show_default=True, help="Seconds for a launch.")
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
 @click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, show_default=True, help="tiny: seed of its initial weights.")
-@click.option("--checkpoints", type=click.Path(path_type=Path), default=".", help="Root of the paths in weight syncs.")
-@click.option("--traces", type=click.Path(path_type=Path), help="Folder for traces.  [default: traces]")
+@click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
+@click.option("--traces", type=_PATH, help="Folder for traces.  [default: traces]")
 @click.option("--finish-hook", help="Command that /bin/sh runs after the last profiled step, e.g. an upload.")
 @click.option(
     "--profiler",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from msgspec.structs import asdict
 
 from controlplane.cli.reducers import replay_file
 from controlplane.record.entries import LogEntry
@@ -81,7 +82,7 @@ def replay_command(file: Path, as_json: bool) -> None:
         result = msgspec.json.encode({"same": False, "difference": str(difference)})
         click.echo(result if as_json else str(difference))
         click.get_current_context().exit(1)
-    click.echo(msgspec.json.encode({"same": True, **msgspec.structs.asdict(replayed)}) if as_json else str(replayed))
+    click.echo(msgspec.json.encode({"same": True, **asdict(replayed)}) if as_json else str(replayed))
 
 
 def _line(entry: LogEntry) -> str:
@@ -91,17 +92,11 @@ def _line(entry: LogEntry) -> str:
 
 def _json_line(entry: LogEntry) -> bytes:
     """Raises LogCorrupt for what this version can't read, or JSON can't represent."""
+    decode = msgspec.msgpack.decode
     try:
-        return msgspec.json.encode(_plain(entry))
+        plain = {**asdict(entry), "event": decode(entry.event), "effects": decode(entry.effects)}
+        return msgspec.json.encode(plain)
     except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks
         entry.typed_event()
         entry.typed_effects()
         raise
-
-
-def _plain(entry: LogEntry) -> dict[str, object]:
-    return {
-        **{name: getattr(entry, name) for name in ("position", "at_ns", "agent", "kind", "journal", "number")},
-        "event": msgspec.msgpack.decode(entry.event),
-        "effects": msgspec.msgpack.decode(entry.effects),
-    }

@@ -19,10 +19,8 @@ def check_destination(out: Path, force: bool, inputs: Iterable[Path] = ()) -> No
     """
     if os.path.lexists(out) and not force:
         raise ConfigError(f"{out} already exists; nothing was written. Name another file, or use --force")
-    if out.is_dir():
-        raise ConfigError(f"{out} is a directory; nothing was written. Name a file")
-    if out.exists() and not out.is_file():  # a rename would replace it instead of writing to it
-        raise ConfigError(f"{out} is a pipe or a device; nothing was written. Name a file")
+    if out.exists() and not out.is_file():  # a rename would replace a pipe or a device instead of writing to it
+        raise ConfigError(f"{out} is not a regular file; nothing was written. Name a file")
     for path in inputs:
         if out.exists() and path.exists() and out.samefile(path):
             raise ConfigError(f"{out} is an input of this command; nothing was written. Name another file")

@@ -1,5 +1,7 @@
 """One record of a run's log, decoded as far as its reader wants: for replay, invariants and people."""
 
+from typing import Any
+
 from msgspec import Raw, Struct
 from msgspec.msgpack import Decoder
 
@@ -34,20 +36,16 @@ class LogEntry(Struct, frozen=True, kw_only=True):
 
     def typed_event(self) -> CoordinatorEvent | Event:
         """Decode the event. Raises LogCorrupt if this version can't read it."""
-        try:
-            return event_decoder.decode(self.event) if self.agent else coordinator_event_decoder.decode(self.event)
-        except DECODE_ERRORS as error:
-            raise self._unreadable("event", error) from error
+        return self._decoded("event", event_decoder if self.agent else coordinator_event_decoder, self.event)
 
     def typed_effects(self) -> tuple[CoordinatorEffect, ...] | tuple[Effect, ...]:
         """Decode the effects. Raises LogCorrupt if this version can't read them."""
-        try:
-            if self.agent:
-                return effects_decoder.decode(self.effects)
-            return coordinator_effects_decoder.decode(self.effects)
-        except DECODE_ERRORS as error:
-            raise self._unreadable("effects", error) from error
+        return self._decoded("effects", effects_decoder if self.agent else coordinator_effects_decoder, self.effects)
 
-    def _unreadable(self, part: str, error: Exception) -> LogCorrupt:
-        who = f"agent {self.agent}" if self.agent else "the coordinator"
-        return LogCorrupt(f"record {self.position}: the {part} of {who} can't be read: {error}", self.position)
+    def _decoded(self, part: str, decoder: Decoder[Any], encoded: Raw) -> Any:
+        try:
+            return decoder.decode(encoded)
+        except DECODE_ERRORS as error:
+            who = f"agent {self.agent}" if self.agent else "the coordinator"
+            text = f"record {self.position}: the {part} of {who} can't be read: {error}"
+            raise LogCorrupt(text, self.position) from error

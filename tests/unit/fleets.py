@@ -8,10 +8,11 @@ from msgspec.structs import replace
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide
 from schemas.commands import Checkpoint, Command, Target
+from schemas.desired import Desired
 from schemas.identity import ROLLOUT, RolloutMode, identity_of
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import AgentStatus, Report, SyncReport
-from schemas.wire import Downward, Hello, decode_command
+from schemas.wire import CommandRecord, Downward, Hello, Replay, Snapshot, decode_command
 
 SETTINGS = events.CoordinatorSettings(
     heartbeat_ms=1000, agent_timeout_ms=10_000, lease_ms=60_000, history=8, retransmit_ms=1000, publish_port=7000
@@ -36,8 +37,7 @@ class Coordinator:
         self.settings = settings
         self.open()
         for agent in agents:
-            self.hello(agent)
-            self.join(agent)
+            self.arrive(agent)
 
     def feed(self, event: events.CoordinatorEvent) -> tuple[events.CoordinatorEffect, ...]:
         self.history.append(event)
@@ -71,6 +71,12 @@ class Coordinator:
             )
         )
 
+    def arrive(self, agent: str, incarnation: str = "a", mode: RolloutMode = RolloutMode.HYBRID) -> Desired:
+        """Hello and join; returns the desired state that the agent is sent."""
+        self.hello(agent, incarnation, mode=mode)
+        self.join(agent, incarnation)
+        return self.snapshot
+
     def join(self, agent: str, incarnation: str = "a") -> None:
         self.feed(events.JoinReceived(at_us=0, peer=f"{agent}/{incarnation}"))
 
@@ -78,8 +84,7 @@ class Coordinator:
         self.feed(events.StatusReceived(at_us=0, peer=f"{agent}/{incarnation}", seq=seq, status=status))
 
     def lose(self, agent: str, why: str = "silent", at_us: int = 0) -> None:
-        left = events.PeerLost(at_us=at_us, peer=f"{agent}/a", reason="left" if why == "left" else "silent")
-        self.feed(left)
+        self.feed(events.PeerLost(at_us=at_us, peer=f"{agent}/a", reason="left" if why == "left" else "silent"))
 
     def issue(self, body: Command, *, target: Target | None = None, timeout_ms: int = 30_000, at_us: int = 0) -> int:
         """Publish a command; returns its ticket."""
@@ -147,6 +152,20 @@ class Coordinator:
     def sent(self) -> list[tuple[str, Downward]]:
         """Control messages of the last event, with their receiver."""
         return [(effect.peer, effect.message) for effect in self.of(events.Send)]
+
+    @property
+    def snapshot(self) -> Desired:
+        """The desired state that the last event sent."""
+        ((_, message),) = self.sent
+        assert isinstance(message, Snapshot)
+        return message.desired
+
+    @property
+    def replayed(self) -> tuple[CommandRecord, ...]:
+        """The records that the last event sent."""
+        ((_, message),) = self.sent
+        assert isinstance(message, Replay)
+        return message.records
 
     @property
     def published(self) -> list[object]:

@@ -35,7 +35,7 @@ def test_a_pipe_or_device_is_refused_and_stays(command: str, log: Path, tmp_path
     os.mkfifo(pipe)
     refused = rolloutctl(command, log, "-o", pipe, "--force")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"rolloutctl: {pipe} is a pipe or a device; nothing was written. Name a file\n"
+    assert refused.stderr == f"rolloutctl: {pipe} is not a regular file; nothing was written. Name a file\n"
     assert pipe.is_fifo()
 
 

@@ -12,7 +12,7 @@ from controlplane.bus.bus import Bus
 from controlplane.bus.operator import ask_status, submit
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.record.log import RunLog
-from schemas import errors
+from schemas import errors, wire
 from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import (
     Checkpoint,
@@ -26,22 +26,10 @@ from schemas.commands import (
 )
 from schemas.config import BusConfig
 from schemas.events import Resume
+from schemas.formatting import kind_and_reason
 from schemas.identity import Identity
-from schemas.outcomes import Acted, Failed, Missing, Skipped
+from schemas.outcomes import Acted
 from schemas.reports import Report
-from schemas.wire import (
-    MAGIC,
-    MAJOR,
-    MAX_BYTES,
-    CommandOutcome,
-    Header,
-    Hello,
-    Rejoin,
-    decode_downward,
-    encode,
-    encode_header,
-    parse_frames,
-)
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, running
 from workers.agent import Agent
 
@@ -82,18 +70,7 @@ async def reached(bus: Bus, holds: Callable[[CoordinatorState], bool]) -> Coordi
 
 def outcomes(report: Report) -> dict[str, str]:
     """Each agent's outcome in one word."""
-    words = {}
-    for outcome in report.outcomes:
-        match outcome.conclusion:
-            case Acted():
-                words[outcome.agent] = "acted"
-            case Skipped(reason=reason):
-                words[outcome.agent] = reason
-            case Failed(error=error):
-                words[outcome.agent] = error
-            case Missing(reason=reason):
-                words[outcome.agent] = reason
-    return words
+    return {outcome.agent: kind_and_reason(outcome.conclusion)[1] or "acted" for outcome in report.outcomes}
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "inproc"])
@@ -173,9 +150,9 @@ async def test_a_second_agent_with_one_identity_is_turned_away_and_told_who_hold
 
 async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
-        hello = Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
+        hello = wire.Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
         async with agent_dealer(context, bus.address, b"0.0/a") as dealer:
-            await dealer.send([encode_header(0), encode(hello)])
+            await dealer.send([wire.encode_header(0), wire.encode(hello)])
             await reached(bus, lambda state: state.members["0.0"].state == "joining" if state.members else False)
             await reached(bus, lambda state: state.members["0.0"].state == "gone")
 
@@ -199,23 +176,23 @@ async def test_agents_rejoin_a_bus_that_restarts_on_its_log(tmp_path: Path, cont
 
 
 def hostile(peer: bytes) -> list[tuple[str, list[bytes]]]:
-    status = encode(Rejoin(reason="a message for the other direction"))
+    status = wire.encode(wire.Rejoin(reason="a message for the other direction"))
     return [
         ("no frames", [b""]),
         ("noise", [b"\xff" * 10, b"\x00" * 20]),
-        ("too many frames", [encode_header(1)] * 20),
-        ("another major version", [encode(Header(MAGIC, MAJOR + 1, 0, 1, 0, 0)), status]),
-        ("unknown tag", [encode_header(1), b"\x81\xa4type\xa7surpris"]),
-        ("wrong direction", [encode_header(1), status]),
-        ("somebody else's hello", [encode_header(1), encode(_hello("1.0", peer))]),
-        ("large", [encode_header(1), b"x" * (MAX_BYTES - 100)]),
+        ("too many frames", [wire.encode_header(1)] * 20),
+        ("another major version", [wire.encode(wire.Header(wire.MAGIC, wire.MAJOR + 1, 0, 1, 0, 0)), status]),
+        ("unknown tag", [wire.encode_header(1), b"\x81\xa4type\xa7surpris"]),
+        ("wrong direction", [wire.encode_header(1), status]),
+        ("somebody else's hello", [wire.encode_header(1), wire.encode(_hello("1.0", peer))]),
+        ("large", [wire.encode_header(1), b"x" * (wire.MAX_BYTES - 100)]),
     ]
 
 
-def _hello(agent: str, peer: bytes) -> Hello:
+def _hello(agent: str, peer: bytes) -> wire.Hello:
     replica, rank = map(int, agent.split("."))
     place = Identity(replica=replica, node_rank=rank)
-    return Hello(identity=place, incarnation=peer.decode(), journal="j", host="h", pid=1)
+    return wire.Hello(identity=place, incarnation=peer.decode(), journal="j", host="h", pid=1)
 
 
 @pytest.mark.parametrize("what", [name for name, _ in hostile(b"")])
@@ -226,10 +203,12 @@ async def test_a_malformed_message_is_counted_and_disturbs_nobody(tmp_path: Path
             report = await bus.publish(PAUSE, ALL, 10_000)
             assert outcomes(report) == {"0.0": "acted"}
             # The dealer's message and a question after it come in order, so the bus has seen both when it answers.
-            await dealer.send([encode_header(1), encode(CommandOutcome(outcome=Acted(calls=()), rule=0))])
+            await dealer.send(
+                [wire.encode_header(1), wire.encode(wire.CommandOutcome(outcome=Acted(calls=()), rule=0))]
+            )
             with anyio.fail_after(10):
-                _, body = parse_frames(await dealer.recv())
-            assert isinstance(decode_downward(body), Rejoin)
+                _, body = wire.parse_frames(await dealer.recv())
+            assert isinstance(wire.decode_downward(body), wire.Rejoin)
         assert bus.malformed == 1
         assert bus.state.members.keys() == {"0.0"}
 
@@ -237,7 +216,7 @@ async def test_a_malformed_message_is_counted_and_disturbs_nobody(tmp_path: Path
 async def test_an_oversized_frame_disconnects_its_sender(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
         async with agent_dealer(context, bus.address, b"0.7/stranger") as dealer:
-            await dealer.send([encode_header(1), b"x" * (MAX_BYTES + 1)])
+            await dealer.send([wire.encode_header(1), b"x" * (wire.MAX_BYTES + 1)])
             assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
         assert bus.state.members.keys() == {"0.0"}
 
@@ -324,6 +303,36 @@ async def test_a_bus_that_can_not_record_stops_publishing(tmp_path: Path, contex
         assert Resume() not in engines[0].calls  # the last flush may still be on its way
     entries = list(RunLog.read(tmp_path / "run.db"))
     assert [entry.kind for entry in entries].count("issued") >= 1  # what was recorded stays readable
+
+
+async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_commands(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise errors.LogFull("no space left")
+
+    async def turn(arrived: list[bytes] | None = None) -> None:
+        moments.append(anyio.current_time())
+        if len(moments) == 4:
+            enough.set()
+        await original(arrived)
+
+    log, moments, enough = RunLog.open(tmp_path / "run.db"), list[float](), anyio.Event()
+    async with Bus("tcp://127.0.0.1:0", log, QUICK, context=context) as bus:
+        async with fleet(bus, context, tmp_path, PRIMARY) as engines:
+            engines[0].gate = gate = anyio.Event()
+            ticket = bus.publish(PAUSE, ALL, 100)
+            await reached(bus, lambda state: state.seq == 2)
+            monkeypatch.setattr(log, "commit", full)
+            with anyio.fail_after(20), pytest.raises(errors.BusFaulted):
+                await ticket  # its end can't be recorded, so its deadline stays in the past
+            gate.set()
+        assert bus.state.open
+        original = bus._turn
+        monkeypatch.setattr(bus, "_turn", turn)
+        with anyio.fail_after(20):
+            await enough.wait()
+    assert moments[3] - moments[0] > 2 * QUICK.head_interval_ms / 1000
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------

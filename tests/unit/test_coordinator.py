@@ -10,7 +10,7 @@ from schemas.desired import Desired
 from schemas.formatting import describe
 from schemas.outcomes import Reason, Skipped
 from schemas.reports import AgentStatus
-from schemas.wire import MAX_COMMAND_BYTES, Rejoin, Replay, Snapshot, decode_command
+from schemas.wire import MAX_COMMAND_BYTES, Rejoin, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
 from tests.unit.machines import START, STOP, sync
 
@@ -153,9 +153,8 @@ def test_a_command_is_retransmitted_to_late_agents_at_growing_intervals() -> Non
     for second in range(1, 20):
         bus.time(second * SECOND_US)
         if bus.sent:
-            ((peer, message),) = bus.sent
-            assert peer == "1.0/a" and isinstance(message, Replay)
-            retransmitted.append((second, message.records[0].envelope.ttl_ms))
+            assert [peer for peer, _ in bus.sent] == ["1.0/a"]
+            retransmitted.append((second, bus.replayed[0].envelope.ttl_ms))
     assert retransmitted == [(1, 28_000), (2, 27_000), (4, 25_000), (8, 21_000), (16, 13_000)]
 
 
@@ -211,9 +210,7 @@ def test_agents_of_an_earlier_life_must_say_hello_again_and_keep_their_incarnati
     bus.open()
     bus.join("0.0")
     assert isinstance(bus.sent[0][1], Rejoin)
-    bus.hello("0.0")
-    bus.join("0.0")
-    assert isinstance(bus.sent[0][1], Snapshot)
+    assert bus.arrive("0.0") == Desired()
 
 
 def test_an_agent_that_left_is_forgotten_in_the_next_life() -> None:
@@ -243,12 +240,9 @@ def test_records_of_an_earlier_life_are_replayed_without_time_left() -> None:
     bus = Coordinator("0.0")
     bus.issue(FLUSH)
     bus.open()
-    bus.hello("0.0")
-    bus.join("0.0")
+    bus.arrive("0.0")
     bus.request_resend("0.0", 2)
-    message = bus.sent[0][1]
-    assert isinstance(message, Replay)
-    assert [(record.origin, record.envelope.ttl_ms) for record in message.records] == [(1, 0), (2, 59_000)]
+    assert [(record.origin, record.envelope.ttl_ms) for record in bus.replayed] == [(1, 0), (2, 59_000)]
 
 
 def test_folding_the_events_again_gives_the_same_state_and_effects() -> None:

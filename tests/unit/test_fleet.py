@@ -8,7 +8,7 @@ from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfileP
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession
 from schemas.identity import RolloutMode
 from schemas.reports import AgentStatus
-from schemas.wire import Rejoin, Replay, Snapshot, Welcome, decode_command
+from schemas.wire import Rejoin, Welcome, decode_command
 from tests.unit.fleets import DONE, NO, SECOND_US, SETTINGS, Coordinator, lines
 from tests.unit.machines import START, STOP
 
@@ -22,18 +22,8 @@ def lives(bus: Coordinator) -> dict[str, str]:
     return {name: member.state for name, member in bus.state.members.items()}
 
 
-def snapshot(bus: Coordinator) -> Desired:
-    """The desired state that the last event sent."""
-    ((_, message),) = bus.sent
-    assert isinstance(message, Snapshot)
-    return message.desired
-
-
 def replayed(bus: Coordinator) -> list[int]:
-    """The records that the last event sent."""
-    ((_, message),) = bus.sent
-    assert isinstance(message, Replay)
-    return [record.seq for record in message.records]
+    return [record.seq for record in bus.replayed]
 
 
 # --- hello and join ---------------------------------------------------------------------------------------------------
@@ -89,18 +79,14 @@ def test_a_late_joiner_gets_the_desired_state_as_of_the_head() -> None:
     bus = Coordinator("0.0")
     for body in (SLEEP, FLUSH, PAUSE):
         bus.issue(body)
-    bus.hello("1.0")
-    bus.join("1.0")
-    assert snapshot(bus) == Desired(generation="paused", asleep=ALL_TAGS)
+    assert bus.arrive("1.0") == Desired(generation="paused", asleep=ALL_TAGS)
     assert bus.effects[0].seq == bus.state.seq == 4  # type: ignore[union-attr]
 
 
 def test_a_late_joiner_does_not_follow_commands_for_other_replicas() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE, target=Target(replicas=frozenset({0})))
-    bus.hello("1.0")
-    bus.join("1.0")
-    assert snapshot(bus) == Desired()
+    assert bus.arrive("1.0") == Desired()
     assert bus.state.desired[0] == Desired(generation="paused")
 
 
@@ -110,31 +96,25 @@ def test_a_late_joiner_gets_the_committed_weights_unless_it_never_syncs() -> Non
     for _ in range(3):
         bus.answer(a0_0=DONE)
     for agent, mode in (("1.0", RolloutMode.STANDALONE), ("2.0", RolloutMode.COLOCATED)):
-        bus.hello(agent, mode=mode)
-        bus.join(agent)
         colocated = mode is RolloutMode.COLOCATED
-        assert snapshot(bus).committed == (None if colocated else Committed(1, Checkpoint("v1"), None))
+        assert bus.arrive(agent, mode=mode).committed == (None if colocated else Committed(1, Checkpoint("v1"), None))
 
 
 def test_a_late_joiner_does_not_open_a_session_that_failed_to_open() -> None:
     bus = Coordinator("0.0")
     bus.issue(START)
     bus.answer(a0_0=NO)
-    bus.hello("0.1")
-    bus.join("0.1")
-    assert snapshot(bus).profile is None
+    assert bus.arrive("0.1").profile is None
 
 
 def test_a_late_joiner_opens_the_open_session_until_it_is_stopped() -> None:
     bus = Coordinator("0.0")
     bus.issue(START)
     bus.answer(a0_0=DONE)
-    bus.hello("1.0")
-    bus.join("1.0")
-    assert snapshot(bus).profile == ProfileSession(3, ProfilePlan())
+    assert bus.arrive("1.0").profile == ProfileSession(3, ProfilePlan())
     bus.issue(STOP)
     bus.join("1.0")
-    assert snapshot(bus).profile is None
+    assert bus.snapshot.profile is None
 
 
 def test_a_session_is_not_desired_after_a_failed_stop() -> None:
@@ -179,9 +159,7 @@ def test_a_lost_agent_returns_as_a_new_incarnation_and_gets_a_snapshot() -> None
     bus = Coordinator("0.0")
     bus.lose("0.0")
     bus.issue(PAUSE)
-    bus.hello("0.0", "b")
-    bus.join("0.0", "b")
-    assert snapshot(bus) == Desired(generation="paused")
+    assert bus.arrive("0.0", "b") == Desired(generation="paused")
     assert lives(bus) == {"0.0": "live"} and bus.state.members["0.0"].hello.incarnation == "b"
 
 
@@ -294,7 +272,7 @@ def test_records_older_than_the_history_are_replaced_by_a_snapshot() -> None:
     bus.request_resend("0.0", oldest)
     assert replayed(bus) == list(range(oldest, 12))
     bus.request_resend("0.0", oldest - 1)
-    assert snapshot(bus) == Desired()
+    assert bus.snapshot == Desired()
 
 
 def test_a_replayed_record_carries_the_time_it_has_left() -> None:
@@ -302,9 +280,7 @@ def test_a_replayed_record_carries_the_time_it_has_left() -> None:
     left = []
     for at_us in (0, 4 * SECOND_US, 19 * SECOND_US, 90 * SECOND_US):
         bus.request_resend("0.0", 2, at_us=at_us)
-        message = bus.sent[0][1]
-        assert isinstance(message, Replay)
-        left.append(message.records[0].envelope.ttl_ms)
+        left.append(bus.replayed[0].envelope.ttl_ms)
     assert left == [19_000, 15_000, 0, 0]
 
 
@@ -324,6 +300,5 @@ def test_a_replayed_record_is_the_command_that_was_published() -> None:
     bus = Coordinator("0.0")
     bus.issue(START)
     bus.request_resend("0.0", 2)
-    message = bus.sent[0][1]
-    assert isinstance(message, Replay)
-    assert decode_command(message.records[0].envelope.body) == START and message.records[0].origin == 1
+    (record,) = bus.replayed
+    assert decode_command(record.envelope.body) == START and record.origin == 1

@@ -10,7 +10,6 @@ from schemas.errors import CommandFailed
 from schemas.identity import RolloutMode
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import AgentOutcome, Report
-from schemas.wire import Snapshot
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, Coordinator
 
 ALREADY, STALE = Skipped(Reason.ALREADY), Skipped(Reason.STALE_VERSION)
@@ -246,10 +245,7 @@ def test_another_command_does_not_advance_the_sync() -> None:
 def test_an_agent_that_joins_during_a_sync_follows_the_commit() -> None:
     bus = fleet()
     bus.sync(1)
-    bus.hello("3.0")
-    bus.join("3.0")
-    message = bus.sent[0][1]
-    assert isinstance(message, Snapshot) and message.desired.sync is not None
+    assert bus.arrive("3.0").sync is not None
     run_phases(bus, ALL)
     bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=DONE)
     bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=DONE)
@@ -262,10 +258,7 @@ def test_a_replica_that_restarts_during_a_sync_is_not_quarantined() -> None:
     bus.answer(a0_0=DONE, a1_0=DONE)
     bus.lose("2.0")
     assert phase(bus).quarantine == {2}
-    bus.hello("2.0", "b")
-    bus.join("2.0", "b")
-    message = bus.sent[0][1]
-    assert isinstance(message, Snapshot) and message.desired.quarantined == 0
+    assert bus.arrive("2.0", "b").quarantined == 0
     bus.answer(a0_0=DONE, a1_0=DONE)
     assert phase(bus) == WeightSync(phase="commit", version=1, source=V1)
 
@@ -277,11 +270,7 @@ def test_a_restart_ends_a_quarantine_and_a_reconnect_does_not() -> None:
     desired = []
     for incarnation in ("a", "b"):
         bus.lose("2.0")
-        bus.hello("2.0", incarnation)
-        bus.join("2.0", incarnation)
-        message = bus.sent[0][1]
-        assert isinstance(message, Snapshot)
-        desired.append(message.desired)
+        desired.append(bus.arrive("2.0", incarnation))
     committed = Committed(1, V1, None)
     assert desired == [Desired(committed=committed, quarantined=1), Desired(committed=committed)]
 
@@ -308,10 +297,7 @@ def test_a_sync_of_some_replicas_leaves_the_others_where_they_are() -> None:
 def test_a_colocated_replica_that_joins_during_a_sync_takes_no_part() -> None:
     bus = fleet()
     bus.sync(1)
-    bus.hello("3.0", mode=RolloutMode.COLOCATED)
-    bus.join("3.0")
-    message = bus.sent[0][1]
-    assert isinstance(message, Snapshot) and message.desired == Desired()
+    assert bus.arrive("3.0", mode=RolloutMode.COLOCATED) == Desired()
 
 
 # --- the phases by themselves -----------------------------------------------------------------------------------------
@@ -375,8 +361,7 @@ def test_a_replica_that_restarted_and_does_not_serve_is_named() -> None:
     bus.sync(1)
     bus.answer(a0_0=DONE, a1_0=DONE)
     bus.lose("2.0")
-    bus.hello("2.0", "b")
-    bus.join("2.0", "b")
+    bus.arrive("2.0", "b")
     bus.answer(a0_0=DONE, a1_0=DONE)
     bus.answer(a0_0=DONE, a1_0=DONE)
     bus.time(40_000_000)
