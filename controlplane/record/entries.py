@@ -1,6 +1,6 @@
 """One record of a run's log, decoded as far as its reader wants: for replay, invariants and people."""
 
-from typing import Any
+from typing import TypeVar
 
 from msgspec import Raw, Struct
 from msgspec.msgpack import Decoder
@@ -9,6 +9,8 @@ from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from schemas.errors import LogCorrupt
 from schemas.events import Effect, Event
 from schemas.wire import DECODE_ERRORS, effects_decoder, event_decoder
+
+T = TypeVar("T")
 
 coordinator_event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
 coordinator_effects_decoder = Decoder(tuple[CoordinatorEffect, ...])
@@ -36,13 +38,17 @@ class LogEntry(Struct, frozen=True, kw_only=True):
 
     def typed_event(self) -> CoordinatorEvent | Event:
         """Decode the event. Raises LogCorrupt if this version can't read it."""
-        return self._decoded("event", event_decoder if self.agent else coordinator_event_decoder, self.event)
+        if self.agent:
+            return self._decoded("event", event_decoder, self.event)
+        return self._decoded("event", coordinator_event_decoder, self.event)
 
     def typed_effects(self) -> tuple[CoordinatorEffect, ...] | tuple[Effect, ...]:
         """Decode the effects. Raises LogCorrupt if this version can't read them."""
-        return self._decoded("effects", effects_decoder if self.agent else coordinator_effects_decoder, self.effects)
+        if self.agent:
+            return self._decoded("effects", effects_decoder, self.effects)
+        return self._decoded("effects", coordinator_effects_decoder, self.effects)
 
-    def _decoded(self, part: str, decoder: Decoder[Any], encoded: Raw) -> Any:
+    def _decoded(self, part: str, decoder: Decoder[T], encoded: Raw) -> T:
         try:
             return decoder.decode(encoded)
         except DECODE_ERRORS as error:
