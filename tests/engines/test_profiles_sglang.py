@@ -135,18 +135,6 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
     shutil.rmtree(bench.root / "global_step_2")
 
 
-@pytest.mark.parametrize(
-    ("plan", "why"),
-    [
-        (ProfilePlan(activities=frozenset({"cpu", "npu"})), "npu: its device is cpu"),
-        (ProfilePlan(tool="npu"), "with tool npu: its device is cpu"),
-        (ProfilePlan(activities=frozenset()), "name at least one activity"),
-    ],
-)
-def test_what_it_can_not_record_is_refused_before_it_is_asked(bench: Bench, plan: ProfilePlan, why: str) -> None:
-    bench.refuses(plan, why)
-
-
 def test_modules_are_named_by_stacks(bench: Bench) -> None:
     stopped, _ = bench.session(ProfilePlan(with_modules=True, window=Window(0, 2)))
     assert look(bench.root, stopped.traces[0]).modules

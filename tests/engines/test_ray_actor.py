@@ -13,26 +13,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from controlplane import ControlPlane
+from schemas import events
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.config import AgentConfig, BusConfig
 from schemas.desired import ProfileSession
 from schemas.errors import EngineError, UnsupportedError
-from schemas.events import (
-    Abort,
-    CheckProfile,
-    CollectTraces,
-    EngineCall,
-    Flush,
-    Load,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
 from schemas.identity import Identity, Operation, Tag
 from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
 from tests.running import python
@@ -54,13 +39,8 @@ MEMORY = frozenset({Operation.SLEEP, Operation.WAKE})
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",  # a cluster of its own, also on a machine where another one runs
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100_000_000,
-        log_to_driver=False,
-    )
+    # "local": a cluster of its own, even if another one runs on this machine.
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -87,10 +67,10 @@ class Bench:
         called: list[str] = self.within(take)
         return called
 
-    async def do(self, call: EngineCall, timeout_s: float = 60.0) -> Returned:
+    async def do(self, call: events.EngineCall, timeout_s: float = 60.0) -> events.Returned:
         return await self.engine.perform(call, timeout_s)
 
-    async def refuses(self, call: EngineCall, *words: str) -> None:
+    async def refuses(self, call: events.EngineCall, *words: str) -> None:
         """The call is refused in these words, and no method of the server was called."""
         with pytest.raises(EngineError) as refusal:
             await self.do(call, 0.0)
@@ -155,12 +135,12 @@ async def profiled(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIte
         yield made
 
 
-def start(step: int = 1, **plan: Any) -> StartProfile:
-    return StartProfile(ProfileSession(step, ProfilePlan(**plan)), f"global_step_{step}/replica_0")
+def start(step: int = 1, **plan: Any) -> events.StartProfile:
+    return events.StartProfile(ProfileSession(step, ProfilePlan(**plan)), f"global_step_{step}/replica_0")
 
 
-def stop(step: int = 1) -> StopProfile:
-    return StopProfile(ProfileSession(step, ProfilePlan()), f"global_step_{step}/replica_0")
+def stop(step: int = 1) -> events.StopProfile:
+    return events.StopProfile(ProfileSession(step, ProfilePlan()), f"global_step_{step}/replica_0")
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
@@ -176,14 +156,14 @@ async def test_each_call_is_one_method_and_does_what_it_says(sglang: Bench) -> N
         return front.is_pause, set(front.released), front.prefixes
 
     sglang.within(lambda server: server.tokenizer_manager.requests.update(a=1))
-    await sglang.do(Pause("abort"))
+    await sglang.do(events.Pause("abort"))
     assert sglang.within(held) == (True, set(), 7)
-    await sglang.do(Flush())
+    await sglang.do(events.Flush())
     assert sglang.within(held) == (True, set(), 0)
-    await sglang.do(Sleep(CACHE))
+    await sglang.do(events.Sleep(CACHE))
     assert sglang.within(held) == (True, {"kv_cache"}, 0)
-    await sglang.do(Wake(CACHE))
-    await sglang.do(Resume())
+    await sglang.do(events.Wake(CACHE))
+    await sglang.do(events.Resume())
     assert sglang.within(held) == (False, set(), 0)
     assert sglang.called == [
         *("abort_all_requests", "clear_kv_cache", "release_kv_cache", "resume_kv_cache", "resume_generation")
@@ -191,16 +171,18 @@ async def test_each_call_is_one_method_and_does_what_it_says(sglang: Bench) -> N
 
 
 async def test_what_the_methods_have_no_word_for_is_refused_and_nothing_is_called(sglang: Bench) -> None:
-    await sglang.refuses(Pause("wait"), "'wait'", "abort_all_requests, aborts")
-    await sglang.refuses(Pause("keep"), "'keep'")
-    await sglang.refuses(Abort(), "no method for abort")
-    await sglang.refuses(Load(1, Checkpoint("v1"), None), "no method for load")
-    await sglang.refuses(Sleep(BOTH), "release kv_cache and weights", "mode hybrid", "restore unchanged: kv_cache.")
-    await sglang.refuses(Sleep(WEIGHTS), "release weights")
-    await sglang.refuses(Wake(WEIGHTS), "restore weights")
-    await sglang.refuses(Sleep(CACHE), "generates", "Pause it first")
+    await sglang.refuses(events.Pause("wait"), "'wait'", "abort_all_requests, aborts")
+    await sglang.refuses(events.Pause("keep"), "'keep'")
+    await sglang.refuses(events.Abort(), "no method for abort")
+    await sglang.refuses(events.Load(1, Checkpoint("v1"), None), "no method for load")
+    await sglang.refuses(
+        events.Sleep(BOTH), "release kv_cache and weights", "mode hybrid", "restore unchanged: kv_cache."
+    )
+    await sglang.refuses(events.Sleep(WEIGHTS), "release weights")
+    await sglang.refuses(events.Wake(WEIGHTS), "restore weights")
+    await sglang.refuses(events.Sleep(CACHE), "generates", "Pause it first")
     sglang.within(lambda server: setattr(server.config, "free_cache_engine", False))
-    await sglang.refuses(Sleep(CACHE), "free_cache_engine False", "nothing")
+    await sglang.refuses(events.Sleep(CACHE), "free_cache_engine False", "nothing")
     assert (await sglang.engine.observe()).operations == STEERING
 
 
@@ -226,36 +208,36 @@ async def test_vllm_releases_only_what_it_can_take_back(
     assert (await vllm.engine.observe()).operations == (STEERING | MEMORY if releases else STEERING)
     for tags in (BOTH, CACHE, WEIGHTS):
         if tags not in releases:
-            await vllm.refuses(Sleep(tags), "restore unchanged")
+            await vllm.refuses(events.Sleep(tags), "restore unchanged")
             continue
-        await vllm.do(Sleep(tags))
+        await vllm.do(events.Sleep(tags))
         assert vllm.within(lambda server: server.engine.released) == tags
-        await vllm.do(Wake(tags))
+        await vllm.do(events.Wake(tags))
         assert vllm.within(lambda server: server.engine.released) == set()
         assert len(vllm.called) == 2
 
 
 async def test_vllm_takes_the_weights_back_alone(vllm: Bench) -> None:
-    await vllm.do(Pause("abort"))
-    await vllm.do(Sleep(BOTH))
-    await vllm.do(Wake(WEIGHTS))
+    await vllm.do(events.Pause("abort"))
+    await vllm.do(events.Sleep(BOTH))
+    await vllm.do(events.Wake(WEIGHTS))
     assert vllm.within(lambda server: server.engine.released) == {"kv_cache"}
-    await vllm.do(Wake(CACHE))
+    await vllm.do(events.Wake(CACHE))
     assert vllm.called == ["abort_all_requests", "sleep", "wake_up", "resume_kv_cache"]
 
 
 async def test_an_error_that_the_server_swallowed_is_one(vllm: Bench) -> None:
     vllm.within(lambda server: setattr(server, "answer", {"error": "no attribute 'engine'"}))
     with pytest.raises(EngineError, match="abort_all_requests failed: no attribute 'engine'"):
-        await vllm.do(Pause("abort"))
+        await vllm.do(events.Pause("abort"))
     assert vllm.called == ["abort_all_requests"]
 
 
 async def test_a_cache_is_dropped_when_no_request_runs(sglang: Bench) -> None:
     sglang.within(lambda server: server.tokenizer_manager.requests.update(a=1))
-    await sglang.refuses(Flush(), "1 requests run", "pause first")
+    await sglang.refuses(events.Flush(), "1 requests run", "pause first")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(sglang.do, Flush())
+        tasks.start_soon(sglang.do, events.Flush())
         sglang.within(lambda server: server.tokenizer_manager.requests.clear())
     assert sglang.within(lambda server: server.tokenizer_manager.flushed) == 1
 
@@ -263,9 +245,9 @@ async def test_a_cache_is_dropped_when_no_request_runs(sglang: Bench) -> None:
 async def test_a_yes_that_the_server_itself_contradicts_is_a_failure(sglang: Bench) -> None:
     sglang.within(lambda server: setattr(server.tokenizer_manager, "deaf", True))
     with pytest.raises(EngineError, match="accepted abort_all_requests, but is not paused"):
-        await sglang.do(Pause("abort"))
+        await sglang.do(events.Pause("abort"))
     with pytest.raises(EngineError, match="accepted resume_generation, but is still paused"):
-        await sglang.do(Resume())
+        await sglang.do(events.Resume())
 
 
 async def test_what_a_method_raises_is_told_in_its_own_words(profiled: Bench) -> None:
@@ -276,9 +258,9 @@ async def test_what_a_method_raises_is_told_in_its_own_words(profiled: Bench) ->
 
 async def test_a_colocated_server_takes_all_back_at_once(profiled: Bench) -> None:
     profiled.within(lambda server: setattr(server.tokenizer_manager, "is_pause", True))
-    await profiled.do(Sleep(BOTH))
+    await profiled.do(events.Sleep(BOTH))
     assert profiled.within(lambda server: server.tokenizer_manager.released) == BOTH
-    await profiled.do(Wake(BOTH))
+    await profiled.do(events.Wake(BOTH))
     assert profiled.called == ["sleep", "wake_up"]
 
 
@@ -300,18 +282,18 @@ async def test_a_second_node_is_never_called(tmp_path: Path) -> None:
         ray.get(made.server.launch_server.remote())
         engine = VerlEngine(made.server, SECOND, traces=tmp_path)
         await engine.open()
-        assert await engine.observe() == Observation(engine="verl server", tokenizer="absent")
+        assert await engine.observe() == events.Observation(engine="verl server", tokenizer="absent")
         with pytest.raises(EngineError, match="no front end"):
-            await engine.perform(Flush(), 1.0)
+            await engine.perform(events.Flush(), 1.0)
         assert made.called == []
 
 
 async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another(tmp_path: Path) -> None:
     engine = VerlEngine("sglang_server_0_0", PRIMARY, traces=tmp_path)
     await engine.open()
-    assert await engine.observe() == Observation(engine="verl server", tokenizer="unknown")
+    assert await engine.observe() == events.Observation(engine="verl server", tokenizer="unknown")
     with pytest.raises(EngineError, match="actor was not found: .*'sglang_server_0_0'"):
-        await engine.perform(Flush(), 1.0)
+        await engine.perform(events.Flush(), 1.0)
     instances = []
     for _ in range(2):
         async with bench(SGLangHttpServer, "hybrid", folder=tmp_path, name="sglang_server_0_0") as made:
@@ -323,7 +305,7 @@ async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another
     assert instances[0] != instances[1]
     handle = VerlEngine(made.server, PRIMARY, traces=tmp_path)
     with pytest.raises(EngineError, match="is dead, and whether __ray_call__ .* killed by `ray.kill`"):
-        await handle.perform(Flush(), 1.0)
+        await handle.perform(events.Flush(), 1.0)
 
 
 async def test_a_restarted_server_is_another_and_gets_no_call_twice(tmp_path: Path) -> None:
@@ -333,7 +315,7 @@ async def test_a_restarted_server_is_another_and_gets_no_call_twice(tmp_path: Pa
         before = (await made.engine.observe()).instance
         made.within(lambda server: setattr(server, "dies_in", "clear_kv_cache"))
         with pytest.raises(EngineError, match="clear_kv_cache"):
-            await made.do(Flush())
+            await made.do(events.Flush())
         assert made.called == []
         after = await made.engine.observe()
         assert (after.tokenizer, after.instance == before) == ("unknown", False)
@@ -349,7 +331,7 @@ async def test_a_server_that_does_not_answer_is_unknown_until_it_does(
     with await anyio.to_thread.run_sync(open, fifo, "w"):  # it opens when the other side reads
         assert (await sglang.engine.observe()).tokenizer == "unknown"
         with pytest.raises(EngineError, match="did not answer within"):
-            await sglang.do(Flush())
+            await sglang.do(events.Flush())
     ray.get(held)
     monkeypatch.undo()
     assert (await sglang.engine.observe()).tokenizer == "present"
@@ -366,7 +348,7 @@ async def test_an_actor_that_is_no_server_of_verl_is_told(tmp_path: Path) -> Non
     engine = VerlEngine(lambda: ray.remote(Other).options(num_cpus=0).remote(), PRIMARY, traces=tmp_path)
     await engine.open()
     with pytest.raises(EngineError, match="is not like verl's servers"):
-        await engine.perform(Flush(), 1.0)
+        await engine.perform(events.Flush(), 1.0)
     assert (await engine.observe()).operations == frozenset()
 
 
@@ -408,7 +390,7 @@ async def test_the_traces_of_a_session_are_brought_to_its_directory(profiled: Be
     other = NodeTraces(tmp_path / "traces", SECOND)
     for step, before in ((1, ""), (2, moved)):
         session = ProfileSession(step, ProfilePlan())
-        collected = await other.perform(CollectTraces(session, f"global_step_{step}/replica_0"))
+        collected = await other.perform(events.CollectTraces(session, f"global_step_{step}/replica_0"))
         assert [trace.path for trace in collected.traces] == [at.format(step, before, 1)]
     # verl's own hooks find theirs where they were.
     assert sorted(file.name for file in own.iterdir()) == ["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"]
@@ -485,7 +467,7 @@ async def test_a_plan_that_the_server_would_not_follow_is_refused(
 ) -> None:
     profiled.within(lambda server: server.profiler_controller.__dict__.update(configured))
     started = start(**plan)
-    for call in (CheckProfile(started.session.plan), started):
+    for call in (events.CheckProfile(started.session.plan), started):
         with pytest.raises(UnsupportedError, match=why):
             await profiled.do(call)
     assert profiled.called == []

@@ -66,12 +66,10 @@ class AttachedEngine(ABC, Generic[LaunchT]):
     def _read_launch(self, info: Mapping[str, object], methods: Methods) -> LaunchT: ...
 
     async def open(self) -> None:
-        """Attach to the engine, which need not be up yet. Raises EngineError."""
         if self._client is not None:
             await self._client.open()
 
     async def observe(self) -> Observation:
-        """Read the engine's state."""
         if self._client is None:
             return Observation(engine=self.kind, tokenizer="absent")
         try:
@@ -95,7 +93,6 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         )
 
     async def close(self) -> None:
-        """Detach; the engine keeps running."""
         if self._client is not None:
             await self._client.close()
 

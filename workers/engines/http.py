@@ -118,14 +118,12 @@ class HttpClient:
             raise
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """Make one call. Raises CallRefused and Unanswered."""
         route = self._routes[method]
         named = {route.renamed.get(name, name): value for name, value in arguments.items()}
         attempts = ATTEMPTS if route.repeatable else 1
         return _result(route, await self._send(route, named, attempts, route.timeout_s))
 
     async def read(self, method: str, /) -> object:
-        """Make one call that only reads. Raises CallRefused and Unanswered."""
         route = self._routes[method]
         return _result(route, await self._send(route, {}, ATTEMPTS, READ_TIMEOUT_S))
 
@@ -139,7 +137,6 @@ class HttpClient:
         await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _send(

@@ -55,11 +55,9 @@ class InProcessClient(ABC):
         self._loop: AbstractEventLoop | None = None
 
     async def open(self) -> None:
-        """Raise EngineError unless this is the engine's event loop."""
         self._require_loop()
 
     async def call(self, method: str, /, **arguments: object) -> object:
-        """Make one call, which runs to its end. Raises CallRefused, and Unanswered if the engine is gone."""
         self._require_loop()
         return await run_to_end(self._call(method, arguments))
 

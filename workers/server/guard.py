@@ -27,13 +27,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import psutil
 
 LOG_VARIABLE: Final = "ROLLOUTCTL_SERVER_LOG"
 """Environment variable inherited by everything that a server starts: the log, and so the server, that it belongs to."""
+LAUNCH_LINE: Final = "--- rolloutctl: launch "
+"""Begins the line in the log that separates the output of two launches."""
 
 KILL_S: Final = 10.0
 """Seconds that processes may take to end after SIGKILL. One that hangs in a driver can't be ended at all."""
@@ -45,8 +46,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
+class RestartPolicy(NamedTuple):
     """How often a server that ended is restarted, and after which wait.
 
     Attributes:
@@ -79,14 +79,13 @@ class GuardOrder(NamedTuple):
         log: Absolute path.
         grace_s: Seconds from SIGTERM to SIGKILL.
         launches: Launches by the guards before this one.
-        restarts: The fields of `RestartPolicy`, in order.
     """
 
     command: list[str]
     log: str
     grace_s: float
     launches: int
-    restarts: tuple[int, float, float, float]
+    restarts: RestartPolicy
 
 
 class Guard:
@@ -101,7 +100,6 @@ class Guard:
         self._launches = order.launches
         self._exit_code: int | None = None
         self._log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._log_from = 0
         self._awake = select.poll()
         self._signals = _signals_to_pipe()
         self._agent = -1  # the pipe does not suffice: children of the agent may hold it open as well
@@ -185,9 +183,7 @@ class Guard:
     def _launch(self) -> str:
         """Start the server, in a session of its own. Returns why that failed, or an empty string."""
         number = self._launches + 1
-        line = f"--- rolloutctl: launch {number} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-        os.write(self._log, line.encode())
-        self._log_from = os.fstat(self._log).st_size
+        os.write(self._log, f"{LAUNCH_LINE}{number} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         guard = os.getpid()
         try:
             self._server = subprocess.Popen(
@@ -273,7 +269,6 @@ class Guard:
             "exit_code": self._exit_code,
             "note": note,
             "since_s": time.monotonic(),
-            "log_from": self._log_from,
         }
         with suppress(BrokenPipeError):
             os.write(sys.stdout.fileno(), json.dumps(report).encode() + b"\n")

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 from typing import Final, Literal, assert_never
 
@@ -57,7 +56,6 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
         exit_code: Of the last process that ended; if negative, minus the number of the signal.
         note: The reason for the state.
         log_tail: The last lines of the log since it was started.
-        log_from: Offset in the log at which those begin.
     """
 
     state: State
@@ -67,7 +65,6 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     note: str = ""
     log_tail: tuple[str, ...] = ()
-    log_from: int = 0
 
     @property
     def last_exit(self) -> str:
@@ -154,8 +151,7 @@ class ServerProcess:
         return self.status()
 
     def _start_guard(self) -> None:
-        limits = astuple(self._restarts)
-        order = GuardOrder(list(self._command), str(self.log), self._grace_s, self._last.launches, limits)
+        order = GuardOrder(list(self._command), str(self.log), self._grace_s, self._last.launches, self._restarts)
         with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, "-P", guard.__file__],
@@ -217,13 +213,12 @@ class ServerProcess:
     def _log_tail(self) -> tuple[str, ...]:
         try:
             with self.log.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log_from = self._last.log_from if self._last.log_from <= size else 0  # it was truncated
-                log.seek(max(log_from, size - _TAIL_BYTES))
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 text = log.read(_TAIL_BYTES).decode(errors="replace")
         except OSError:
             return ()
-        lines = (_ESCAPES.sub("", line).rstrip()[:_LINE_MAX] for line in text.splitlines())
+        _, launched, output = text.rpartition(guard.LAUNCH_LINE)
+        lines = (_ESCAPES.sub("", line).rstrip()[:_LINE_MAX] for line in output.splitlines()[1 if launched else 0 :])
         return tuple(line for line in lines if line)[-TAIL_LINES:]
 
 
@@ -256,7 +251,6 @@ class LaunchedEngine:
         self._logged: ServerStatus | None = None
         self._logged_s = 0.0
         self._up = False  # the launch that was logged last has been up
-        self._restarted = 0  # the launch that took too long
 
     async def open(self) -> None:
         """Start the server and attach. Raises ConfigError, EngineError; then nothing runs."""
@@ -286,7 +280,6 @@ class LaunchedEngine:
         return replace(seen, instance=launch + inner)
 
     async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
-        """Make one call. Raises CheckpointError, EngineError."""
         return await self._engine.perform(call, timeout_s)
 
     async def close(self) -> None:
@@ -300,10 +293,8 @@ class LaunchedEngine:
         waited_s = self._clock() - status.since_s
         if self._up_within_s is None or self._up or status.state != "running" or waited_s < self._up_within_s:
             return
-        if self._restarted != status.launches:
-            self._restarted = status.launches
-            logger.warning("%s is not up after %.0f s: restarting it", self._server.name, waited_s)
-            self._server.restart(status.launches)
+        logger.warning("%s is not up after %.0f s: restarting it", self._server.name, waited_s)
+        self._server.restart(status.launches)
 
     def _log_status(self, status: ServerStatus, up: bool) -> None:
         """Log each change of the server's state, and now and then that it still starts."""

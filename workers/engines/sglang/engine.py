@@ -64,7 +64,6 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         await to_thread.run_sync(require_writable, self._traces, "An SGLang scheduler, which dies if it can't write,")
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
-        """Make one call. Raises CheckpointError (the weights are unchanged) and EngineError."""
         client, launch = await self._attached()
         match call:
             case events.CheckSource():

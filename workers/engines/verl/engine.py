@@ -30,21 +30,9 @@ import anyio
 import msgspec
 from anyio import CancelScope, to_thread
 
+from schemas import events
 from schemas.desired import ALL_TAGS
 from schemas.errors import EngineError
-from schemas.events import (
-    CheckProfile,
-    EngineCall,
-    Flush,
-    Observation,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-)
 from schemas.identity import Identity, Operation, Tag
 from schemas.safetensors.paths import resolve_below
 from workers.engines.sglang.profile import trace_contents
@@ -123,23 +111,22 @@ class VerlEngine:
                 "before the agent is opened, or have workers.ray_placement start the agent."
             )
 
-    async def observe(self) -> Observation:
+    async def observe(self) -> events.Observation:
         """Inspect the actor. One that launches, is dead, or is too busy to answer is unknown."""
         if self._identity.node_rank > 0:
-            return Observation(engine=self._kind, tokenizer="absent")
+            return events.Observation(engine=self._kind, tokenizer="absent")
         try:
             snapshot = await self._inspect()
         except EngineError:
-            return Observation(engine=self._kind, tokenizer="unknown", operations=self._operations(None))
-        return Observation(
+            return events.Observation(engine=self._kind, tokenizer="unknown", operations=self._operations(None))
+        return events.Observation(
             engine=self._kind,
             instance=snapshot.worker,
             tokenizer="unknown" if snapshot.front_end is None else "present" if snapshot.serves else "absent",
             operations=self._operations(snapshot),
         )
 
-    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
-        """Make one call. Raises EngineError."""
+    async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         if self._identity.node_rank > 0:
             raise EngineError("this node's server has no front end to call: node rank 0 of its replica has it.")
         with CancelScope(shield=True):
@@ -147,35 +134,34 @@ class VerlEngine:
         return returned
 
     async def close(self) -> None:
-        """Detach; the actor keeps running."""
         self._handle = None
 
-    async def _perform(self, call: EngineCall, snapshot: ServerSnapshot, timeout_s: float) -> Returned:
+    async def _perform(self, call: events.EngineCall, snapshot: ServerSnapshot, timeout_s: float) -> events.Returned:
         match call:
-            case Pause():
+            case events.Pause():
                 await self._pause(call)
-            case Resume():
+            case events.Resume():
                 await self._resume()
-            case Sleep():
+            case events.Sleep():
                 await self._sleep(call, snapshot)
-            case Wake():
+            case events.Wake():
                 await self._wake(call, snapshot)
-            case Flush():
+            case events.Flush():
                 await self._flush(snapshot, timeout_s)
-            case CheckProfile():
+            case events.CheckProfile():
                 require_recordable(self._kind, profile_limits(call.plan, snapshot.profiler))
                 await to_thread.run_sync(require_writable, self._traces, self._kind)
-            case StartProfile():
+            case events.StartProfile():
                 await self._start_profile(call, snapshot)
-            case StopProfile():
+            case events.StopProfile():
                 return await self._stop_profile(call, snapshot)
             case _:
                 raise EngineError(f"{self._kind} has no method for {call.__struct_config__.tag}. It was not called.")
-        return Returned()
+        return events.Returned()
 
     # --- requests and memory ------------------------------------------------------------------------------------------
 
-    async def _pause(self, call: Pause) -> None:
+    async def _pause(self, call: events.Pause) -> None:
         if call.mode != "abort":
             raise EngineError(
                 f"{self._kind} can't pause with in_flight={call.mode!r}: its only method for that, "
@@ -192,7 +178,7 @@ class VerlEngine:
         if (await self._inspect()).paused:
             raise EngineError(f"{self._kind} accepted resume_generation, but is still paused.")
 
-    async def _sleep(self, call: Sleep, snapshot: ServerSnapshot) -> None:
+    async def _sleep(self, call: events.Sleep, snapshot: ServerSnapshot) -> None:
         self._require_restorable(call.tags, snapshot, "release")
         if snapshot.paused is False or snapshot.running:
             raise EngineError(
@@ -201,7 +187,7 @@ class VerlEngine:
             )
         await self._call(_MEMORY_METHODS[call.tags][0])
 
-    async def _wake(self, call: Wake, snapshot: ServerSnapshot) -> None:
+    async def _wake(self, call: events.Wake, snapshot: ServerSnapshot) -> None:
         takes_tags = snapshot.front_end == "engine" and snapshot.mode == "hybrid" and "tags" in snapshot.wake_up
         if call.tags == WEIGHTS and takes_tags:
             await self._call("wake_up", tags=["weights"])
@@ -235,7 +221,7 @@ class VerlEngine:
 
     # --- profiles -----------------------------------------------------------------------------------------------------
 
-    async def _start_profile(self, call: StartProfile, snapshot: ServerSnapshot) -> None:
+    async def _start_profile(self, call: events.StartProfile, snapshot: ServerSnapshot) -> None:
         plan = call.session.plan
         require_recordable(self._kind, profile_limits(plan, snapshot.profiler))
         directory = resolve_below(self._traces, call.directory)
@@ -245,7 +231,7 @@ class VerlEngine:
             arguments = {"output_dir": str(directory), **trace_contents(plan), "merge_profiles": plan.merge}
         await self._call("start_profile", **arguments)
 
-    async def _stop_profile(self, call: StopProfile, snapshot: ServerSnapshot) -> Returned:
+    async def _stop_profile(self, call: events.StopProfile, snapshot: ServerSnapshot) -> events.Returned:
         await self._call("stop_profile")
         if snapshot.profiler is not None:
             await to_thread.run_sync(_bring_traces, snapshot.profiler, resolve_below(self._traces, call.directory))

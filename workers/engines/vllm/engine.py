@@ -48,7 +48,6 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
     _files_before: frozenset[str] = frozenset()
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
-        """Make one call. Raises CheckpointError (the weights are unchanged) and EngineError."""
         client, launch = await self._attached()
         match call:
             case events.CheckSource():
