@@ -20,6 +20,8 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch.autograd.profiler
@@ -48,7 +50,7 @@ class _ThisThread(threading.local):
     recording = False
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[record_function] = []
 
 
 _this_thread = _ThisThread()
@@ -64,28 +66,18 @@ def _stop_in_child() -> None:
 os.register_at_fork(after_in_child=_stop_in_child)
 
 
-class Span:
+@contextmanager
+def span(stage: str) -> Iterator[None]:
     """A stage as a span in the recording of this thread, if there is one. It ends with the recording at the latest."""
-
-    def __init__(self, stage: str) -> None:
-        self._stage = stage
-        self._spans = _this_thread.spans
-        self._record: record_function | None = None
-
-    def __enter__(self) -> None:
-        if _this_thread.recording and not _is_anothers():
-            self._record = record_function(self._stage)
-            self._record.__enter__()  # type: ignore[no-untyped-call]
-            self._spans.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        if self._record is not None and not _is_anothers():  # else it is ended when the other profiler has ended
-            self._spans.remove(self)
-            self.end()
-
-    def end(self) -> None:
-        record, self._record = self._record, None
-        if record is not None:
+    spans, record = _this_thread.spans, record_function(stage)
+    if _this_thread.recording and not _is_anothers():
+        record.__enter__()  # type: ignore[no-untyped-call]
+        spans.append(record)
+    try:
+        yield
+    finally:
+        if record in spans and not _is_anothers():  # else it is ended when the other profiler has ended
+            spans.remove(record)
             record.__exit__(None, None, None)
 
 
@@ -190,7 +182,7 @@ def _discard_recording() -> None:
 def _end_spans() -> None:
     """End the open spans of this thread. Not to be called while another profiler records."""
     while _this_thread.spans:
-        _this_thread.spans.pop().end()
+        _this_thread.spans.pop().__exit__(None, None, None)
 
 
 def _clear_flag() -> None:

@@ -14,6 +14,7 @@ Findings with torch 2.13, which are the reason for this design (`process_profile
 """
 
 import json
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -78,8 +79,8 @@ class TorchRecorder(Recorder):
             self._profiler = self._first = None
             process_profiler.release()
 
-    def mark(self, stage: str) -> process_profiler.Span:
-        return process_profiler.Span(stage)
+    def mark(self, stage: str) -> AbstractContextManager[None]:
+        return process_profiler.span(stage)
 
     def close(self) -> Returned:
         self._writer.put(lambda: self._close(self._whole))

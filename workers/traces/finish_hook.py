@@ -32,7 +32,7 @@ class FinishHook:
     """Runs the command, with its output in a log below the traces root.
 
     Args:
-        command: For `/bin/sh -c`.
+        command: For `/bin/sh -c`; empty for none.
         identity: The node.
         root: Of the traces.
     """
@@ -61,6 +61,11 @@ class FinishHook:
 
     def begin(self, tool: str, steps: tuple[int, ...]) -> "Future[int]":
         """Start the command. Returns its exit code later, and logs it. Raises EngineError if it can't be started."""
+        if not self._command:
+            raise EngineError(
+                "the finish hook was not run: this agent was started without one. Give it the same profiler "
+                "configuration as the trainer, or its command (--finish-hook). The traces are where they were written."
+            )
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb") as output:

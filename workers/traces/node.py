@@ -57,7 +57,7 @@ class NodeTraces:
 
     def __init__(self, root: Path, identity: Identity, hook: str = "") -> None:
         self._root, self._identity = root.resolve(), identity
-        self._hook = FinishHook(hook, identity, self._root) if hook else None
+        self._hook = FinishHook(hook, identity, self._root)
 
     async def perform(self, call: DiskCall) -> Returned:
         """Carry out a call. Raises EngineError if files can't be read or moved, or the hook fails or is missing."""
@@ -77,24 +77,16 @@ class NodeTraces:
             traces = listed(relocation.result())
         if not runs_hook(call.plan, self._identity):
             return Returned(traces=traces)
-        return Returned(traces=traces, still_running=await self._require_hook().run(call.plan.tool, call.steps))
+        return Returned(traces=traces, still_running=await self._hook.run(call.plan.tool, call.steps))
 
     def _finish_later(self, call: FinishProfile, relocation: "Future[tuple[Trace, ...]]") -> None:
         """Log a relocation that nobody waits for any more, and start the hook after it."""
         try:
             logger.info("agent %s: %d traces moved", self._identity.agent, len(relocation.result()))
             if runs_hook(call.plan, self._identity):
-                self._require_hook().begin(call.plan.tool, call.steps)
+                self._hook.begin(call.plan.tool, call.steps)
         except EngineError as error:
             logger.warning("agent %s: profiling was not finished: %s", self._identity.agent, error)
-
-    def _require_hook(self) -> FinishHook:
-        if self._hook is None:
-            raise EngineError(
-                "the finish hook was not run: this agent was started without one. Give it the same profiler "
-                "configuration as the trainer, or its command (--finish-hook). The traces are where they were written."
-            )
-        return self._hook
 
 
 def listed(files: Sequence[F]) -> tuple[F, ...]:
