@@ -87,7 +87,7 @@ class TrainingRank:
         self._thread: Thread | None = None
         self._pid = 0
         self._portal: BlockingPortal
-        self._ending: anyio.Event
+        self._serving: anyio.CancelScope
 
     # --- lifetime -----------------------------------------------------------------------------------------------------
 
@@ -116,8 +116,8 @@ class TrainingRank:
         atexit.unregister(self.close)
         self.profiler.release()
         if thread.is_alive():
-            with suppress(RuntimeError):  # its loop may have ended already
-                self._portal.start_task_soon(self._ending.set)
+            with suppress(RuntimeError):  # its loop may have ended just now
+                self._portal.start_task_soon(self._serving.cancel)
         thread.join(CLOSE_S)
         if thread.is_alive():
             logger.warning("%s: after %g s traces are still being written; giving up", self.identity.agent, CLOSE_S)
@@ -140,20 +140,15 @@ class TrainingRank:
             traces=self._traces,
             config=self._config,
         )
-        self._ending = anyio.Event()
-        async with BlockingPortal() as self._portal, agent, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._serve, agent)
-            self._opened.set_result(None)
-            await self._ending.wait()
-            tasks.cancel_scope.cancel()
-
-    async def _serve(self, agent: Agent) -> None:
-        try:
-            await agent.run()
-        except RolloutctlError as error:
-            self.failure = error
-            logger.warning("%s leaves the bus, the training goes on: %s", self.identity.agent, error)
-            await self.profiler.end()  # no command could end the session any more
+        async with BlockingPortal() as self._portal, agent:
+            with anyio.CancelScope() as self._serving:
+                self._opened.set_result(None)
+                try:
+                    await agent.run()
+                except RolloutctlError as error:
+                    self.failure = error
+                    logger.warning("%s leaves the bus, the training goes on: %s", self.identity.agent, error)
+                    await self.profiler.end()  # no command could end the session any more
 
     # --- called by the training code ----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -34,7 +35,7 @@ class _ProfilingSession:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.problems: dict[str, int] = {}
+        self.problems = Counter[str]()
         self.owner: _EnteredStage | None = None
         self.recording = False
         self.closing = False
@@ -47,7 +48,7 @@ class _ProfilingSession:
     def note(self, problem: str) -> None:
         """Count a problem: something that could not be recorded, and why."""
         if problem in self.problems or len(self.problems) < MAX_PROBLEMS:
-            self.problems[problem] = self.problems.get(problem, 0) + 1
+            self.problems[problem] += 1
 
 
 class _EnteredStage:

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
@@ -73,21 +74,30 @@ class CompressedTrace:
         return True
 
     def _append(self, raw: Path) -> None:
-        begin, end = _find_events(raw)
-        with open(raw, "rb") as source:
+        size = raw.stat().st_size if raw.exists() else 0
+        if not size or not self._copy_events(raw):
+            free = shutil.disk_usage(raw.parent).free
+            raise EngineError(
+                f"torch wrote {size} bytes to {raw.parent}, which are not a complete trace; {free} bytes are free there"
+            )
+
+    def _copy_events(self, raw: Path) -> bool:
+        """Copy in pieces that end between two objects. Returns False for a trace that is cut off."""
+        with open(raw, "rb") as source, mmap(source.fileno(), 0, access=ACCESS_READ) as text:
+            head, tail = _HEAD.search(text, 0, CHUNK_BYTES), _TAIL.search(text, max(0, len(text) - CHUNK_BYTES))
+            if head is None or tail is None:
+                return False
+            begin, end = head.end(), tail.start()
             if self._stream is None:
                 self._stream = gzip.GzipFile(self._part, "xb", COMPRESSION_LEVEL)
-                self._stream.write(source.read(begin))
+                self._stream.write(text[:begin])
             else:
                 self._stream.write(b",\n")
-            source.seek(begin)
-            left, rest = end - begin, b""
-            while left and (chunk := source.read(min(CHUNK_BYTES, left))):
-                left -= len(chunk)
-                chunk = rest + chunk
-                cut = chunk.rfind(b"}") + 1 if left else len(chunk)
-                rest = chunk[cut:]
-                self._stream.write(self._renumber(chunk[:cut]))
+            while begin < end:
+                cut = text.rfind(b"}", begin, min(begin + CHUNK_BYTES, end)) + 1 or end
+                self._stream.write(self._renumber(text[begin:cut]))
+                begin = cut
+        return True
 
     def _renumber(self, events: bytes) -> bytes:
         if not self.recordings:
@@ -107,24 +117,6 @@ class CompressedTrace:
         return EngineError(
             f"the trace {self.file.name} was not written: {reason(error)}. What was recorded of it is lost."
         )
-
-
-def _find_events(raw: Path) -> tuple[int, int]:
-    """Return where the list of events begins and ends. Raises EngineError for a file that is cut off or missing."""
-    size = raw.stat().st_size if raw.exists() else 0
-    tail_at = max(0, size - CHUNK_BYTES)
-    head = tail = None
-    if size:
-        with open(raw, "rb") as source:
-            head = _HEAD.search(source.read(CHUNK_BYTES))
-            source.seek(tail_at)
-            tail = _TAIL.search(source.read())
-    if head is None or tail is None:
-        free = shutil.disk_usage(raw.parent).free
-        raise EngineError(
-            f"torch wrote {size} bytes to {raw.parent}, which are not a complete trace; {free} bytes are free there"
-        )
-    return head.end(), tail_at + tail.start()
 
 
 class TraceWriter:
