@@ -7,7 +7,7 @@ Times are the bus's wall clock in ns. Durations are of its monotonic clock in µ
 their agents' own records, as far as the log has them.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Final, Literal, TypeVar
@@ -49,9 +49,6 @@ MAX_TEXT: Final = 1_200
 MAX_TRACES: Final = 64
 """Traces per command."""
 
-_KINDS: Final = ("acted", "skipped", "failed", "missing")
-_LEFT_OUT: Final = ("commands", "failures", "refused", "violations", "unreadable")
-
 T = TypeVar("T")
 
 
@@ -77,12 +74,12 @@ class RunReport(Struct, kw_only=True):
     closed: bool = False
     version: int = 0
     commands: int = 0
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_KINDS, 0))
+    counts: Counter[str] = field(default_factory=Counter)
     failures: list[FailureGroup] = []
     refused: list[tuple[int, str]] = []
     violations: list[Violation] = []
     untraced: int = 0
-    left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LEFT_OUT, 0))
+    left_out: Counter[str] = field(default_factory=Counter)
     damage: str = ""
     agents: list[AgentHistory] = []
     quarantines: list[Quarantine] = []

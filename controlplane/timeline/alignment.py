@@ -55,11 +55,14 @@ class AgentClock:
 
     Args:
         peer: `agent/incarnation`.
+
+    Attributes:
+        early_ns: How long before its issue a command seemed to be received, at most.
     """
 
     def __init__(self, peer: str) -> None:
-        self.peer = peer
         self.agent, _, self.incarnation = peer.partition("/")
+        self.early_ns = 0
         self._monotonic: list[OffsetEstimate] = []
         self._wall: list[OffsetEstimate] = []
         self._least_ns: int | None = None  # bounds of the monotonic clock's offset, by the commands

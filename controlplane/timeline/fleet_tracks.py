@@ -306,42 +306,35 @@ class AgentTracks:
         return self._process.instant("events", name, at_ns)
 
 
-class FleetTracks:
-    """Everything that the bus and its agents did.
+def fleet_events(survey: LogSurvey, processes: Mapping[str, ProcessTracks], entries: Iterable[LogEntry]) -> Events:
+    """Draw everything that the bus and its agents did.
 
     Args:
         survey: The first pass over the same log.
         processes: The process of each agent by name, and of the bus under "".
-
-    Attributes:
-        early_ns: By `agent/incarnation`, how long before its issue a command seemed to be received, at most.
+        entries: The log; only what was surveyed is drawn.
     """
-
-    def __init__(self, survey: LogSurvey, processes: Mapping[str, ProcessTracks]) -> None:
-        self.early_ns: dict[str, int] = {}
-        self._survey, self._processes = survey, processes
-
-    def events(self, entries: Iterable[LogEntry]) -> Events:
-        """Draw the surveyed part of the log."""
-        survey, bus = self._survey, BusTracks(self._processes[""])
-        agents: dict[str, AgentTracks] = {}
-        for record in decode_entries(survey.same_entries(entries)):
-            if isinstance(record, BusRecord):
-                yield from bus.draw(record.event, record.effects, record.at_ns)
-                continue
-            name, peer, event = record.agent, record.peer, record.event
-            if name not in agents:
-                agents[name] = AgentTracks(self._processes[name], identity_of(name), bus)
-            at_ns = survey.moment_ns(peer, event.at_ms)
-            issued_ns = bus.issued_ns.get(event.seq, 0) if isinstance(event, events.CommandReceived) else 0
-            if issued_ns > at_ns:
-                self.early_ns[peer] = max(issued_ns - at_ns, self.early_ns.get(peer, 0))
-            yield from agents[name].draw(peer, event, record.effects, max(at_ns, issued_ns))
-        yield from bus.end(survey.last_ns)
-        for track in agents.values():
-            yield from track.end(survey.last_ns)
-        for process in self._processes.values():
-            yield from process.names
+    bus = BusTracks(processes[""])
+    agents: dict[str, AgentTracks] = {}
+    for record in decode_entries(survey.same_entries(entries)):
+        if isinstance(record, BusRecord):
+            yield from bus.draw(record.event, record.effects, record.at_ns)
+            continue
+        name, peer, event = record.agent, record.peer, record.event
+        if name not in agents:
+            agents[name] = AgentTracks(processes[name], identity_of(name), bus)
+        at_ns = survey.moment_ns(peer, event.at_ms)
+        if isinstance(event, events.CommandReceived):
+            issued_ns = bus.issued_ns.get(event.seq, at_ns)
+            clock = survey.clock(peer)
+            clock.early_ns = max(clock.early_ns, issued_ns - at_ns)
+            at_ns = max(at_ns, issued_ns)
+        yield from agents[name].draw(peer, event, record.effects, at_ns)
+    yield from bus.end(survey.last_ns)
+    for track in agents.values():
+        yield from track.end(survey.last_ns)
+    for process in processes.values():
+        yield from process.names
 
 
 def _short(outcome: Conclusion) -> str:

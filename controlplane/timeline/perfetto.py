@@ -20,7 +20,7 @@ from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.timeline.alignment import MS, AgentClock
-from controlplane.timeline.fleet_tracks import FleetTracks
+from controlplane.timeline.fleet_tracks import fleet_events
 from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.torch_traces import FoundTrace, JsonEvent, Numbers, TorchTrace, find_trace, is_torch_trace
 from controlplane.timeline.tracks import ProcessTracks, TraceEvent
@@ -190,16 +190,15 @@ class TimelineDraft:
         processes = {"": ProcessTracks(BUS_PID, "bus (trainer)", 0, self._zero_ns)}
         for name, position in self._position.items():
             processes[name] = ProcessTracks(BUS_PID + position, self._title(name), position * SORTS, self._zero_ns)
-        tracks = FleetTracks(self.survey, processes)
-        for event in tracks.events(entries):
+        for event in fleet_events(self.survey, processes, entries):
             self.control_events += 1
             yield event
-        for peer, early_ns in tracks.early_ns.items():
-            allowed_ns = (self.survey.clock(peer).max_error_ns or 0) + MS  # agents' moments are whole milliseconds
-            if early_ns > allowed_ns:
+        for peer, clock in self.survey.clocks.items():
+            allowed_ns = (clock.max_error_ns or 0) + MS  # agents' moments are whole milliseconds
+            if clock.early_ns > allowed_ns:
                 self.warnings.append(
-                    f"agent {peer}: commands seem to be received up to {early_ns / MS:.3f} ms before they were issued, "
-                    f"but its clock error is at most {allowed_ns / MS:.3f} ms; a clock was set, or is wrong"
+                    f"agent {peer}: commands seem to be received up to {clock.early_ns / MS:.3f} ms before they were "
+                    f"issued, but its clock error is at most {allowed_ns / MS:.3f} ms; a clock was set, or is wrong"
                 )
 
     def trace_events(self, files: Sequence[FoundTrace], say: Callable[[str], object]) -> Iterator[JsonEvent]:
