@@ -28,15 +28,7 @@ ROUTES: Final[Mapping[str, Route]] = {
 
 
 class SGLangServer(HttpClient):
-    """A client of an SGLang server.
-
-    Args:
-        url: http://HOST:PORT.
-        key: The server's admin key, or its API key if it has no admin key.
-
-    Raises:
-        ConfigError: The URL can't be used.
-    """
+    """A client of an SGLang server. Its key is the admin key, or the API key if it has no admin key."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         super().__init__(url, ROUTES, info_path="/server_info", key=key)

@@ -31,15 +31,7 @@ ROUTES: Final[Mapping[str, Route]] = {
 
 
 class VLLMServer(HttpClient):
-    """A client of a vLLM server.
-
-    Args:
-        url: http://HOST:PORT.
-        key: Its API key.
-
-    Raises:
-        ConfigError: The URL can't be used.
-    """
+    """A client of a vLLM server. Its key is the API key."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         super().__init__(url, ROUTES, info_path="/server_info?config_format=json", key=key)
