@@ -12,6 +12,7 @@ import email
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,10 +93,7 @@ def _requires(wheel: Path) -> list[str]:
 
 
 def _name(requirement: str) -> str:
-    for i, letter in enumerate(requirement):
-        if not (letter.isalnum() or letter in "-_."):
-            return requirement[:i].lower()
-    return requirement.lower()
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,7 @@ PARTS = {NPU: ("torch_npu/profiler/", "torch_npu/npu/mstx.py"), MSPROBE: ("mspro
 @pytest.fixture(scope="module")
 def sources() -> dict[str, Path]:
     """Unpacked wheels, in the cache of the other wheels."""
-    folders = {requirement: wheels.cache() / requirement.replace("==", "-") for requirement in PARTS}
-    for requirement, kept in folders.items():
-        if not kept.is_dir():
-            wheels.cache().mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=wheels.cache()) as folder:
-                wheel = wheels.download(requirement, Path(folder))
-                wheels.unpack(wheel, Path(folder, "unpacked"), PARTS[requirement])
-                Path(folder, "unpacked").rename(kept)
-    return folders
+    return {package: wheels.unpacked(package, parts, package.replace("==", "-")) for package, parts in PARTS.items()}
 
 
 def parameters(file: Path, *names: str) -> list[str]:
@@ -45,29 +36,21 @@ def parameters(file: Path, *names: str) -> list[str]:
     return [entry.arg for entry in every if entry.arg not in ("self", "cls")]
 
 
+TORCH_NPU, DEBUGGER = "torch_npu/profiler", "msprobe/pytorch/dump/debugger/precision_debugger.py"
+MSTX, DUMP = "torch_npu/npu/mstx.py", ascend_stand_ins.Debugger
 CASES: list[tuple[str, str, tuple[str, ...], Callable[..., Any]]] = [
-    (NPU, "torch_npu/profiler/profiler.py", ("profile", "__init__"), ascend_stand_ins.NpuProfile),
+    (NPU, f"{TORCH_NPU}/profiler.py", ("profile", "__init__"), ascend_stand_ins.NpuProfile),
+    (NPU, f"{TORCH_NPU}/profiler.py", ("tensorboard_trace_handler",), ascend_stand_ins.tensorboard_trace_handler),
     (
-        *(NPU, "torch_npu/profiler/profiler.py", ("tensorboard_trace_handler",)),
-        ascend_stand_ins.tensorboard_trace_handler,
-    ),
-    (
-        *(NPU, "torch_npu/profiler/experimental_config.py", ("_ExperimentalConfig", "__init__")),
+        NPU,
+        f"{TORCH_NPU}/experimental_config.py",
+        ("_ExperimentalConfig", "__init__"),
         ascend_stand_ins.ExperimentalConfig,
     ),
-    (NPU, "torch_npu/npu/mstx.py", ("range_start",), ascend_stand_ins.range_start),
-    (NPU, "torch_npu/npu/mstx.py", ("range_end",), ascend_stand_ins.range_end),
-    (
-        *(MSPROBE, "msprobe/pytorch/dump/debugger/precision_debugger.py", ("PrecisionDebugger", "__init__")),
-        ascend_stand_ins.Debugger.__init__,
-    ),
-    *(
-        (
-            *(MSPROBE, "msprobe/pytorch/dump/debugger/precision_debugger.py", ("PrecisionDebugger", method)),
-            getattr(ascend_stand_ins.Debugger, method),
-        )
-        for method in ("start", "stop", "step")
-    ),
+    (NPU, MSTX, ("range_start",), ascend_stand_ins.range_start),
+    (NPU, MSTX, ("range_end",), ascend_stand_ins.range_end),
+    (MSPROBE, DEBUGGER, ("PrecisionDebugger", "__init__"), DUMP.__init__),
+    *((MSPROBE, DEBUGGER, ("PrecisionDebugger", name), getattr(DUMP, name)) for name in ("start", "stop", "step")),
 ]
 
 

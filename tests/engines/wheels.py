@@ -60,20 +60,24 @@ def cache() -> Path:
 
 
 def source(kind: Kind, version: str) -> Path:
-    """The unpacked part of one release; fetched first if it is not there.
+    """The unpacked part of one release; fetched first if it is not there."""
+    return unpacked(f"{PACKAGE[kind]}=={version}", PARTS[kind], f"{kind}-{version}")
+
+
+def unpacked(requirement: str, parts: tuple[str, ...], name: str) -> Path:
+    """The folder `name` of the cache, with the Python files of a wheel under `parts`; fetched first if need be.
 
     Raises RuntimeError, which quotes pip, when the wheel can't be had. Safe in several processes at once: what is
     there is complete, because it is renamed into place.
     """
-    kept = cache() / f"{kind}-{version}"
+    kept = cache() / name
     if kept.is_dir():
         return kept
     cache().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache(), prefix=f".{kind}-{version}-") as folder:
-        unpacked = Path(folder, "unpacked")
-        unpack(download(f"{PACKAGE[kind]}=={version}", Path(folder)), unpacked, PARTS[kind])
+    with tempfile.TemporaryDirectory(dir=cache(), prefix=f".{name}-") as folder:
+        unpack(download(requirement, Path(folder)), Path(folder, "unpacked"), parts)
         try:
-            unpacked.rename(kept)
+            Path(folder, "unpacked").rename(kept)
         except OSError:
             if not kept.is_dir():  # or else another process was faster, with the same files
                 raise
