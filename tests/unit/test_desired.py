@@ -14,8 +14,6 @@ from schemas.commands import (
 )
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing, desired_after, orphaned
 from schemas.identity import Identity, RolloutMode
-from schemas.outcomes import Reason
-from schemas.selection import profile_skip_reason
 from tests.unit.machines import PRIMARY, SECOND, START, STOP, manifest, sync
 
 JUDGE = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
@@ -94,21 +92,6 @@ def test_a_second_start_of_the_same_step_may_correct_a_refused_plan() -> None:
 
 def test_a_session_that_does_not_select_the_replica_is_not_desired() -> None:
     assert after(ProfileCommand(action="start", step=3, plan=ProfilePlan(steps=frozenset({4})))) == Desired()
-
-
-@pytest.mark.parametrize(
-    ("plan", "reason"),
-    [
-        (ProfilePlan(), None),
-        (ProfilePlan(steps=frozenset({3}), ranks=frozenset({1})), None),
-        (ProfilePlan(enabled=False, tool="nsys"), Reason.DISABLED),
-        (ProfilePlan(steps=frozenset(), tool="nsys"), Reason.STEP_NOT_SELECTED),
-        (ProfilePlan(ranks=frozenset(), tool="nsys"), Reason.RANK_NOT_SELECTED),
-        (ProfilePlan(tool="nsys"), Reason.TOOL_UNSUPPORTED),
-    ],
-)
-def test_the_first_reason_against_a_session_is_reported(plan: ProfilePlan, reason: Reason | None) -> None:
-    assert profile_skip_reason(plan, 3, PRIMARY) is reason
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

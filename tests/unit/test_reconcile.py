@@ -1,4 +1,4 @@
-"""Reconciling an engine with its desired state: which calls, in which order, and the plan of each aspect by itself."""
+"""Reconciling an engine with its desired state: which calls, and in which order."""
 
 from itertools import combinations
 
@@ -10,31 +10,21 @@ from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     Call,
     CheckSource,
-    Flush,
     Load,
     Pause,
     Resume,
     Returned,
     Sleep,
     StartProfile,
-    StopProfile,
     Wake,
 )
-from schemas.identity import Identity, InFlight, Operation, RolloutMode, Tag
+from schemas.identity import Identity, Operation, RolloutMode, Tag
 from tests.unit.machines import PRIMARY
 from workers.machine.observe import apply_result
 from workers.machine.reconcile import (
-    GenerationPlan,
-    MemoryPlan,
-    SessionPlan,
-    WeightsPlan,
     attainable,
     holds_weights,
     may_serve,
-    plan_generation,
-    plan_memory,
-    plan_session,
-    plan_weights,
     reconcile,
     wanted_weights,
 )
@@ -80,10 +70,6 @@ def without(*operations: Operation) -> EngineState:
     return replace(READY, operations=frozenset(Operation) - set(operations))
 
 
-def pausing(mode: InFlight) -> GenerationPlan:
-    return GenerationPlan(pause=(Pause(mode),))
-
-
 # --- calls and their order --------------------------------------------------------------------------------------------
 
 CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
@@ -109,6 +95,7 @@ CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
         ["wake weights", "sleep kv_cache"],
     ),
     "paused and awake again": (Desired(generation="paused"), replace(PAUSED, asleep=CACHE), ["wake kv_cache"]),
+    "what is committed is loaded": (Desired(committed=V1), ON_V1, []),
     "a late joiner loads what is committed": (
         Desired(committed=V1),
         READY,
@@ -158,6 +145,21 @@ CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
         Desired(committed=V1),
         replace(PAUSED, asleep=WEIGHTS),
         ["check_source 1", "wake weights", "load 1", "flush", "resume"],
+    ),
+    "the rest of the memory is woken after the load": (
+        Desired(committed=V1),
+        replace(PAUSED, asleep=BOTH),
+        ["check_source 1", "wake weights", "load 1", "wake kv_cache", "flush", "resume"],
+    ),
+    "without sleeping weights all memory is woken before the load": (
+        Desired(committed=V1),
+        replace(PAUSED, asleep=CACHE),
+        ["check_source 1", "wake kv_cache", "load 1", "flush", "resume"],
+    ),
+    "a load under frozen requests does not flush their cache": (
+        Desired(committed=V1),
+        replace(PAUSED, requests_kept=True),
+        ["check_source 1", "load 1", "resume"],
     ),
     "quarantine pauses and loads nothing": (Desired(committed=V2, quarantined=2), ON_V1, ["pause abort"]),
     "a sync is the way out of quarantine": (
@@ -255,96 +257,6 @@ def test_no_call_violates_a_precondition_that_would_kill_an_engine() -> None:
             if isinstance(call, StartProfile):
                 assert engine.session is None, f"a second session, from {before} to {after}"
             engine = carried_out(engine, (call,))
-
-
-# --- the plan of each aspect ------------------------------------------------------------------------------------------
-
-STOP, START = StopProfile(OTHER, "global_step_2/replica_0"), StartProfile(SESSION, "global_step_3/replica_0")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "open_now", "plan"),
-    [
-        (None, None, SessionPlan()),
-        (SESSION, SESSION, SessionPlan()),
-        (SESSION, None, SessionPlan(open=(START,))),
-        (None, OTHER, SessionPlan(close=(STOP,))),
-        (SESSION, OTHER, SessionPlan(close=(STOP,), open=(START,))),
-    ],
-)
-def test_session_plan_closes_what_is_not_desired_and_opens_what_is(
-    wanted: ProfileSession | None, open_now: ProfileSession | None, plan: SessionPlan
-) -> None:
-    assert plan_session(Desired(profile=wanted), replace(READY, session=open_now), PRIMARY) == plan
-
-
-@pytest.mark.parametrize(
-    ("desired", "engine", "plan"),
-    [
-        (Desired(), READY, WeightsPlan()),
-        (Desired(committed=V1), ON_V1, WeightsPlan()),
-        (Desired(committed=V1), READY, WeightsPlan((CHECK_1,), (LOAD_1,))),
-        (Desired(committed=V1), replace(READY, checked=V1), WeightsPlan(load=(LOAD_1,))),
-        (Desired(committed=V1, asleep=WEIGHTS), READY, WeightsPlan()),
-        (Desired(committed=V2, quarantined=2), ON_V1, WeightsPlan()),
-        (Desired(sync=syncing("prepare")), READY, WeightsPlan((CHECK_2,))),
-        (Desired(sync=syncing("load")), replace(READY, checked=V2), WeightsPlan(load=(LOAD_2,))),
-        (Desired(committed=V1), without(Operation.LOAD), WeightsPlan(unreachable=True)),
-    ],
-)
-def test_weights_plan_checks_and_loads_what_is_wanted_and_not_held(
-    desired: Desired, engine: EngineState, plan: WeightsPlan
-) -> None:
-    assert plan_weights(desired, engine, PRIMARY, live=False) == plan
-
-
-@pytest.mark.parametrize(
-    ("desired", "now", "loading", "plan"),
-    [
-        (Desired(), frozenset(), False, MemoryPlan()),
-        (Desired(asleep=BOTH), frozenset(), False, MemoryPlan(release=(Sleep(BOTH),))),
-        (Desired(asleep=BOTH), CACHE, False, MemoryPlan(release=(Sleep(WEIGHTS),))),
-        (Desired(), BOTH, False, MemoryPlan(wake=(Wake(BOTH),))),
-        (Desired(), BOTH, True, MemoryPlan(wake=(Wake(WEIGHTS),), wake_rest=(Wake(CACHE),))),
-        (Desired(), CACHE, True, MemoryPlan(wake=(Wake(CACHE),))),
-        (Desired(asleep=CACHE), WEIGHTS, False, MemoryPlan(wake=(Wake(WEIGHTS),), release=(Sleep(CACHE),))),
-    ],
-)
-def test_memory_plan_wakes_weights_before_a_load_and_the_rest_after_it(
-    desired: Desired, now: frozenset[Tag], loading: bool, plan: MemoryPlan
-) -> None:
-    assert plan_memory(desired, replace(READY, asleep=now), PRIMARY, loading) == plan
-
-
-LOADING = WeightsPlan(load=(LOAD_1,))
-KEPT = replace(PAUSED, requests_kept=True)
-
-
-@pytest.mark.parametrize(
-    ("desired", "engine", "weights", "releasing", "plan"),
-    [
-        (Desired(), READY, WeightsPlan(), False, GenerationPlan()),
-        (Desired(generation="paused", pause_mode="keep"), READY, WeightsPlan(), False, pausing("keep")),
-        (Desired(), PAUSED, WeightsPlan(), False, GenerationPlan(resume=(Resume(),))),
-        (Desired(asleep=CACHE), READY, WeightsPlan(), True, pausing("abort")),
-        (Desired(committed=V1), READY, LOADING, False, GenerationPlan((Pause("abort"),), (Flush(),), (Resume(),))),
-        (Desired(committed=V1), READY, WeightsPlan(unreachable=True), False, pausing("abort")),
-        (Desired(sync=syncing("load")), PAUSED, LOADING, False, GenerationPlan()),
-        (Desired(sync=syncing("prepare")), READY, WeightsPlan(), False, pausing("wait")),
-        (
-            Desired(committed=V1),
-            replace(PAUSED, requests_kept=True),
-            LOADING,
-            False,
-            GenerationPlan(resume=(Resume(),)),
-        ),
-        (Desired(), without(Operation.PAUSE), LOADING, False, GenerationPlan(flush=(Flush(),))),
-    ],
-)
-def test_generation_plan_pauses_before_a_change_and_flushes_before_it_resumes(
-    desired: Desired, engine: EngineState, weights: WeightsPlan, releasing: bool, plan: GenerationPlan
-) -> None:
-    assert plan_generation(desired, engine, weights, releasing) == plan
 
 
 def test_what_an_engine_has_no_operation_for_is_not_attainable() -> None:
