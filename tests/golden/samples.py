@@ -7,7 +7,6 @@ If the bytes of an existing kind change, older agents can't read it any more: ch
 
 import json
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 from msgspec import Raw, Struct
@@ -224,11 +223,6 @@ def named() -> dict[str, Struct]:
         number = sum(other.partition(" ")[0] == name for other in samples)
         samples[f"{name} {number + 1}" if number else name] = sample
     return samples
-
-
-def kinds(union: object) -> set[type]:
-    """Return the members of a union."""
-    return set(get_args(union))
 
 
 def main() -> None:
