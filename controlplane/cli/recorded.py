@@ -25,9 +25,6 @@ class RecordedRun:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __repr__(self) -> str:
-        return f"<RecordedRun {self.path.name}>"
-
     @cached_property
     def header(self) -> RunHeader:
         """The run's id, when it began, and versions."""

@@ -166,24 +166,22 @@ def _publish(
     ttl_ms = timeout_ms - min(1000, timeout_ms // 10)
     envelope = Envelope(run=state.run, issued_at_ns=now.ns, ttl_ms=ttl_ms, body=Raw(encode(command)), target=target)
     record = CommandRecord(origin=state.epoch, seq=seq, envelope=envelope)
-    retransmit_us = (state.settings.retransmit_ms if state.settings is not None else 1000) * 1000
     open_command = OpenCommand(
         record=record,
         command=command,
         ticket=ticket,
         issued_us=now.us,
         deadline_us=now.us + timeout_ms * 1000,
-        retransmit_us=now.us + retransmit_us,
+        retransmit_us=now.us + state.settings.retransmit_ms * 1000,
         waiting=frozenset(name for name, member in state.members.items() if member.state == "live"),
     )
-    limit = state.settings.history if state.settings is not None else 1
     history = (*state.history, (record, now.us + ttl_ms * 1000))
     effects.append(events.Publish(epoch=state.epoch, seq=seq, envelope=envelope))
     return replace(
         state,
         seq=seq,
         open=(*state.open, open_command),
-        history=history[-limit:],
+        history=history[-state.settings.history :],
         desired=_fold_desired(state, command, target),
         default_desired=desired_after(state.default_desired, command, target.replicas is None, UNSEEN),
     )

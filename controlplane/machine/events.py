@@ -148,19 +148,8 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
     at_ns: int
 
 
-CoordinatorEvent = (
-    Opened
-    | Issued
-    | SyncRequested
-    | HelloReceived
-    | JoinReceived
-    | StatusReceived
-    | AnswersReceived
-    | ResendRequested
-    | PeerLost
-    | TimerFired
-    | Closed
-)
+PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
+CoordinatorEvent = Opened | Issued | SyncRequested | PeerEvent | AnswersReceived | TimerFired | Closed
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ The `on_…` functions handle one event each: they return the next state and app
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from controlplane.machine import events
 from controlplane.machine.weights import Sync
 from schemas.commands import Command
+from schemas.config import BusConfig
 from schemas.desired import Desired
 from schemas.identity import ROLLOUT, Count, Identity, Positive, RolloutMode, agent_of
 from schemas.outcomes import Missing
@@ -82,7 +83,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     run: str = ""
     epoch: Count = 0
     seq: Count = 0
-    settings: events.CoordinatorSettings | None = None
+    settings: events.CoordinatorSettings = convert(BusConfig(), events.CoordinatorSettings, from_attributes=True)
     members: dict[str, Member] = {}
     open: tuple[OpenCommand, ...] = ()
     history: tuple[tuple[CommandRecord, int], ...] = ()
@@ -119,11 +120,9 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
     hello, settings = event.hello, state.settings
     name = hello.identity.agent
     holder = state.members.get(name)
-    if settings is None:
-        return state
     same = holder is not None and holder.hello.incarnation == hello.incarnation
     if holder is not None and not same and holder.state in ("joining", "live"):
-        return _dispute(state, event, holder, settings, effects)
+        return _dispute(state, event, holder, effects)
     welcome = Welcome(
         run=state.run,
         publish_port=settings.publish_port,
@@ -139,16 +138,12 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
 
 
 def _dispute(
-    state: CoordinatorState,
-    event: events.HelloReceived,
-    holder: Member,
-    settings: events.CoordinatorSettings,
-    effects: Effects,
+    state: CoordinatorState, event: events.HelloReceived, holder: Member, effects: Effects
 ) -> CoordinatorState:
     """Two incarnations claim one place. A ping, or its silence, shows whether the holder is dead. Until then the
     claimant waits; it is turned away once the holder has had time to fall silent and has not.
     """
-    name = event.hello.identity.agent
+    name, settings = event.hello.identity.agent, state.settings
     claimant, since_us = state.claims.get(name, ("", event.at_us))
     if claimant != event.hello.incarnation:  # the claim of one that died meanwhile must not count against this one
         since_us = event.at_us

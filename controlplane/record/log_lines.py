@@ -44,13 +44,7 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
             return f"{agent_of(event.peer)} {_peer_event(event)}"
 
 
-def _peer_event(
-    event: bus_events.HelloReceived
-    | bus_events.JoinReceived
-    | bus_events.StatusReceived
-    | bus_events.ResendRequested
-    | bus_events.PeerLost,
-) -> str:
+def _peer_event(event: bus_events.PeerEvent) -> str:
     match event:
         case bus_events.HelloReceived(hello=hello):
             return f"says hello from {hello.host}, pid {hello.pid}"

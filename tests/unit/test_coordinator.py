@@ -307,10 +307,3 @@ def test_the_status_of_the_fleet() -> None:
     ]
     assert seen.open == ("pause (seq 2) waits for 10.0",)
     assert (seen.run, seen.epoch, seen.seq, seen.version, seen.log) == ("run", 1, 2, 0, "run.db")
-
-
-def test_a_bus_that_was_not_opened_welcomes_nobody() -> None:
-    bus = Coordinator()
-    bus.state = CoordinatorState()
-    bus.hello("0.0")
-    assert bus.state == CoordinatorState() and bus.effects == ()

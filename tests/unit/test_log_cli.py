@@ -4,13 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec import Raw
 
 from controlplane.record.log import RunLog
-from schemas.carriers.records import RecordFile
+from schemas.carriers.records import Record, RecordFile
 from schemas.events import Decision, Tick
 from schemas.wire import DecisionBatch, encode
 from tests.running import python, rolloutctl
@@ -30,21 +31,17 @@ def good(tmp_path: Path) -> Path:
 @pytest.fixture
 def altered(good: Path) -> Path:
     """An undamaged file in which one recorded decision of an agent was changed."""
-    with RecordFile.open(good.with_name("altered.db"), _header(good)) as file, RecordFile.open(good) as source:
+    old, new = b"\xa5calls\x92\xaccheck_source", b"\xa5calls\x92\xaccheck_sauces"
+    return copied(good, lambda record: record.body.replace(old, new) if record.agent == "0.0" else record.body)
+
+
+def copied(log: Path, body: Callable[[Record], bytes], **header: str) -> Path:
+    """A copy with other bodies and another header."""
+    copy = log.with_name("copy.db")
+    with RecordFile.open(log) as source, RecordFile.open(copy, {**source.header, **header}) as file:
         for record in source.records():
-            changed = record.body.replace(b"\xa5calls\x92\xaccheck_source", b"\xa5calls\x92\xaccheck_sauces")
-            file.append(record.kind, record.agent, record.at_ns, changed if record.agent == "0.0" else record.body)
-    return good.with_name("altered.db")
-
-
-def _header(path: Path) -> dict[str, str]:
-    header = RunLog.header(path)
-    return {
-        "run": header.run,
-        "created": str(header.created_ns),
-        "major": str(header.major),
-        "logic": str(header.logic),
-    }
+            file.append(record.kind, record.agent, record.at_ns, body(record))
+    return copy
 
 
 @pytest.fixture
@@ -111,10 +108,7 @@ def test_a_damaged_log_is_read_up_to_the_damage(cut: Path) -> None:
 
 @pytest.mark.parametrize("key", ["logic", "major"])
 def test_a_log_of_another_logic_names_the_version_that_replays_it(good: Path, key: str) -> None:
-    other = good.with_name("other.db")
-    with RecordFile.open(other, {**_header(good), key: "99"}) as file, RecordFile.open(good) as source:
-        for record in source.records():
-            file.append(record.kind, record.agent, record.at_ns, record.body)
+    other = copied(good, lambda record: record.body, **{key: "99"})
     replayed = log("replay", other)
     assert (replayed.returncode, replayed.stdout) == (3, "")
     assert str(other) in replayed.stderr and "Replay it with a version of rolloutctl that has" in replayed.stderr

@@ -13,19 +13,9 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from controlplane import ControlPlane
+from schemas import errors
 from schemas.commands import Broadcast, Checkpoint, WeightSync
 from schemas.config import AgentConfig, BusConfig
-from schemas.errors import (
-    AddressInUse,
-    AgentsMissing,
-    BusClosed,
-    CheckpointError,
-    CommandError,
-    CommandFailed,
-    ConfigError,
-    LogLocked,
-    SyncInProgress,
-)
 from schemas.identity import Identity
 from schemas.profiler.config import ProfilerConfig
 from schemas.safetensors.digest import layout_digest
@@ -153,14 +143,14 @@ def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
     engine.tokenizer = "unknown"
     with agents(plane.address, tmp_path, {PRIMARY: engine}):
         wait_until(lambda: bool(plane.status().agents))
-        with pytest.raises(AgentsMissing) as caught:
+        with pytest.raises(errors.AgentsMissing) as caught:
             plane.wait_for_agents(2, timeout=0.05).wait()
     assert "expected 2 agents, all of them ready, within 0.05 s" in str(caught.value)
     assert "0.0: " in str(caught.value) and "not ready" in str(caught.value)
 
 
 def test_an_empty_fleet_is_named_too(plane: ControlPlane) -> None:
-    with pytest.raises(AgentsMissing, match="expected 1 agents.*\n.* 0 agents\n"):
+    with pytest.raises(errors.AgentsMissing, match="expected 1 agents.*\n.* 0 agents\n"):
         plane.wait_for_agents(1, timeout=0.05).wait()
 
 
@@ -179,7 +169,7 @@ def test_a_path_stands_for_a_checkpoint(plane: ControlPlane, tmp_path: Path, kin
 def test_a_missing_or_forbidden_checkpoint_is_refused_before_anything_is_published(
     plane: ControlPlane, path: str | Path
 ) -> None:
-    with pytest.raises(CheckpointError):
+    with pytest.raises(errors.CheckpointError):
         plane.sync_weights(1, path)
     assert plane.status().seq == 1
 
@@ -187,13 +177,13 @@ def test_a_missing_or_forbidden_checkpoint_is_refused_before_anything_is_publish
 def test_a_sync_that_no_replica_follows_is_aborted(plane: ControlPlane, tmp_path: Path) -> None:
     report = plane.sync_weights(1, checkpoint(tmp_path / "one"), timeout=1).wait()
     assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())
-    with pytest.raises(CommandFailed, match="weights v1 aborted"):
+    with pytest.raises(errors.CommandFailed, match="weights v1 aborted"):
         report.raise_for_failures()
 
 
 def test_a_broadcast_needs_a_manifest_and_one_can_be_made_of_names_and_shapes(plane: ControlPlane) -> None:
     source = Broadcast(host="127.0.0.1", port=1, group="g", replicas=(0,))
-    with pytest.raises(ConfigError, match="needs a manifest"):
+    with pytest.raises(errors.ConfigError, match="needs a manifest"):
         plane.sync_weights(1, source)
     layout = {"b": TensorSpec("BF16", (2, 3)), "a": TensorSpec("F32", ())}
     made = manifest_of(layout)
@@ -216,7 +206,7 @@ def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
         with agents(plane.address, tmp_path, {PRIMARY: engine}):
             plane.wait_for_agents(1, timeout=20).wait()
             first, second = plane.sync_weights(1, source, timeout=30), plane.sync_weights(2, source, timeout=30)
-            with pytest.raises(SyncInProgress, match="a sync to version 1 is in its prepare phase"):
+            with pytest.raises(errors.SyncInProgress, match="a sync to version 1 is in its prepare phase"):
                 second.wait()
             with pytest.raises(TimeoutError):
                 first.wait(timeout=0.01)
@@ -231,21 +221,21 @@ def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
 
 def test_a_plane_that_is_not_open_says_so(tmp_path: Path) -> None:
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db")
-    with pytest.raises(BusClosed, match="not open"):
+    with pytest.raises(errors.BusClosed, match="not open"):
         plane.pause()
     plane.open()
-    with pytest.raises(ConfigError, match="already open"):
+    with pytest.raises(errors.ConfigError, match="already open"):
         plane.open()
     plane.close()
     plane.close()
-    with pytest.raises(BusClosed):
+    with pytest.raises(errors.BusClosed):
         plane.address  # noqa: B018
 
 
 def test_a_failed_open_names_the_cause_and_leaves_nothing_behind(plane: ControlPlane, tmp_path: Path) -> None:
-    with pytest.raises(LogLocked), ControlPlane(ADDRESS, log=tmp_path / "run.db"):
+    with pytest.raises(errors.LogLocked), ControlPlane(ADDRESS, log=tmp_path / "run.db"):
         pass
-    with pytest.raises(AddressInUse), ControlPlane(plane.address, log=tmp_path / "other.db"):
+    with pytest.raises(errors.AddressInUse), ControlPlane(plane.address, log=tmp_path / "other.db"):
         pass
     with ControlPlane(ADDRESS, log=tmp_path / "other.db"):
         pass
@@ -253,11 +243,11 @@ def test_a_failed_open_names_the_cause_and_leaves_nothing_behind(plane: ControlP
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), 1e9])
 def test_an_invalid_timeout_is_refused(plane: ControlPlane, timeout: float) -> None:
-    with pytest.raises(ConfigError, match="timeout"):
+    with pytest.raises(errors.ConfigError, match="timeout"):
         plane.pause(timeout=timeout)
 
 
 def test_an_invalid_command_is_refused(plane: ControlPlane) -> None:
-    with pytest.raises(CommandError):
+    with pytest.raises(errors.CommandError):
         plane.publish("flush")  # type: ignore[arg-type]
     assert plane.publish(FLUSH).wait().outcomes == ()

@@ -36,12 +36,9 @@ def test_a_foreign_package_is_refused_by_the_name_of_its_file(tmp_path: Path, na
     else:
         file = package(tmp_path / name, shout)
     run = in_folder(tmp_path, "import controlplane")
-    assert run.returncode == 1
-    assert "ImportError" in run.stderr
-    assert str(file) in run.stderr
-    assert str(HOME / name) in run.stderr
-    assert "Rename it" in run.stderr
-    assert run.stdout == ""
+    assert (run.returncode, run.stdout) == (1, "")
+    for text in ("ImportError", str(file), str(HOME / name), "Rename it"):
+        assert text in run.stderr
 
 
 def test_a_foreign_package_that_is_loaded_already_is_refused(tmp_path: Path) -> None:
