@@ -2,12 +2,11 @@
 
 import csv
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from io import StringIO
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from tests.truth.cases import RANKS, ROLLOUTS, Case, Command, Manager, Ranks, Space, every, is_possible
-from tests.truth.condensed import Row, condensed
 from tests.truth.differences import Place, explained, verl
 from tests.truth.gates import NOTHING, WARNED
 from tests.truth.ours import NOT_ASKED, ours
@@ -42,6 +41,18 @@ GROUPS: Final[Mapping[frozenset[str], str]] = {
 """Sets of values that have a name of their own."""
 
 
+Answer = TypeVar("Answer", bound=Hashable)
+Values = tuple[tuple[str, ...], ...]
+"""Of each field of a case, in order."""
+
+
+class Row(NamedTuple, Generic[Answer]):
+    """The answer to all cases with these values."""
+
+    values: Values
+    answer: Answer
+
+
 class Table(NamedTuple):
     """One half of the truth table: the answers in each of its cases, and the rows that they condense to."""
 
@@ -65,7 +76,7 @@ def csv_text(halves: list[Table]) -> str:
     for half in halves:
         for row in half.rows:
             our, of_verl = row.answer
-            values = [_value(row.values[field], half.space[field]) for field in COLUMNS]
+            values = [_value(chosen, half.space[field]) for chosen, field in zip(row.values, COLUMNS, strict=True)]
             answers = {place: _formatted(answer) for place, answer in zip(half.places, of_verl, strict=True)}
             writer.writerow([half.name, *values, our, *(answers.get(place, "") for place in VERL)])
     return text.getvalue()
@@ -82,6 +93,17 @@ def counts(halves: list[Table]) -> Iterator[tuple[str, int, int]]:
 def _table(name: str, space: Space, places: tuple[Place, ...]) -> Table:
     answers = {case: _answers(places, case) for case in every(space)}
     return Table(name, space, places, answers, condensed(space, answers.__getitem__))
+
+
+def condensed(space: Space, answer: Callable[[Case], Answer]) -> list[Row[Answer]]:
+    """Return rows of which each case matches one. Rows that differ in a single field are merged, field by field."""
+    rows = [Row(tuple((value,) for value in case), answer(case)) for case in every(space)]
+    for field in range(len(Case._fields)):
+        merged: dict[tuple[Values, Values, Answer], list[str]] = {}
+        for values, result in rows:
+            merged.setdefault((values[:field], values[field + 1 :], result), []).extend(values[field])
+        rows = [Row((*before, tuple(values), *behind), result) for (before, behind, result), values in merged.items()]
+    return rows
 
 
 def _answers(places: tuple[Place, ...], case: Case) -> Answers:
