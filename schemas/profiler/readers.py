@@ -46,7 +46,7 @@ def read_verl(
 
 def read_yaml(source: object) -> ProfilerSettings:
     """Read our own YAML. Raises ConfigError."""
-    return yaml_format.parse({key: _plain(value, _substituted, key) for key, value in load(source).items()})
+    return yaml_format.parse(_plain(load(source), _substituted))
 
 
 def issue(messages: list[str]) -> None:
@@ -68,7 +68,8 @@ def yaml_text(settings: ProfilerSettings) -> str:
 def load(source: object) -> dict[str, object]:
     """Return the content of a mapping, a file or YAML text, its references as they are. Raises ConfigError."""
     if isinstance(source, Mapping):
-        return _mapping(source)
+        tree: dict[str, object] = _plain(source)
+        return tree
     if isinstance(source, str) and ("\n" in source or ": " in source or "{" in source):
         return _parsed(source, "the text")
     if not isinstance(source, str | os.PathLike):
@@ -82,14 +83,14 @@ def load(source: object) -> dict[str, object]:
 
 def _parsed(text: str, name: str) -> dict[str, object]:
     try:
-        tree = _Loader(text).get_single_data()
-        if isinstance(tree, Mapping | None):
-            return _mapping(tree or {})
+        tree = _plain(_Loader(text).get_single_data())
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply, or has an anchor that contains itself") from None
     except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: `!!int x`, `!!bool x`
         raise ConfigError(f"{name} is not valid YAML: {error}") from None
-    raise ConfigError(f"{name} holds a {type(tree).__name__}: allowed is a mapping of keys")
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{name} holds a {type(tree).__name__}: allowed is a mapping of keys")
+    return tree or {}
 
 
 class _Loader(yaml.SafeLoader):
@@ -103,15 +104,11 @@ class _Loader(yaml.SafeLoader):
         """Return the mapping, as the base class does."""
         seen: set[object] = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(
-                    problem="a key is a list or a mapping, where text is allowed; put a value with braces in quotes",
-                    problem_mark=key.start_mark,
-                )
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} occurs twice", problem_mark=key.start_mark)
-            if key.tag != "tag:yaml.org,2002:merge":
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -124,28 +121,21 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _number)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
 
 
-def _unchanged(text: str, _: str) -> object:
-    return text
+def _plain(value: object, change: Callable[[str, str], object] | None = None, path: str = "") -> Any:
+    """Copy a trainer's mappings and sequences, of whatever types, into dicts and lists. References are kept.
 
-
-def _mapping(
-    mapping: Mapping[Any, Any], change: Callable[[str, str], object] = _unchanged, path: str = ""
-) -> dict[str, object]:
-    """Copy a trainer's mappings and sequences, of whatever types, into dicts and lists. References are kept."""
-    if hasattr(mapping, "_get_root"):  # a DictConfig
+    Args:
+        change: Is given each text and its path, and returns what to put in its place.
+    """
+    if hasattr(value, "_get_root"):  # a DictConfig or ListConfig
         from omegaconf import OmegaConf
 
-        mapping = dict[Any, Any](OmegaConf.to_container(mapping, resolve=False))  # type: ignore[arg-type]
-    return {str(key): _plain(value, change, joined(path, key)) for key, value in mapping.items()}
-
-
-def _plain(value: object, change: Callable[[str, str], object] = _unchanged, path: str = "") -> object:
-    """Do the same to any value, and change each text, which is given with its path."""
+        value = OmegaConf.to_container(value, resolve=False)
     if isinstance(value, Mapping):
-        return _mapping(value, change, path)
+        return {str(key): _plain(entry, change, joined(path, key)) for key, entry in value.items()}
     if isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes):
         return [_plain(item, change, f"{path}[{index}]") for index, item in enumerate(value)]
-    return change(value, path) if isinstance(value, str) else value
+    return change(value, path) if change and isinstance(value, str) else value
 
 
 # --- references -------------------------------------------------------------------------------------------------------
@@ -170,7 +160,7 @@ def _resolver(source: object, tree: dict[str, object]) -> Callable[[str], object
         nodes = [section for section in source.values() if OmegaConf.is_config(section)]
     whole = tree
     for root in {id(root): root for node in nodes if (root := node._get_root()) is not source}.values():
-        whole = overlaid(_mapping(root), whole)
+        whole = overlaid(_plain(root), whole)
     try:
         config = OmegaConf.create(whole, flags={"allow_objects": True})
     except OmegaConfBaseException as error:
