@@ -321,8 +321,6 @@ class _Collector:
         )
         if len(acted) < 2:
             return
-        for _, agent in acted:
-            self._straggler(agent).acted += 1
         slowest_us, agent = acted[-1]
         behind_us = slowest_us - acted[(len(acted) - 1) // 2][0]
         straggler = self._straggler(agent)

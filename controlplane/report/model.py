@@ -126,15 +126,13 @@ class Straggler(Struct, kw_only=True):
     """How one agent kept the others waiting.
 
     Attributes:
-        acted: Commands on which it and another agent acted.
-        last: How often it was the last of them.
+        last: On how many commands it was the last of several agents to act.
         behind_us: How much later than their median it was then, in all.
         worst_us, worst_seq: The worst of these, and its command.
         missing: Commands that it never answered.
     """
 
     agent: str
-    acted: int = 0
     last: int = 0
     behind_us: int = 0
     worst_us: int = 0
@@ -166,6 +164,5 @@ def command_kind(command: Command) -> str:
 
 def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:
     """The worst first: those that never answered, then those that kept the others waiting for longest."""
-    late = [straggler for straggler in stragglers if straggler.last or straggler.missing]
-    late.sort(key=lambda late: (-late.missing, -late.behind_us, -late.last, agent_order(late.agent)))
-    return late[:MAX_STRAGGLERS]
+    ranked = sorted(stragglers, key=lambda late: (-late.missing, -late.behind_us, -late.last, agent_order(late.agent)))
+    return ranked[:MAX_STRAGGLERS]

@@ -138,8 +138,6 @@ class TimelineDraft:
     """The content of one timeline.
 
     Attributes:
-        survey: The first pass over the log.
-        clocks: Of every incarnation.
         control_events, traced_events: Numbers of events yielded so far.
         warnings: What is left out or may be misplaced, and why.
     """
@@ -224,7 +222,7 @@ class TimelineDraft:
         elif not trace.count and not trace.malformed:
             yield f"{path} has no events; is it a torch trace?"
         if trace.malformed:
-            yield f"left out: {trace.malformed} events of {path} without a valid time, process or thread"
+            yield f"left out: {trace.malformed} malformed events of {path}"
         if trace.before:
             what = f"{trace.before} of {trace.count} events lie before the run began, where Perfetto draws nothing"
             yield f"{path}: {what}; is its node's clock right?"

@@ -87,7 +87,7 @@ def find_trace(reported: ReportedTrace, roots: Sequence[Path]) -> FoundTrace | s
                 mismatches.append(f"{file} {mismatch}")
             except _UNREADABLE as error:
                 mismatches.append(f"{file} can't be read: {error}")
-    where = ", ".join(map(str, roots)) or "no traces root was given"
+    where = ", ".join(map(str, roots))
     return f"{reported.paths[0]}: {'; '.join(mismatches) or f'not found ({where})'}"
 
 
@@ -185,7 +185,7 @@ class TorchTrace:
         count: Events yielded so far, without names.
         before: How many of them lie before the timeline begins.
         last_ns: The latest of them, after the timeline begins.
-        malformed: Events that were left out because they have no valid place or number.
+        malformed: Events that were left out: without a valid time, process, thread or number.
         fault: Why the file was not read to its end; None if it was.
     """
 
@@ -224,6 +224,9 @@ class TorchTrace:
             return self._convert_metadata(event, pid)
         thread = self._thread(pid, event.get("tid", ""))
         event["tid"] = thread.first_tid
+        for name in ("id", "bind_id"):
+            if name in event:
+                event[name] = self._number << ARROW_BITS | int(str(event[name]), 0) % (1 << ARROW_BITS)
         if "ts" in event:
             ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
             if kind == "X" and "dur" in event:
@@ -239,9 +242,6 @@ class TorchTrace:
             self.last_ns = max(self.last_ns, ts_ns)
         if event.get("s") == "g":  # an instant of the whole file, which is one process among others here
             event["s"] = "p"
-        for name in ("id", "bind_id"):
-            if name in event:
-                event[name] = self._number << ARROW_BITS | int(str(event[name]), 0) % (1 << ARROW_BITS)
         self.count += 1
         return event
 

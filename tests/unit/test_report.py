@@ -96,6 +96,7 @@ def test_a_killed_agent_is_lost_and_its_replica_out_of_service_until_it_is_back(
     (failure,) = report.failures
     assert (failure.kind, failure.reason) == ("missing", "gone") and failure.engines[0][1].startswith("was last heard")
     assert [agent.agent for agent in report.lost] == [failure.agents]
+    assert (report.stragglers[0].agent, report.stragglers[0].missing) == (failure.agents, 1)
     (out,) = report.quarantines
     assert out.reason_ended == "its agent restarted" and f"{out.replica}.0" == failure.agents
 

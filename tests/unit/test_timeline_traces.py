@@ -340,6 +340,7 @@ def test_the_file_is_one_json_object_with_a_line_per_event(written: Written, tmp
         '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": [1], "dur": 1}',
         '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": 1e999999, "dur": 1}',
         '{"ph": "X", "name": "x", "pid": [1], "tid": 1, "ts": 1, "dur": 1}',
+        '{"ph": "s", "name": "x", "cat": "x", "id": "x", "pid": 1, "tid": 1, "ts": 1}',
         '"x"',
     ],
 )
@@ -348,7 +349,7 @@ def test_a_malformed_event_is_left_out_and_counted(written: Written, tmp_path: P
     timeline, events = drawn(written, content)
     assert set(ops(events)) == {op.name for op in OPS}
     file = tmp_path / "traces" / "a.trace.json.gz"
-    assert timeline.warnings == (f"left out: 1 events of {file} without a valid time, process or thread",)
+    assert timeline.warnings == (f"left out: 1 malformed events of {file}",)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "inf", "nan"])
