@@ -139,26 +139,16 @@ def test_modules_are_in_the_trace(fleet: Fleet) -> None:
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [(0, 1), (1, 3), (5, 6)])
-def test_window_is_these_passes_and_no_other(fleet: Fleet, window: tuple[int, int]) -> None:
-    stopped, (found,) = session(fleet, torch_plan("cpu", "shapes", window=window))
-    assert found.passes == PASSES[slice(*window)] and stopped.auto_stopped
-
-
-@pytest.mark.parametrize(("window", "passes"), [((2, 50), PASSES[2:]), ((49, 50), None)])
-def test_window_that_is_not_filled_leaves_no_session(
-    fleet: Fleet, window: tuple[int, int], passes: list[str] | None
-) -> None:
-    stopped, found = session(fleet, torch_plan("cpu", "shapes", window=window))
+@pytest.mark.parametrize(
+    ("window", "passes"),
+    [(Window(5, 6), PASSES[5:]), (Window(2, 50), PASSES[2:]), (Window(49, 50), []), (Window(3), PASSES[3:])],
+)
+def test_window_is_these_passes_and_leaves_no_session(fleet: Fleet, window: Window, passes: list[str]) -> None:
+    stopped, found = session(fleet, ProfilePlan(window=window, record_shapes=True))
     assert [trace.passes for trace in found] == ([passes] if passes else [])
-    assert not stopped.auto_stopped and stopped.ranks_without_trace == (() if passes else (0,))
+    assert stopped.auto_stopped is (window.end == 6) and stopped.ranks_without_trace == (() if passes else (0,))
     _, (after,) = session(fleet, torch_plan("cpu", "shapes"))
     assert after.passes == PASSES
-
-
-def test_window_with_an_open_end_lasts_until_the_stop(fleet: Fleet) -> None:
-    stopped, (found,) = session(fleet, ProfilePlan(window=Window(3), record_shapes=True))
-    assert found.passes == PASSES[3:] and not stopped.auto_stopped
 
 
 # --- where traces are written and relocated to ------------------------------------------------------------------------

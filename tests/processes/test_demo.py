@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,10 @@ import pytest
 from tests.running import rolloutctl
 
 
-def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    return rolloutctl("demo", *options)
-
-
 @pytest.mark.parametrize("fault", [(), ("--fault", "kill-agent")], ids=["plain", "killed"])
 def test_the_demo_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple[str, ...]) -> None:
     out = tmp_path / "out"
-    done = demo("--out", out, "--steps", "6", *fault)
+    done = rolloutctl("demo", "--out", out, "--steps", "6", *fault)
     assert done.returncode == 0, done.stderr + done.stdout
     output = " ".join(done.stdout.split())
     assert "after each of 7 syncs, both engines held the trainer's weights, byte for byte" in output
@@ -48,7 +43,7 @@ actor_rollout_ref:
 def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Path) -> None:
     out, config = tmp_path / "out", tmp_path / "verl.yaml"
     config.write_text(VERL)
-    done = demo("--out", out, "--steps", "6", "--profiler", config)
+    done = rolloutctl("demo", "--out", out, "--steps", "6", "--profiler", config)
     assert done.returncode == 0, done.stderr + done.stdout
     names = sorted(re.sub(r"-[0-9a-f]{16}", "", file.name) for file in (out / "traces").iterdir() if file.is_file())
     assert names == [
@@ -69,6 +64,6 @@ def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Pat
 
 def test_the_demo_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    done = demo("--out", tmp_path)
+    done = rolloutctl("demo", "--out", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("rolloutctl: ") and "is not empty" in done.stderr
