@@ -98,15 +98,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         yield bench
 
 
-def running(begun: Future[Completion]) -> bool:
-    """Return whether there is no answer yet, after time enough for one."""
-    try:
-        begun.result(0.3)
-    except NotYet:
-        return True
-    return False
-
-
 # --- launch -----------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +107,8 @@ async def test_it_starts_paused_and_describes_itself(bench: Bench) -> None:
     assert seen.operations == frozenset(Operation)
     assert seen.digest == digest(weights(TinyModel(TinyConfig(), seed=7)))
     waiting = bench.begin([1], 4)
-    assert running(waiting)
+    with pytest.raises(NotYet):
+        waiting.result(0.3)
     await bench.do(Resume())
     assert len(waiting.result(20).tokens) == 4
 
@@ -182,8 +174,8 @@ def spoil(folder: Path, how: str) -> None:
         file.write_bytes(b"\xff" * 500)
     else:
         file.unlink()
-        wrong = TinyConfig(hidden=32) if how == "another shape" else TinyConfig(layers=1)
-        save(TinyModel(wrong, seed=2), folder / "v2")
+        configs = {"another shape": TinyConfig(hidden=32), "fewer tensors": TinyConfig(layers=1)}
+        save(TinyModel(configs.get(how, TinyConfig()), seed=9), folder / "v2")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +186,7 @@ def spoil(folder: Path, how: str) -> None:
         ("noise", "refused"),
         ("another shape", "of another model"),
         ("fewer tensors", "lacks blocks.1"),
+        ("other values", "right tensors with other values"),
     ],
 )
 async def test_a_bad_checkpoint_never_touches_the_engine(bench: Bench, tmp_path: Path, how: str, reason: str) -> None:
@@ -208,15 +201,6 @@ async def test_a_bad_checkpoint_never_touches_the_engine(bench: Bench, tmp_path:
         await bench.do(Resume())
         assert await bench.engine.observe() == before
         assert bench.generate([1]).tokens == tokens
-
-
-async def test_files_that_changed_after_the_manifest_are_not_loaded(bench: Bench, tmp_path: Path) -> None:
-    load = bench.save(1)
-    (tmp_path / "v1" / "model.safetensors").unlink()
-    save(TinyModel(TinyConfig(), seed=9), tmp_path / "v1")
-    with pytest.raises(CheckpointError, match="content|digest|bytes"):
-        await bench.do(load)
-    assert (await bench.engine.observe()).version == 0
 
 
 @pytest.mark.parametrize("path", ["/etc", "../outside"])
@@ -234,7 +218,8 @@ async def test_pause_abort_answers_running_requests_with_the_tokens_they_have(be
     await bench.do(Pause("abort"))
     assert not (await bench.engine.observe()).generating
     late = bench.begin([1], 4)
-    assert running(late)
+    with pytest.raises(NotYet):
+        late.result(0.3)
     await bench.do(Resume())
     assert len(late.result(20).tokens) == 4
     done = begun.result(20)

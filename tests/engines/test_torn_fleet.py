@@ -92,16 +92,13 @@ class Fleet:
 
     async def generates_on(self, replica: int, timeout_s: float) -> int | None:
         """Return the version that the replica generates on; None if it does not answer."""
-
-        def ask() -> int | None:
-            try:
-                (completion,) = TinyClient(self.front(replica), timeout_s=timeout_s).generate([[1]], 4)
-            except EngineError:
-                return None
-            (version,) = set(completion.versions)
-            return version
-
-        return await to_thread.run_sync(ask)
+        client = TinyClient(self.front(replica), timeout_s=timeout_s)
+        try:
+            (completion,) = await to_thread.run_sync(client.generate, [[1]], 4)
+        except EngineError:
+            return None
+        (version,) = set(completion.versions)
+        return version
 
 
 @asynccontextmanager
