@@ -287,16 +287,17 @@ async def test_sleep_frees_and_wake_restores(bench: Bench, tags: set[Tag]) -> No
 async def test_calls_that_would_break_it_are_refused(bench: Bench) -> None:
     load, sleep = bench.save(1), Sleep(frozenset({"weights"}))
     await bench.do(Resume())
-    for call in (load, sleep):
+    for running in (load, sleep):
         with pytest.raises(EngineError, match="was refused: requests may run"):
-            await bench.do(call)
+            await bench.do(running)
     await bench.do(Pause("abort"), sleep)
-    for call, reason in (
-        (load, "the weights are asleep"),
-        (sleep, "asleep already"),
-        (Wake(frozenset({"kv_cache"})), "is awake"),
-        (Resume(), "Wake it first"),
-    ):
+    refused: dict[EngineCall, str] = {
+        load: "the weights are asleep",
+        sleep: "asleep already",
+        Wake(frozenset({"kv_cache"})): "is awake",
+        Resume(): "Wake it first",
+    }
+    for call, reason in refused.items():
         with pytest.raises(EngineError, match=reason):
             await bench.do(call)
 
