@@ -1,7 +1,5 @@
 """Training ranks and a rollout engine on one bus, as processes: profiled at the same step, each in its own way."""
 
-import gzip
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import Report
 from tests.running import python
-from tests.unit.rank_sessions import operators, stages
+from tests.unit.rank_sessions import operators, read, stages
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
@@ -47,10 +45,7 @@ class Rank:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self.process.wait()
+        self.process.__exit__(None, None, None)  # closes its pipes, and waits
         self._log.close()
 
     def tell(self, line: str) -> None:
@@ -100,13 +95,7 @@ class Fleet:
         """By path below the root."""
         acted = [outcome.conclusion for outcome in report.outcomes if isinstance(outcome.conclusion, Acted)]
         paths = [trace.path for conclusion in acted for trace in conclusion.traces]
-        return {path: load(self.folder / "traces" / path) for path in paths}
-
-
-def load(file: Path) -> dict[str, Any]:
-    raw = file.read_bytes()
-    trace: dict[str, Any] = json.loads(gzip.decompress(raw) if file.suffix == ".gz" else raw)
-    return trace
+        return {path: read(self.folder / "traces" / path) for path in paths}
 
 
 def profile(action: Literal["start", "stop"], actor: ProfilePlan) -> ProfileCommand:
@@ -215,7 +204,7 @@ def test_a_stop_that_times_out_in_a_long_stage_still_leads_to_a_relocated_trace(
     assert rank.heard() == "done 3"
     moved = fleet.folder / "traces" / "actor-rank0_step_3_e2e.rank0.pt.trace.json.gz"
     wait_until(moved.exists)
-    seen = stages(load(moved))
+    seen = stages(read(moved))
     assert [stage for stage in seen if "actor" in stage or "log" in stage] == ["compute_log_prob", "update_actor"]
 
 

@@ -82,7 +82,8 @@ class Commanded:
 
 
 def read(file: Path) -> dict[str, Any]:
-    trace: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    raw = file.read_bytes()
+    trace: dict[str, Any] = json.loads(gzip.decompress(raw) if file.suffix == ".gz" else raw)
     return trace
 
 

@@ -8,6 +8,8 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 
@@ -41,6 +43,34 @@ def rank(tmp_path: Path) -> Iterator[Commanded]:
 @annotate("update_actor", role="actor")
 def update_actor() -> None:
     work()
+
+
+def update_in_mini_batches(count: int) -> None:
+    with annotate("update", scheduled=True):
+        for index in range(count):
+            with record_function(f"mini-batch {index}"):
+                work()
+            mini_batch()
+
+
+@contextmanager
+def another_thread_in_a_stage(stage: str) -> Iterator[None]:
+    inside, leave = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with annotate(stage):
+            work()
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    inside.wait(60)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
 
 
 def named(returned: Returned) -> list[str]:
@@ -123,15 +153,12 @@ def test_stacks_shapes_and_memory_are_recorded_when_asked_for(rank: Commanded) -
 def test_the_files_of_verls_layout_are_in_the_root_under_verls_names(rank: Commanded) -> None:
     plan = ProfilePlan(discrete=True, layout="verl", schedule=Schedule(active=1, skip_first=1, repeat=1))
     rank.start(plan, step=7)
-    with annotate("update_actor", scheduled=True):
-        for _ in range(3):
-            work()
-            mini_batch()
+    update_in_mini_batches(3)
     update_actor()
     first, second = sorted(trace.path for trace in rank.stop().traces)
     pid = os.getpid()
     assert first.startswith(f"actor_update_actor_step7_rank3-of-8_pid{pid}_20") and first.endswith(".json.gz")
-    assert [path.endswith("_mb1.json.gz") for path in (first, second)].count(True) == 1
+    assert second.startswith(f"actor_update_step7_rank3-of-8_pid{pid}_20") and second.endswith("_mb1.json.gz")
 
 
 def test_interleaved_coroutines_are_recorded_in_the_trace_of_the_first_stage(rank: Commanded) -> None:
@@ -166,21 +193,8 @@ def test_interleaved_coroutines_are_recorded_in_the_trace_of_the_first_stage(ran
 
 def test_only_the_thread_that_entered_the_stage_is_recorded(rank: Commanded) -> None:
     rank.start(DISCRETE)
-    inside, leave = threading.Event(), threading.Event()
-
-    def train() -> None:
-        with annotate("elsewhere"):
-            work()
-            inside.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    inside.wait(60)
-    with annotate("here"):  # another thread's stage is recorded now
+    with another_thread_in_a_stage("elsewhere"), annotate("here"):
         work()
-    leave.set()
-    thread.join()
     with annotate("after"):
         work()
     traces = rank.traces(rank.stop())
@@ -217,11 +231,7 @@ def test_a_stage_that_another_thread_leaves_is_ended_by_the_thread_that_entered_
 @pytest.mark.parametrize("discrete", [False, True])
 def test_a_schedule_records_the_mini_batches_it_selects(rank: Commanded, discrete: bool) -> None:
     rank.start(ProfilePlan(discrete=discrete, schedule=Schedule(active=2, wait=1, warmup=1, skip_first=1)))
-    with annotate("update", scheduled=True):
-        for index in range(11):
-            with record_function(f"mini-batch {index}"):
-                work()
-            mini_batch()
+    update_in_mini_batches(11)
     traces = rank.traces(rank.stop())
     scope = "update" if discrete else "e2e"
     assert {name: stages(trace) for name, trace in traces.items()} == {
@@ -232,11 +242,7 @@ def test_a_schedule_records_the_mini_batches_it_selects(rank: Commanded, discret
 
 def test_a_window_that_the_stage_cuts_short_is_saved(rank: Commanded) -> None:
     rank.start(ProfilePlan(discrete=True, schedule=Schedule(active=5, skip_first=1)))
-    with annotate("update", scheduled=True):
-        for index in range(3):
-            with record_function(f"mini-batch {index}"):
-                work()
-            mini_batch()
+    update_in_mini_batches(3)
     with annotate("short", scheduled=True):
         work()
     traces = rank.traces(rank.stop())
@@ -263,10 +269,7 @@ def test_a_stage_of_any_name_has_a_trace(rank: Commanded) -> None:
 def test_mini_batches_are_counted_over_all_stages_of_a_session(rank: Commanded) -> None:
     rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=3, repeat=1)))
     for _ in range(3):
-        with annotate("update", scheduled=True):
-            for _ in range(2):
-                work()
-                mini_batch()
+        update_in_mini_batches(2)
     assert named(rank.stop()) == ["e2e.rank3.mb3-3.pt.trace.json.gz"]
 
 
@@ -298,34 +301,28 @@ def test_a_stop_in_the_middle_of_a_stage_takes_effect_at_the_next_stage(rank: Co
     assert stages(traces[WHOLE]) == ["update", "before"]
 
 
-def test_a_stop_takes_effect_between_mini_batches_and_includes_the_one_that_ends(rank: Commanded) -> None:
-    rank.start(ProfilePlan(schedule=Schedule(active=1, skip_first=1)))
+@pytest.mark.parametrize(
+    ("schedule", "name"), [(None, WHOLE), (Schedule(active=1, skip_first=1), "e2e.rank3.mb1-1.pt.trace.json.gz")]
+)
+def test_a_stop_takes_effect_between_mini_batches_and_includes_the_one_that_ends(
+    rank: Commanded, schedule: Schedule | None, name: str
+) -> None:
+    rank.start(ProfilePlan(schedule=schedule))
     with annotate("update", scheduled=True):
         work()
         mini_batch()
         work()
         stopping = rank.stopping()
         mini_batch()
-        assert named(stopping.result(60)) == ["e2e.rank3.mb1-1.pt.trace.json.gz"]
+        assert named(stopping.result(60)) == [name]
 
 
 def test_closing_the_rank_writes_what_was_recorded_and_waits_for_no_stage(rank: Commanded) -> None:
     rank.start()
     update_actor()
-    entered, leave = threading.Event(), threading.Event()
-
-    def train() -> None:
-        with annotate("never ends"):
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    entered.wait(60)
-    rank.close()
-    assert stages(read(rank.root / "global_step_3" / "actor_rank_3" / WHOLE)) == ["update_actor"]
-    leave.set()
-    thread.join()
+    with another_thread_in_a_stage("never ends"):
+        rank.close()
+        assert stages(read(rank.root / "global_step_3" / "actor_rank_3" / WHOLE)) == ["update_actor"]
 
 
 # --- a training step is never hurt ------------------------------------------------------------------------------------
@@ -354,28 +351,25 @@ def test_two_ranks_of_one_process_are_not_recorded_at_once(rank: Commanded, tmp_
 
 def test_ranks_of_one_process_can_be_commanded_at_the_same_time(tmp_path: Path) -> None:
     ranks = [Commanded(tmp_path, role).profiler for role in ("actor", "critic", "ref", "reward")]
-    lost: list[object] = []
 
-    def command(profiler: RankProfiler) -> None:
+    def command(profiler: RankProfiler) -> bool:
         for _ in range(15_000):
             add_listener(profiler)
-            times = sum(listener is profiler for listener in stages_of._Listeners.current)
+            added = sum(listener is profiler for listener in stages_of._Listeners.current)
             remove_listener(profiler)
-            times += sum(listener is profiler for listener in stages_of._Listeners.current)
-            if times != 1:
-                lost.append(profiler)
+            left = sum(listener is profiler for listener in stages_of._Listeners.current)
+            if (added, left) != (1, 0):
+                return False
+        return True
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=command, args=(profiler,)) for profiler in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor() as pool:
+            assert all([*pool.map(command, ranks)])
     finally:
         sys.setswitchinterval(before)
-    assert lost == [] and stages_of._Listeners.current == ()
+    assert stages_of._Listeners.current == ()
 
 
 def test_a_full_disk_costs_the_trace_and_nothing_else(rank: Commanded) -> None:
