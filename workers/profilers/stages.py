@@ -98,7 +98,7 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
             self.entered += (tuple((listener, listener.enter(self)) for listener in called),)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.entered:
             *outer, innermost = self.entered
             self.entered = tuple(outer)
