@@ -148,16 +148,19 @@ def count_outcomes(outcomes: Iterable[Conclusion]) -> str:
     return ", ".join(counts) or "no agents"
 
 
-def group_outcomes(outcomes: Iterable[tuple[str, Conclusion]]) -> list["Line"]:
+def group_outcomes(outcomes: Iterable[tuple[str, Conclusion, int]]) -> list["Line"]:
     """Return one line for each different outcome, with the agents that had it; failures first.
 
     Args:
-        outcomes: Pairs of an agent's name and what it concluded.
+        outcomes: For each agent its name, what it concluded, and the rule of the decision table; 0 if none.
     """
     groups: dict[tuple[int, str], list[str]] = {}
     order = list(_KINDS)
-    for agent, outcome in outcomes:
-        groups.setdefault((order.index(type(outcome)), format_outcome(outcome)), []).append(agent)
+    for agent, outcome, rule in outcomes:
+        text = format_outcome(outcome)
+        if isinstance(outcome, Skipped) and rule:  # where to look up why
+            text += f" (rule {rule})"
+        groups.setdefault((order.index(type(outcome)), text), []).append(agent)
     lines = [
         (kind, min(agent_order(agent) for agent in agents), f"{format_agents(agents)}: {text}")
         for (kind, text), agents in groups.items()

@@ -169,7 +169,7 @@ class AgentOutcome(Struct, frozen=True, kw_only=True):
     """One agent's line in a report.
 
     Attributes:
-        rule: Row of the decision table that gave the outcome; 0 if none did.
+        rule: Rule of the decision table that gave the outcome; 0 if none did.
         latency_us: From publishing to the arrival of the answer.
     """
 
@@ -266,7 +266,7 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         return [
             Line(f"  {describe(phase.command)}: {line.text}", trouble=True)
             for phase in self.phases
-            for line in group_outcomes(_pairs(phase.outcomes))
+            for line in _grouped(phase.outcomes)
             if line.trouble
         ]
 
@@ -281,9 +281,9 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         raise CommandFailed("\n".join([headline, *(line.text for line in self._failures())]))
 
 
-def _pairs(outcomes: Iterable[AgentOutcome]) -> list[tuple[str, Conclusion]]:
-    return [(outcome.agent, outcome.conclusion) for outcome in outcomes]
+def _grouped(outcomes: Iterable[AgentOutcome]) -> list[Line]:
+    return group_outcomes((outcome.agent, outcome.conclusion, outcome.rule) for outcome in outcomes)
 
 
 def _indented(outcomes: Iterable[AgentOutcome]) -> list[Line]:
-    return [Line(f"  {line.text}", line.trouble) for line in group_outcomes(_pairs(outcomes))]
+    return [Line(f"  {line.text}", line.trouble) for line in _grouped(outcomes)]

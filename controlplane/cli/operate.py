@@ -13,6 +13,7 @@ from rich.console import Console
 
 from controlplane.bus.operator import ask_status, submit
 from controlplane.cli.explain import explain
+from controlplane.cli.tables import fleet_table
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.errors import ConfigError
 from schemas.identity import Tag
@@ -58,7 +59,7 @@ def _run(ask: Callable[[], Any]) -> Any:
     return anyio.run(ask, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
-def _print(answer: FleetStatus | Report, as_json: bool) -> None:
+def _print(answer: Report, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(answer))
     else:
@@ -71,7 +72,15 @@ def _print(answer: FleetStatus | Report, as_json: bool) -> None:
 @click.option("--timeout", type=click.FloatRange(0.01), default=5.0, show_default=True, help="Seconds to wait.")
 def status(bus: str, as_json: bool, timeout: float) -> None:
     """Show the fleet of a running bus."""
-    _print(_run(partial(ask_status, bus, timeout)), as_json)
+    fleet: FleetStatus = _run(partial(ask_status, bus, timeout))
+    if as_json:
+        click.echo(msgspec.json.encode(fleet))
+        return
+    console = Console()
+    console.print(fleet.headline, soft_wrap=True, highlight=False, markup=False)
+    console.print(fleet_table(fleet))
+    for line in fleet.open:
+        console.print(f"open: {line}", soft_wrap=True, highlight=False, markup=False)
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tables of a run's commands, for the demo, and of an engine server."""
+"""Tables of the fleet, of a run's commands (for the demo), and of an engine server."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,10 +10,30 @@ from rich.table import Table
 from schemas.formatting import describe, format_agents, kind_and_reason
 from schemas.identity import Operation
 from schemas.outcomes import Missing
-from schemas.reports import Report
+from schemas.reports import AgentLine, FleetStatus, Report
 
 if TYPE_CHECKING:
     from workers.engines.probe import Probed
+
+
+def fleet_table(fleet: FleetStatus) -> Table:
+    """A row for each agent, and those in trouble in red."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("agent", "host", "state", "silent", "seq", "condition", "engine", "waits for"):
+        table.add_column(name, justify="right" if name in ("silent", "seq") else "left", overflow="fold")
+    for agent in fleet.agents:
+        silent = f"{agent.silent_ms / 1000:.1f} s" if agent.state in ("joining", "live") else "-"  # no longer measured
+        table.add_row(
+            *(agent.agent, escape(agent.host), agent.state, silent, str(agent.seq), _condition(agent)),
+            escape(agent.status.engine) if agent.status is not None else "-",
+            "; ".join(agent.waits_for) or "-",
+        )
+    return table
+
+
+def _condition(agent: AgentLine) -> str:
+    text = escape(agent.condition)
+    return f"[red]{text}[/red]" if agent.in_trouble else text
 
 
 def command_table(reports: Sequence[Report]) -> Table:
