@@ -275,12 +275,12 @@ class ControlPlane:
             version: Larger than any committed before.
             source: Where the weights are. A path is a directory of safetensors files below `checkpoints`, the same as
                 `Checkpoint(path)`.
-            manifest: What the source must hold; None to read it from the headers of the files here.
+            manifest: What the source must hold; None to read it from the headers of the files on this machine.
             content: Hash the bytes of the tensors too, here and in every engine that can. Reads the whole checkpoint
                 in the caller's thread.
-            send: For a `Broadcast`. Called in a thread of its own with the replicas that prepared, at the moment they
-                are told to receive; creates the group if there is none yet, and broadcasts. An exception is logged,
-                and the replicas then fail by the deadline, so give the group a shorter one.
+            send: For a `Broadcast`. Called in a thread of its own when the load phase begins, with the replicas that
+                prepared. It creates the group if there is none yet, and broadcasts. If it raises, a warning is logged,
+                and the replicas fail by the deadline, so give the group a shorter one.
             in_flight: What happens to running requests, see `pause`.
             quorum: Replicas that must load; None for more than half.
             timeout: Seconds for each phase.

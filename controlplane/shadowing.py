@@ -12,11 +12,11 @@ HOME = dirname(dirname(abspath(__file__)))
 """The directory that holds our three packages: site-packages, or a checkout."""
 
 OTHERS = ("schemas", "workers")
-"""Our packages but this one."""
+"""Our packages other than this one."""
 
 
 def find_foreign(name: str, home: str = HOME) -> str | None:
-    """Return the file or directory that `import name` takes instead of `home/name`; None if it is ours, or none."""
+    """Return the file or directory that `import name` takes instead of `home/name`; None if that is ours, or missing."""
     try:
         spec = find_spec(name)
     except ValueError:  # already in sys.modules, and created by hand: a module without a spec

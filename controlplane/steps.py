@@ -52,10 +52,10 @@ class Profiling:
         fleet: Returns the identities of the live agents.
 
     Attributes:
-        reports: Of the profile commands, newest last.
+        reports: Reports of the profile commands, newest last.
 
     Raises:
-        ConfigError: A value of the configuration has the wrong type. No step should be the one to find out.
+        ConfigError: A value of the configuration has the wrong type. Raised here, before any step meets it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Profiling:
         self._finish: Ticket[Report] | None = None
 
     def begin_step(self, step: int) -> list[Ticket[Report]]:
-        """Publish what comes before a step; before the first one, also the question whether it can be recorded."""
+        """Publish the commands before a step; before the first step, also a check that the plan can be recorded."""
         check = None if self._checked else check_command(self.config, step)
         self._checked = True
         tickets: list[Ticket[Report]] = []
@@ -80,11 +80,11 @@ class Profiling:
         return tickets + self._publish_all(commands_before(self.config, self._session, step))
 
     def end_step(self, step: int) -> list[Ticket[Report]]:
-        """Publish what comes after a step."""
+        """Publish the commands after a step."""
         return self._publish_all(commands_after(self.config, self._session, step))
 
     def record(self, ticket: Ticket[Report]) -> list[Ticket[Report]]:
-        """Wait for a ticket, keep its report, log failures, and publish what follows; return the tickets of that."""
+        """Wait for a ticket, keep its report, log failures, publish the commands that follow; return their tickets."""
         report = self._keep(ticket)
         command = report.command if report is not None else None
         if report is None or not isinstance(command, ProfileCommand):

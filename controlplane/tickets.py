@@ -13,8 +13,8 @@ R = TypeVar("R")
 class Ticket(Generic[R]):
     """The result to come of one request to the bus: `await ticket`, or `ticket.wait()` without an event loop.
 
-    A ticket always ends: at the latest at the deadline of the request, or when the bus is closed. The command goes its
-    way whether anybody waits or not. Waiting raises CommandError and its subclasses, BusFaulted and BusClosed.
+    A ticket always ends: at the latest at the deadline of the request, or when the bus is closed. The command
+    proceeds whether or not anybody waits. Waiting raises CommandError and its subclasses, BusFaulted and BusClosed.
 
     Attributes:
         number: Identifies the request in the run's log.

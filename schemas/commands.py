@@ -45,7 +45,7 @@ class Schedule(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TorchMemory(Struct, frozen=True, kw_only=True, tag="torch_memory", omit_defaults=True):
-    """Options of tool `torch_memory`, which dumps a snapshot of CUDA's memory history at the stop.
+    """Options of tool `torch_memory`, which dumps a snapshot of CUDA's memory history when the session stops.
 
     Attributes:
         max_entries, context, stacks: As for `torch.cuda.memory._record_memory_history`.
@@ -63,7 +63,7 @@ class Npu(Struct, frozen=True, kw_only=True, tag="npu", omit_defaults=True):
 
     Attributes:
         level: Profiler level of torch_npu.
-        analysis: Parse the recording at the stop, which takes long.
+        analysis: Parse the recording when the session stops, which takes long.
     """
 
     level: Literal["level_none", "level0", "level1", "level2"] = "level0"
@@ -107,7 +107,7 @@ class Finish(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to profile, and what. Each agent decides from `enabled`, `steps`, `ranks` and `replicas` if it takes part.
+    """How to profile, and what. `schemas.selection` decides which agents take part.
 
     Attributes:
         enabled: False to skip all profiling.
@@ -115,7 +115,7 @@ class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
         steps: Global training steps to profile; None for every step that a command names.
         ranks: Global GPU ranks; None for all. A replica takes part if it owns one of them, and only their traces are
             reported.
-        replicas: Indices of replicas, instead of or beside `ranks`.
+        replicas: Indices of replicas, in place of `ranks` or in addition to them.
         window: Forward steps of an engine to record; None to record from start to stop.
         activities: What torch's profiler records.
         with_stack: Record Python stacks.
@@ -173,9 +173,9 @@ class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_default
         port: Port of that store.
         group: Name of the group. Use a new name each time the group is created. It must not be a plain number, since
             torch itself uses those.
-        replicas: Members in order. With w GPUs per replica the first has ranks 1 to w, the next w+1 to 2w.
-        path: The same weights as a checkpoint, for replicas that join late or have to return to them. Without it they
-            wait for the next sync, because a broadcast can't be received later.
+        replicas: Receivers, in the order of their ranks. With w GPUs per replica the first has ranks 1 to w, the next w+1 to 2w.
+        path: The same weights as a checkpoint, for replicas that join late or have to load them again. Without it
+            they wait for the next sync, because a broadcast can't be received later.
     """
 
     host: Name
@@ -279,7 +279,8 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
 
 
 class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaults=True):
-    """One operation on the engine itself. Idempotent: if the engine is in that state, the answer is `skipped(already)`.
+    """One operation on the engine itself. Idempotent: if the engine is in that state already, the answer is
+    `skipped(already)`.
 
     A sleeping engine does not generate. It generates again once all of its memory is awake and nothing pauses it.
 

@@ -19,7 +19,7 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         agent_timeout_ms: An agent that is silent for this long has left the fleet.
         lease_ms: Agents that hear nothing from the bus for this long continue without the trainer.
         history: Commands kept for resending. An agent that needs older ones gets a snapshot.
-        queue: Commands that the trainer may hand over and that are not recorded yet.
+        queue: Commands that may be open at once: handed to the bus, and not concluded yet. More raise BusOverloaded.
         retransmit_ms: Time until an unanswered command is sent again; doubles with each attempt.
         durability: `disk` flushes a group of records to the disk before it is published; `os` leaves that to the
             operating system, so a power cut may lose the last groups.

@@ -28,7 +28,7 @@ ALL_TAGS: frozenset[Tag] = frozenset({"weights", "kv_cache"})
 
 
 class ProfileSession(Struct, frozen=True):
-    """A profiling session that is to be open."""
+    """A profiling session that should be open."""
 
     step: Count
     plan: ProfilePlan
@@ -88,7 +88,7 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def orphaned(desired: Desired) -> Desired:
-    """Return what is desired when the trainer is gone: committed weights, running, no session.
+    """Return the desired state once the trainer is gone: committed weights, running, no session.
 
     Memory stays as it is. A trainer that lost its bus may still use the GPU, so only the trainer wakes memory.
     """
@@ -98,9 +98,13 @@ def orphaned(desired: Desired) -> Desired:
 
 
 def desired_after(desired: Desired, command: Command | UnknownCommand, targeted: bool, identity: Identity) -> Desired:
-    """Return what is desired of a replica, or of a training rank, after the next command of the run.
+    """Return the desired state of a replica, or of a training rank, after the next command of the run.
 
-    `targeted` says that the target of the command includes it. `EpochStart` applies to all.
+    Args:
+        desired: The state before the command.
+        command: The next command.
+        targeted: Whether the target of the command includes this unit. `EpochStart` applies in any case.
+        identity: Any agent of the replica, or the training rank.
     """
     if identity.role != ROLLOUT and not isinstance(command, ProfileCommand | EpochStart):
         return desired
@@ -129,7 +133,7 @@ def _after_profile(desired: Desired, command: ProfileCommand, identity: Identity
     plan = command.plan_for(identity.role)
     if plan is None or profile_skip_reason(plan, command.step, identity) is not None:
         return desired
-    session = ProfileSession(command.step, plan)  # a second start of the same step may carry a better plan
+    session = ProfileSession(command.step, plan)  # a second start of the same step may carry another plan
     return desired if desired.profile == session else replace(desired, profile=session)
 
 

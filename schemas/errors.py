@@ -1,7 +1,7 @@
 """Every error that a user of rolloutctl can meet; all are a `RolloutctlError`.
 
 What happens in the fleet is data (`schemas.outcomes`). Exceptions are for mistakes of the caller, and for files and
-sockets that can't be used. Each message says what was asked, what was found, what state things are in and what to do.
+sockets that can't be used. Each message says what was asked, what was found, what state that leaves and what to do.
 """
 
 
@@ -46,7 +46,7 @@ class BusFaulted(BusError):
 
 
 class BusOverloaded(BusError):
-    """The bounded queue between the trainer's thread and the bus is full."""
+    """Too many commands are open at once; `queue` in BusConfig is the limit."""
 
 
 class BusUnreachable(BusError):
@@ -95,7 +95,7 @@ class LogLocked(LogError):
 
 
 class ReplayDiffers(RolloutctlError):
-    """A machine decided something else on a recorded event than the log says."""
+    """A machine decides differently on a recorded event than the log says."""
 
 
 class CommandFailed(RolloutctlError):

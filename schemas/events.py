@@ -105,7 +105,7 @@ EngineCall = (
 DiskCall = CollectTraces | FinishProfile
 Call = EngineCall | DiskCall
 
-# --- what is known of the engine --------------------------------------------------------------------------------------
+# --- the state of the engine ------------------------------------------------------------------------------------------
 
 
 class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -179,12 +179,12 @@ class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):
     """A command, live or resent.
 
     Attributes:
-        epoch: Epoch of the sender, which fences.
-        origin: Epoch in which the command was recorded, which does not fence.
+        epoch: Epoch of the sender, used for fencing.
+        origin: Epoch in which the command was recorded, not used for fencing.
         seq: Position of the command in the run.
         ttl_ms: Time left to act.
         command: The command; `UnknownCommand` if this version can't read it.
-        target: Whom the command is for.
+        target: Which replicas the command is for.
     """
 
     at_ms: int

@@ -26,7 +26,7 @@ _MARKUP: Final = re.compile(r"(\\*)(\[[a-z#/@][^[]*?])")
 """What rich would take for a tag, as in `rich.markup.escape`."""
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- wording ----------------------------------------------------------------------------------------------------------
 
 
 def describe(command: Command | UnknownCommand) -> str:
@@ -79,7 +79,7 @@ def _format_acted(acted: Acted) -> str:
     parts += [f"version {acted.version}"] if acted.version is not None else []
     parts += ["the engine had stopped by itself"] if acted.auto_stopped else []
     parts += ["still running"] if acted.still_running else []
-    parts += [f"{len(acted.traces)} trace{'s'[: len(acted.traces) != 1]}"] if acted.traces else []
+    parts += [f"{len(acted.traces)} trace{'' if len(acted.traces) == 1 else 's'}"] if acted.traces else []
     parts += [f"no trace of ranks {format_list(acted.ranks_without_trace)}"] if acted.ranks_without_trace else []
     return "; ".join(parts)
 
@@ -121,7 +121,7 @@ def format_replicas(replicas: Iterable[int | str]) -> str:
     units = list(replicas)
     numbers = sorted(unit for unit in units if isinstance(unit, int))
     ranks = [unit for unit in units if isinstance(unit, str)]
-    parts = [f"replica{'s'[: len(numbers) != 1]} {format_list(_format_runs(numbers))}"] if numbers else []
+    parts = [f"replica{'' if len(numbers) == 1 else 's'} {format_list(_format_runs(numbers))}"] if numbers else []
     parts += [format_agents(ranks)] if ranks else []
     return " and ".join(parts)
 

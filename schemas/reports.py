@@ -51,7 +51,7 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
         activity: The engine call in flight, and for how long.
         queued: Commands that wait for the engine.
         buffered: Commands that arrived out of order, and wait for those before them.
-        clock: The last estimate that differed; None before the first.
+        clock: The newest estimate of the agent's clocks; None before the first.
     """
 
     ready: bool
@@ -119,8 +119,8 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         condition = self.status.condition(identity.role)
         if self.state != "gone":
             return condition
-        was = f"a healthy follower, node rank {identity.node_rank}" if condition == "follower" else condition
-        return f"gone (was {was})"
+        earlier = f"a healthy follower, node rank {identity.node_rank}" if condition == "follower" else condition
+        return f"gone (was {earlier})"
 
     @property
     def in_trouble(self) -> bool:
@@ -223,7 +223,7 @@ class Report(Printable, frozen=True, kw_only=True, tag="report"):
         return [Line(self.headline, bool(self.failed or self.missing)), *_indented(self.outcomes)]
 
     def raise_for_failures(self) -> None:
-        """Raise CommandFailed if an agent failed or is missing; says which, and why. Skips are not failures."""
+        """Raise CommandFailed, which names each agent and why, if one failed or is missing. Skips are not failures."""
         troubles = [outcome for outcome in self.outcomes if is_trouble(outcome.conclusion)]
         if troubles:
             lines = [f"command {self.seq} did not succeed everywhere:", *(line.text for line in _indented(troubles))]

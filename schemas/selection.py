@@ -55,7 +55,7 @@ def trace_directory(step: int, plan: ProfilePlan, identity: Identity) -> str:
 
     Layouts:
         step: `global_step_<N>/replica_<R>`, and `global_step_<N>/<role>_rank_<r>` for training ranks.
-        verl_step: `rollout_step_<N>/agent_loop_replica_<R>`, as verl's pull request 5025.
+        verl_step: `rollout_step_<N>/agent_loop_replica_<R>`, as in verl's pull request 5025.
         verl: `agent_loop_rollout_replica_<R>/.step_<N>`. When the session ends, its traces move one directory up, which
             then holds those of all steps, as in verl 0.9. Traces of training ranks are in the root.
     """

@@ -37,7 +37,7 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
         magic: `MAGIC`.
         major: Protocol version; a reader refuses another one.
         minor: Grows with each compatible addition.
-        epoch: Epoch of the sending bus, or the one that the agent saw last. It fences.
+        epoch: Epoch of the sending bus, or the one that the agent saw last. Used for fencing.
         origin: Epoch in which the command was recorded; 0 in control messages.
         seq: Position of the command, or the position that the message refers to.
     """
@@ -94,7 +94,7 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class TimeRequest(Struct, frozen=True, kw_only=True, tag="time_request"):
-    """Ask for the time of the bus. Sent with every heartbeat. `sent_ns` is a clock that only the agent reads."""
+    """Ask for the time of the bus. Sent with every heartbeat. `sent_ns` is on a clock that only the agent reads."""
 
     sent_ns: Nanoseconds
 
@@ -308,5 +308,5 @@ def decode_command(body: Raw) -> Command | UnknownCommand:
 def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str) -> T:
     try:
         return decoder.decode(body)
-    except DECODE_ERRORS as error:  # it names the place of an invalid field, and never shows the bytes themselves
+    except DECODE_ERRORS as error:  # names the path of an invalid field, and never shows the bytes
         raise WireError(f"unreadable {what}: {type(error).__name__}: {str(error)[:200]}") from None

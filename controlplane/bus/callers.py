@@ -20,8 +20,9 @@ from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Submit, encode
 
 OPERATORS_MAX: Final = 64
 """Commands of operators that may be open at once."""
-BY_HAND: Final = (ProfileCommand, EngineCommand)
-NOT_BY_HAND: Final = (
+PUBLISHABLE: Final = (ProfileCommand, EngineCommand)
+"""Commands that a caller or an operator can publish by themselves."""
+NOT_PUBLISHABLE: Final = (
     "only a profile command or an engine command can be published by itself: a weight sync is a sequence of commands, "
     "so call `sync_weights`; an epoch begins when a bus is opened"
 )
@@ -38,8 +39,8 @@ def checked_order(order: Order) -> Order:
     The check costs the caller a few microseconds and gives the right traceback. In the decoded order, a list given for
     a set is a set, and nobody else can change it.
     """
-    if isinstance(order, Issued) and not isinstance(order.command, BY_HAND):
-        raise CommandError(f"{type(order.command).__name__}: {NOT_BY_HAND}. Nothing was sent")
+    if isinstance(order, Issued) and not isinstance(order.command, PUBLISHABLE):
+        raise CommandError(f"{type(order.command).__name__}: {NOT_PUBLISHABLE}. Nothing was sent")
     try:
         return _order_decoder.decode(encode(order))
     except (*DECODE_ERRORS, TypeError) as error:
@@ -97,8 +98,8 @@ class Callers:
 
     def add_operator(self, peer: str, request: Submit) -> str | None:
         """Queue an operator's command, or return the reason why not."""
-        if not isinstance(request.command, BY_HAND):
-            return NOT_BY_HAND
+        if not isinstance(request.command, PUBLISHABLE):
+            return NOT_PUBLISHABLE
         if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
             return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
         number = next(self._numbers)

@@ -1,4 +1,4 @@
-"""From the ROUTER's frames to what the coordinator understands. Every byte from outside passes through here.
+"""Turns the ROUTER's frames into events for the coordinator. Every byte from outside passes through here.
 
 Theory of operation. A turn of the bus begins with `begin_turn`, which sets the time of its events. The bus passes in
 every message with `receive`, then takes the results: `take_events` for the coordinator, and what needs no decision

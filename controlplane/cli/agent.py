@@ -75,7 +75,7 @@ def agent(
     gpus_per_node: int,
     mode: str,
     state_dir: Path,
-    **engine: Any,
+    **options: Any,
 ) -> None:
     """Run the agent of one node. It connects to the bus, executes every command, and answers.
 
@@ -90,27 +90,27 @@ def agent(
         --launch -- python -m sglang.launch_server --model-path /models/m --port 30000
     """
     try:
-        place = Identity(
+        identity = Identity(
             replica=replica, node_rank=node_rank, nnodes=nnodes, gpus_per_node=gpus_per_node, mode=RolloutMode(mode)
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    profiler = _profiler(engine)
-    traces = NodeTraces(Path(profiler.save_path), place, profiler.finish_hook_cmd)
-    driven = _engine(place, engine, Path(profiler.save_path))
-    if engine["launch"]:
-        driven = _launched(place, state_dir, engine, driven, profiler)
+    profiler = _profiler(options)
+    traces = NodeTraces(Path(profiler.save_path), identity, profiler.finish_hook_cmd)
+    engine = _engine(identity, options, Path(profiler.save_path))
+    if options["launch"]:
+        engine = _launched(identity, state_dir, options, engine, profiler)
     uvloop = find_spec("uvloop") is not None
-    router = _router(engine)
+    router = _router(options)
     interrupted = anyio.run(
-        _serve, bus, place, driven, state_dir, traces, router, backend_options={"use_uvloop": uvloop}
+        _serve, bus, identity, engine, state_dir, traces, router, backend_options={"use_uvloop": uvloop}
     )
     if interrupted:
         raise click.Abort
 
 
 async def _serve(
-    bus: str, place: Identity, engine: Engine, state_dir: Path, traces: NodeTraces, router: "Router | None"
+    bus: str, identity: Identity, engine: Engine, state_dir: Path, traces: NodeTraces, router: "Router | None"
 ) -> bool:
     """Return whether Ctrl-C ended it."""
     signals: list[signal.Signals] = []
@@ -118,8 +118,8 @@ async def _serve(
     async with anyio.create_task_group() as tasks:
         await tasks.start(_end_on_signal, tasks.cancel_scope, signals)
         try:
-            async with Agent(bus=bus, identity=place, engine=engine, state_dir=state_dir, traces=traces) as running:
-                logger.info("agent %s is up and connects to %s", place.agent, bus)
+            async with Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces) as running:
+                logger.info("agent %s is up and connects to %s", identity.agent, bus)
                 if router is not None:
                     tasks.start_soon(router.follow, running)
                 await running.run()
@@ -157,7 +157,7 @@ def _profiler(options: dict[str, Any]) -> ProfilerConfig:
     )
 
 
-def _engine(place: Identity, options: dict[str, Any], traces: Path) -> Engine:
+def _engine(identity: Identity, options: dict[str, Any], traces: Path) -> Engine:
     """The engine that the options name, without its launch."""
     if options["command"] and not options["launch"]:
         raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
@@ -165,7 +165,9 @@ def _engine(place: Identity, options: dict[str, Any], traces: Path) -> Engine:
     if options["kind"] == "tiny":
         from workers.engines.tiny.engine import TinyEngine
 
-        return TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=options["serve"], seed=options["seed"])
+        return TinyEngine(
+            identity, checkpoints=checkpoints, traces=traces, serve=options["serve"], seed=options["seed"]
+        )
     from workers.engines.http import api_key
     from workers.engines.sglang.engine import SGLangEngine
     from workers.engines.sglang.server import SGLangServer
@@ -173,15 +175,15 @@ def _engine(place: Identity, options: dict[str, Any], traces: Path) -> Engine:
     from workers.engines.vllm.server import VLLMServer
 
     kind, url, key = options["kind"], options["url"], api_key(options["api_key_file"])
-    if url is None and place.node_rank == 0:
+    if url is None and identity.node_rank == 0:
         raise ConfigError(f"--engine {kind} on node rank 0 needs --url http://HOST:PORT of its server.")
     if kind == "vllm":
-        return VLLMEngine(place, VLLMServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
-    return SGLangEngine(place, SGLangServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
+        return VLLMEngine(identity, VLLMServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
+    return SGLangEngine(identity, SGLangServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
 
 
 def _launched(
-    place: Identity, state_dir: Path, options: dict[str, Any], engine: Engine, profiler: ProfilerConfig
+    identity: Identity, state_dir: Path, options: dict[str, Any], engine: Engine, profiler: ProfilerConfig
 ) -> Engine:
     from workers.server.command import profiled_command, server_command
     from workers.server.launch import LaunchedEngine, ServerProcess
@@ -189,10 +191,10 @@ def _launched(
     kind, command = options["kind"], options["command"]
     if kind == "tiny" or not command:
         raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
-    log = options["launch_log"] or state_dir / f"server-{place.agent}.log"
-    full = server_command(kind, command, place, options["dist_init"])
-    full = profiled_command(kind, full, place, profiler.plan, Path(profiler.save_path))
-    server = ServerProcess(full, log=log, name=f"{kind} server of agent {place.agent}")
+    log = options["launch_log"] or state_dir / f"server-{identity.agent}.log"
+    full = server_command(kind, command, identity, options["dist_init"])
+    full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
+    server = ServerProcess(full, log=log, name=f"{kind} server of agent {identity.agent}")
     return LaunchedEngine(engine, server, up_within_s=options["up_within"])
 
 

@@ -50,7 +50,7 @@ EXIT_TIMEOUT_S: Final = 120.0
 @click.option(
     "--profiler",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What to profile: a configuration of verl's or of ours.  [default: two steps, engines and trainer]",
+    help="What to profile: a configuration, verl's or ours.  [default: two steps, engines and trainer]",
 )
 def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] | None, profiler: Path | None) -> None:
     """Train a small language model by policy gradient. Its rollouts come from two engines of two nodes each, and at

@@ -29,9 +29,9 @@ def probe(url: str, api_key_file: Path | None, as_json: bool) -> None:
     Nothing is changed. The exit code is 1 if an agent could not command it.
     """
     from workers.engines.http import api_key
-    from workers.engines.probe import probe as look
+    from workers.engines.probe import probe as probe_server
 
-    found = anyio.run(look, url, api_key(api_key_file))
+    found = anyio.run(probe_server, url, api_key(api_key_file))
     if as_json:
         click.echo(msgspec.json.encode(found))
     else:

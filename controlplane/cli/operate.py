@@ -59,11 +59,11 @@ def _run(ask: Callable[[], Any]) -> Any:
     return anyio.run(ask, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
-def _print(answer: Report, as_json: bool) -> None:
+def _print(report: Report, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.encode(answer))
+        click.echo(msgspec.json.encode(report))
     else:
-        Console().print(answer, soft_wrap=True, highlight=False)
+        Console().print(report, soft_wrap=True, highlight=False)
 
 
 @click.command(short_help="Show every agent, its state, and what it waits for.")

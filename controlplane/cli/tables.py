@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def fleet_table(fleet: FleetStatus) -> Table:
-    """A row for each agent, and those in trouble in red."""
+    """Return a row for each agent; those in trouble are red."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("agent", "host", "state", "silent", "seq", "condition", "engine", "waits for"):
         table.add_column(name, justify="right" if name in ("silent", "seq") else "left", overflow="fold")
@@ -37,7 +37,7 @@ def _condition(agent: AgentLine) -> str:
 
 
 def command_table(reports: Sequence[Report]) -> Table:
-    """Commands in order: who acted, who skipped and why, who failed or is missing, and how long the slowest took."""
+    """Return the commands in order: who acted, who skipped and why, who failed or is missing, and how long it took."""
     table = Table(
         title="Every command of the run",
         title_justify="left",
@@ -75,7 +75,7 @@ def _by_reason(report: Report, *kinds: str) -> str:
 
 
 def probe_table(probed: "Probed") -> Table:
-    """An engine server's properties, then each operation: supported, or why not."""
+    """Return an engine server's properties, then each operation: supported, or why not."""
     table = Table(show_header=False, box=SIMPLE_HEAD, pad_edge=False)
     properties = {
         "url": probed.url,

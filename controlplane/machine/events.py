@@ -32,7 +32,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
 
 
 class Opened(Struct, frozen=True, kw_only=True, tag="opened"):
-    """A bus opens this log. The log's earlier events have been folded before."""
+    """A bus opens this log. The log's earlier events have been folded already."""
 
     at_us: int
     at_ns: int

@@ -96,14 +96,14 @@ def collect_command(report: Report) -> tuple[ProfileCommand, Target] | None:
 
 
 def finish_command(config: ProfilerConfig, opened: Iterable[int]) -> ProfileCommand | None:
-    """Return what is asked once, after the last session; None if no plan wants anything done.
+    """Return the command that follows the last session; None if no plan wants anything done.
 
     Args:
         opened: Sessions that this trainer opened. Those that an earlier trainer of the run opened are added.
     """
-    ours = frozenset(opened)
-    last = max(ours, default=-1)
-    profiled = tuple(sorted(ours | {step for step in sessions(config) if step <= last}))
+    opened_here = frozenset(opened)
+    last = max(opened_here, default=-1)
+    profiled = tuple(sorted(opened_here | {step for step in sessions(config) if step <= last}))
     if not profiled or all(plan.finish == Finish() for plan in _plans(config) if plan.enabled):
         return None
     return ProfileCommand(

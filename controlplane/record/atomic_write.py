@@ -1,4 +1,4 @@
-"""Writes a file that appears under its name in one step, complete, and never replaces one that is needed."""
+"""Writes a file that appears under its name in one step, complete, and never replaces one that is still needed."""
 
 import os
 import secrets

@@ -7,7 +7,7 @@
     I5  every command ends  by its deadline, with one outcome for each agent that was in the fleet when it was issued
     I6  no silent skip      every skip names its rule, every failure has a message
     I7  profiles close      no session is left open that nobody wants any more, with or without its trainer
-    I8  no way back alive   a lost agent is told to say hello, and nothing it sends counts before that
+    I8  hello first         a lost agent is told to say hello, and nothing it sends counts before that
 
 I9, that a replay decides the same, is checked by `controlplane.record.replay`. I10, that control never waits behind an
 engine call, can't be seen in a log, which holds only what arrived: the agent's tests check it.

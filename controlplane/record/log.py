@@ -37,8 +37,8 @@ class LoggedDecision(Struct, frozen=True, kw_only=True):
     """Body of a record. One of the coordinator has only `event` and `effects`.
 
     Attributes:
-        journal: The agent's journal; one for each time that it started without an earlier one.
-        number: Of the decision in the journal: 1, 2, 3 …
+        journal: The agent's journal. An agent that starts without one creates another.
+        number: Number of the decision in the journal: 1, 2, 3 …
     """
 
     journal: Name = ""
@@ -48,7 +48,7 @@ class LoggedDecision(Struct, frozen=True, kw_only=True):
 
 
 class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "created"}):
-    """The head of a log.
+    """The header of a log.
 
     Attributes:
         created_ns: Wall clock.
@@ -73,7 +73,7 @@ _tag_decoder = Decoder(_Tagged)
 class RunLog:
     """The log of one run, open for writing. Created by `open`; a context manager.
 
-    Not for several threads, but `commit` may run in another one.
+    Use it from one thread. Only `commit` may run in another one.
 
     Attributes:
         run: Id of the run.
@@ -117,7 +117,7 @@ class RunLog:
 
     @staticmethod
     def header(path: str | os.PathLike[str]) -> RunHeader:
-        """Return the head of a log. Raises LogError or LogCorrupt."""
+        """Return the header of a log. Raises LogError or LogCorrupt."""
         with RecordReader.open(path) as reader:
             return _read_header(reader)
 

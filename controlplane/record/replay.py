@@ -1,7 +1,7 @@
 """Replays a recorded run: every decision is made again, and compared byte for byte with the recorded one.
 
 Pure. The agents' machine belongs to the other side, so a composition root passes it in (`controlplane.cli.reducers`).
-It also checks the log's header before, since a log that other logic wrote may differ anywhere.
+That root also checks the log's header first, since a log that other logic wrote may differ anywhere.
 
 An agent's decisions are numbered within its journal, and a journal begins with an agent in its initial state. Where the
 log lacks some (an agent lost its disk before it could send them), the rest of that journal can't be compared, and the
@@ -117,15 +117,17 @@ class Replayer(Generic[S]):
 
     def _compare(self, entry: LogEntry, effects: tuple[object, ...]) -> None:
         self._compared += 1
-        again = encode(effects)
-        if again != bytes(entry.effects):
+        recomputed = encode(effects)
+        if recomputed != bytes(entry.effects):
             entry.typed_effects()  # unreadable effects are damage, and can't be shown in a diff
-            raise ReplayDiffers(_difference(entry, Raw(again)))
+            raise ReplayDiffers(_difference(entry, Raw(recomputed)))
 
 
-def _difference(entry: LogEntry, again: Raw) -> str:
+def _difference(entry: LogEntry, recomputed: Raw) -> str:
     who = f"agent {entry.agent}, decision {entry.number} of its journal" if entry.agent else "the coordinator"
-    diff = difflib.unified_diff(_lines(entry.effects), _lines(again), "recorded", "decided today", lineterm="", n=2)
+    diff = difflib.unified_diff(
+        _lines(entry.effects), _lines(recomputed), "recorded", "decided today", lineterm="", n=2
+    )
     event = "\n".join(f"  {line}" for line in _lines(entry.event))
     return (
         f"record {entry.position}, {who}: event `{entry.kind}` led to other effects.\nThe event:\n{event}\n"

@@ -261,7 +261,7 @@ class _Collector:
     def _add_report(self, report: Report) -> None:
         summary, since_us = self._open.pop(report.seq, (None, 0))
         if summary is None:
-            return  # a violated invariant
+            return  # violates I5, which `verify` reports
         summary.concluded = True
         summary.outcomes = group_by_reason(report.outcomes)
         for group in summary.outcomes:
@@ -370,7 +370,7 @@ class _Steps:
                 self.dropped += len(oldest.commands)
 
     def kept(self) -> list[StepSummary]:
-        """The steps that are kept, in order."""
+        """Return the steps that are kept, in order."""
         return [*self._old_bad, *self._recent]
 
 
@@ -416,7 +416,7 @@ class _Engines:
         self._note(agent, seq, self._fleet.last_heard(agent))
 
     def after_failure(self, failure: FailureGroup) -> tuple[tuple[str, str], ...]:
-        """The state of the engines after a failure, by agent."""
+        """Return the state of the engines after a failure, by agent."""
         texts = ((name, self._after_failure.get((name, failure.seq), "")) for name in failure.names)
         return tuple((name, text) for name, text in texts if text)
 

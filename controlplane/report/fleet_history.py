@@ -25,19 +25,19 @@ MAX_SPANS = 100
 
 
 class AgentHistory(Struct, kw_only=True):
-    """One agent, first while the log is read, then at its end.
+    """One agent: while the log is read, and then at the end of the log.
 
     Attributes:
         peer: Its newest connection.
         status: Its last heartbeat, updated by the outcomes after it; it arrived at `heard_ns`.
-        fresh: It has not joined in this life.
+        fresh: This incarnation has not joined yet.
         since_ns: When it joined, while it is in the fleet.
         lives: Number of its incarnations.
         launches: How often its engine was replaced by another instance.
         fleet_ns: Time in the fleet.
         losses: When (ns) and why it was lost; `losses_count` counts all.
         membership: joining, live, gone or left.
-        condition: In a few words, at the end; `bad` if it should not be so.
+        condition: Its condition at the end, in a few words; `bad` if something is wrong with it.
         failed, missing: Numbers of commands.
     """
 
@@ -65,13 +65,13 @@ class AgentHistory(Struct, kw_only=True):
 
     @property
     def healthy(self) -> bool:
-        """It never had a problem."""
+        """Whether it never had a problem."""
         problems = self.losses_count + self.failed + self.missing + self.launches + self.lives - 1
         return not self.bad and problems == 0
 
     @property
     def unready(self) -> bool:
-        """It is in the fleet, and said last that its engine is not as desired."""
+        """Whether it is in the fleet, and last reported that its engine is not as desired."""
         return self.status is not None and not self.status.ready and self.membership in ("joining", "live")
 
 
@@ -89,7 +89,7 @@ class ReplicaHistory(Struct, kw_only=True):
     """One replica over the run. Its conditions are `out` of service, `gone`, `behind` the fleet, and `paused`.
 
     Attributes:
-        version: What its engine holds; None while it is not in the fleet, or has not said.
+        version: What its engine holds; None while it is not in the fleet, or has not reported it.
         latest: The last known version.
         since_ns: Conditions that hold now.
         totals_ns: How long each held; `spans` has the first of them (condition, begin, end) without pauses.
@@ -103,11 +103,11 @@ class ReplicaHistory(Struct, kw_only=True):
 
     @property
     def bad(self) -> bool:
-        """It ever had a problem."""
+        """Whether it ever had a problem."""
         return any(condition != "paused" for condition in self.totals_ns)
 
     def set(self, condition: str, holds: bool, now_ns: int) -> None:
-        """A condition holds from now on, or no longer."""
+        """Note that a condition holds from now on, or no longer."""
         if holds:
             self.since_ns.setdefault(condition, now_ns)
             return
@@ -131,7 +131,7 @@ class FleetHistory:
     def __init__(self) -> None:
         self.start_ns = self.now_ns = self.version = 0
         self.quarantines: list[Quarantine] = []
-        self._out: dict[int, Quarantine] = {}
+        self._quarantined: dict[int, Quarantine] = {}
         self._agents: dict[str, AgentHistory] = {}
         self._replicas: dict[int, ReplicaHistory] = {}
 
@@ -177,8 +177,8 @@ class FleetHistory:
         agent.membership = "live"
         agent.since_ns = self.now_ns if agent.since_ns is None else agent.since_ns
         if (replica := self._replica(agent)) is not None:
-            if agent.fresh and agent.identity.replica in self._out:
-                self._take_in(agent.identity.replica, "its agent restarted")
+            if agent.fresh and agent.identity.replica in self._quarantined:
+                self._end_quarantine(agent.identity.replica, "its agent restarted")
             replica.set("gone", False, self.now_ns)
         agent.fresh = False
 
@@ -225,17 +225,17 @@ class FleetHistory:
 
     def sync_published(self, command: WeightSync, target: Target) -> None:
         """A phase of a weight sync was published. It may quarantine replicas, and end quarantines."""
-        for index in sorted(command.quarantine - self._out.keys()):
+        for index in sorted(command.quarantine - self._quarantined.keys()):
             quarantine = Quarantine(replica=index, version=command.version, since_ns=self.now_ns)
-            self._out[index] = quarantine
+            self._quarantined[index] = quarantine
             self.quarantines.append(quarantine)
             self._replicas.setdefault(index, ReplicaHistory()).set("out", True, self.now_ns)
-        for index, quarantine in sorted(self._out.items()):
+        for index, quarantine in sorted(self._quarantined.items()):
             targeted = target.replicas is None or index in target.replicas
             if command.phase == "commit" and targeted and index not in command.quarantine:
-                self._take_in(index, f"the sync to v{command.version} included it")
+                self._end_quarantine(index, f"the sync to v{command.version} included it")
             elif command.phase == "abort" and quarantine.version == command.version:
-                self._take_in(index, "that sync was aborted")
+                self._end_quarantine(index, "that sync was aborted")
 
     def committed(self, version: int) -> None:
         """The fleet serves this version now."""
@@ -257,7 +257,7 @@ class FleetHistory:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def last_heard(self, name: str) -> str:
-        """What an agent last said about its engine; empty if it never did."""
+        """Return what an agent last reported about its engine; empty if it never did."""
         agent = self._agents.get(name)
         if agent is None or agent.status is None:
             return ""
@@ -265,7 +265,7 @@ class FleetHistory:
         return f"was last heard {silent_ms:,} ms before that: {agent.status.condition(agent.identity.role)}"
 
     def agents(self) -> list[AgentHistory]:
-        """Every agent, in the order of the fleet, at the end of the log."""
+        """Return every agent, in the order of the fleet, at the end of the log."""
         for name, agent in self._agents.items():
             self._leave(agent, agent.membership)  # counts the time up to the end
             line = AgentLine(
@@ -282,7 +282,7 @@ class FleetHistory:
         return [self._agents[name] for name in sorted(self._agents, key=agent_order)]
 
     def replicas(self) -> dict[int, ReplicaHistory]:
-        """Every replica in order, up to the end of the log."""
+        """Return every replica in order, up to the end of the log."""
         for replica in self._replicas.values():
             for condition in list(replica.since_ns):
                 replica.set(condition, False, self.now_ns)
@@ -326,7 +326,7 @@ class FleetHistory:
             for condition in ("behind", "paused"):
                 replica.set(condition, False, self.now_ns)
 
-    def _take_in(self, index: int, reason: str) -> None:
-        quarantine = self._out.pop(index)
+    def _end_quarantine(self, index: int, reason: str) -> None:
+        quarantine = self._quarantined.pop(index)
         quarantine.until_ns, quarantine.reason_ended = self.now_ns, reason
         self._replicas[index].set("out", False, self.now_ns)

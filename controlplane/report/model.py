@@ -53,7 +53,7 @@ class CommandSummary(Struct, kw_only=True):
 
     @property
     def bad(self) -> bool:
-        """An agent failed or is missing, or the command has no report."""
+        """Whether an agent failed or is missing, or the command has no report."""
         return not self.concluded or any(group.kind in ("failed", "missing") for group in self.outcomes)
 
 
@@ -73,7 +73,7 @@ class StepSummary(Struct, kw_only=True):
 
     @property
     def bad(self) -> bool:
-        """The sync or one of the commands did not go well."""
+        """Whether the sync or one of the commands went wrong."""
         return self.flawed or any(command.bad for command in self.commands)
 
 
@@ -116,7 +116,7 @@ class LatencyHistogram:
         self.largest = max(self.largest, value)
 
     def percentile(self, percent: int) -> int:
-        """The smallest value that `percent` of all do not exceed."""
+        """Return the smallest value that `percent` of all do not exceed."""
         uppers = sorted(self._buckets)
         counts = list(accumulate(self._buckets[upper] for upper in uppers))
         return min(self.largest, uppers[bisect_left(counts, self.count * percent / 100)])
@@ -152,7 +152,7 @@ def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...
 
 
 def command_kind(command: Command) -> str:
-    """What commands have in common whose latencies are counted together."""
+    """Return the kind of a command: latencies of the same kind are counted together."""
     match command:
         case WeightSync():
             return f"weights {command.phase}"
@@ -163,6 +163,6 @@ def command_kind(command: Command) -> str:
 
 
 def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:
-    """The worst first: those that never answered, then those that kept the others waiting for longest."""
-    ranked = sorted(stragglers, key=lambda late: (-late.missing, -late.behind_us, -late.last, agent_order(late.agent)))
+    """Return the worst first: those that never answered, then those that kept the others waiting for longest."""
+    ranked = sorted(stragglers, key=lambda item: (-item.missing, -item.behind_us, -item.last, agent_order(item.agent)))
     return ranked[:MAX_STRAGGLERS]

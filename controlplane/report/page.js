@@ -5,28 +5,28 @@
   const words = document.getElementById("words");
   const bad = document.getElementById("bad");
   const found = document.getElementById("found");
-  const narrow = () => {
-    const wanted = words.value.trim().toLowerCase();
+  const filter = () => {
+    const query = words.value.trim().toLowerCase();
     let count = 0;
     for (const step of steps) {
       let shown = 0;
       for (const row of step.querySelectorAll("tbody tr")) {
-        const fits = (!bad.checked || row.classList.contains("bad")) &&
-          (!wanted || row.textContent.toLowerCase().includes(wanted));
-        row.hidden = !fits;
-        shown += fits;
+        const matches = (!bad.checked || row.classList.contains("bad")) &&
+          (!query || row.textContent.toLowerCase().includes(query));
+        row.hidden = !matches;
+        shown += matches;
       }
       step.hidden = !shown;
-      if (shown && (wanted || bad.checked)) step.open = true;
+      if (shown && (query || bad.checked)) step.open = true;
       count += shown;
     }
-    found.textContent = wanted || bad.checked ? `${count} shown` : "";
+    found.textContent = query || bad.checked ? `${count} shown` : "";
   };
-  words.addEventListener("input", narrow);
-  bad.addEventListener("change", narrow);
+  words.addEventListener("input", filter);
+  bad.addEventListener("change", filter);
   for (const [name, open] of [["open", true], ["close", false]])
     document.getElementById(name).addEventListener("click", () => {
       for (const step of steps) step.open = open;
     });
-  document.getElementById("narrow").hidden = false;
+  document.getElementById("filter").hidden = false;
 })();

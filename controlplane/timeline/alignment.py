@@ -42,7 +42,7 @@ class OffsetEstimate(NamedTuple):
     error_ns: int
 
     def grown_error_ns(self, at_ns: int) -> int:
-        """The error at another moment: it grows by the drift."""
+        """Return the error at another moment: it grows by the drift."""
         return self.error_ns + abs(at_ns - self.at_ns) * DRIFT_PPM // 1_000_000
 
     def agrees_with(self, other: "OffsetEstimate") -> bool:
@@ -57,7 +57,7 @@ class AgentClock:
         peer: `agent/incarnation`.
 
     Attributes:
-        early_ns: How long before its issue a command seemed to be received, at most.
+        early_ns: How long before its issue a command seems to have been received, at most.
     """
 
     def __init__(self, peer: str) -> None:
@@ -79,11 +79,11 @@ class AgentClock:
         return max((estimate.error_ns for estimate in self._monotonic), default=self._bounded().error_ns)
 
     def monotonic(self, at_ms: int) -> Offset:
-        """Offset of the agent's monotonic clock, at a moment of that clock."""
+        """Return the offset of the agent's monotonic clock, at a moment of that clock."""
         return _interpolate(self._monotonic, at_ms * MS) if self._monotonic else self._bounded()
 
     def wall(self, bus_ns: int) -> Offset:
-        """Offset of the node's wall clock, at a moment of the bus's clock."""
+        """Return the offset of the node's wall clock, at a moment of the bus's clock."""
         return _interpolate(self._wall, bus_ns) if self._wall else Offset(0, None)
 
     def add(self, clock: Clock) -> None:

@@ -88,16 +88,16 @@ class BusTracks:
         """Draw an arrow from the issue of a command to a decision about it."""
         if (mark := self._marks.get(seq)) is None:
             return
-        for ph, bp, place in (("s", None, mark), ("f", "e", decided)):
+        for ph, bp, anchor in (("s", None, mark), ("f", "e", decided)):
             yield TraceEvent(
                 ph=ph,
                 bp=bp,
                 name="command",
                 cat=CATEGORY,
                 id=self._next_arrow,
-                pid=place.pid,
-                tid=place.tid,
-                ts=place.ts,
+                pid=anchor.pid,
+                tid=anchor.tid,
+                ts=anchor.ts,
             )
         self._next_arrow += 1
 
@@ -144,8 +144,10 @@ class BusTracks:
         yield mark
 
     def _conclude(self, report: Report, at_ns: int) -> Events:
-        yield from self._close(report.seq, at_ns, **{line.agent: _short(line.conclusion) for line in report.outcomes})
-        yield from self._end_sessions([s for s in self._sessions if s.stop_seq == report.seq], at_ns)
+        yield from self._close(
+            report.seq, at_ns, **{outcome.agent: _short(outcome.conclusion) for outcome in report.outcomes}
+        )
+        yield from self._end_sessions([span for span in self._sessions if span.stop_seq == report.seq], at_ns)
 
     def _profile(self, seq: int, command: ProfileCommand, replicas: frozenset[int] | None, at_ns: int) -> Events:
         """Open or stop sessions. A start for another step ends what its replicas have open."""
@@ -297,10 +299,10 @@ class AgentTracks:
             self._conditions[thread] = OpenSlice(self._process, thread, condition, at_ns)
 
     def _count_version(self, version: int, at_ns: int) -> Events:
-        place = self._identity
-        if place.role == ROLLOUT and place.node_rank == 0 and version != self._version:
+        identity = self._identity
+        if identity.role == ROLLOUT and identity.node_rank == 0 and version != self._version:
             self._version = version
-            yield self._process.counter(f"replica {place.replica} weight version", version, at_ns)
+            yield self._process.counter(f"replica {identity.replica} weight version", version, at_ns)
 
     def _mark(self, name: str, at_ns: int) -> TraceEvent:
         return self._process.instant("events", name, at_ns)

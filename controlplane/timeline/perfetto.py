@@ -113,7 +113,7 @@ def write_timeline(
     run = RunLog.header(log).run
     draft = TimelineDraft(run, LogSurvey(RunLog.read(log)))
     try:
-        # Opened first: traces take minutes, and only then would it fail.
+        # Opened first: checking the traces takes minutes, and a file that can't be written should fail before.
         with atomic_write(out, force) as file, _compressed(file, out) as stream:
             files = draft.find_traces(roots, say)
             check_destination(out, force, [trace.path for trace in files])
@@ -177,7 +177,7 @@ class TimelineDraft:
         return files
 
     def head(self) -> bytes:
-        """The JSON object up to its events."""
+        """Return the JSON object up to its events."""
         clocks = [structs.asdict(line) for line in self.clocks]
         about = {"tool": "rolloutctl", "run": self._run, "clock": "wall clock of the bus", "agents": clocks}
         fields = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._zero_ns, "otherData": about, "traceEvents": []}
@@ -248,15 +248,15 @@ class TimelineDraft:
         return f"agent {name} (clock {line.offset_ns / MS:+.3f} ± {(line.error_ns or 0) / MS:.3f} ms)"
 
     def _owner(self, name: str, file: FoundTrace) -> str:
-        place, rank = self.survey.places.get(name), file.reported.trace.rank
+        identity, rank = self.survey.identities.get(name), file.reported.trace.rank
         step = f", step {file.reported.step}" if file.reported.step is not None else ""
-        if place is None:
+        if identity is None:
             return f"agent {name}{step}"
         if rank is None and FRONT_END in file.path.name:
-            return f"replica {place.replica} front end{step}"
+            return f"replica {identity.replica} front end{step}"
         if rank is None:
-            rank = place.global_ranks.start + (file.rank or 0)
-        owner = f"replica {place.replica}" if place.role == ROLLOUT else place.role
+            rank = identity.global_ranks.start + (file.rank or 0)
+        owner = f"replica {identity.replica}" if identity.role == ROLLOUT else identity.role
         return f"{owner} rank {rank}{step}"
 
 

@@ -92,7 +92,7 @@ class LogSurvey:
 
     Attributes:
         clocks: By `agent/incarnation`.
-        places: Identity of each agent by name, as far as known.
+        identities: Identity of each agent by name, as far as known.
         traces: Reported trace files, each once, by agent and digest.
         begins_ns: The first moment of the run, on the bus's clock; agents may start before the first record.
         last_ns, last: Moment and position of the last record.
@@ -102,7 +102,7 @@ class LogSurvey:
 
     def __init__(self, entries: Iterable[LogEntry]) -> None:
         self.clocks: dict[str, AgentClock] = {}
-        self.places: dict[str, Identity] = {}
+        self.identities: dict[str, Identity] = {}
         self.traces: dict[tuple[str, str], ReportedTrace] = {}
         self.begins_ns = self.last_ns = self.last = 0
         self.unreadable: list[int] = []
@@ -130,7 +130,7 @@ class LogSurvey:
                 return
 
     def clock(self, peer: str) -> AgentClock:
-        """The clocks of one incarnation; a new one knows nothing yet."""
+        """Return the clocks of one incarnation; new ones know nothing yet."""
         return self.clocks.setdefault(peer, AgentClock(peer))
 
     def moment_ns(self, peer: str, at_ms: int) -> int:
@@ -151,7 +151,7 @@ class LogSurvey:
             case bus_events.StatusReceived(status=status) if status.clock is not None:
                 self.clock(event.peer).add(status.clock)
             case bus_events.HelloReceived():
-                self.places[event.hello.identity.agent] = event.hello.identity
+                self.identities[event.hello.identity.agent] = event.hello.identity
                 self.clock(event.peer)
             case bus_events.JoinReceived():
                 self._joined.setdefault(event.peer, at_ns)
@@ -173,7 +173,7 @@ class LogSurvey:
         clock.happened_before(record.at_ns, event.at_ms)
         match event:
             case Started():
-                self.places.setdefault(record.agent, event.identity)
+                self.identities.setdefault(record.agent, event.identity)
                 self._started[peer] = event.at_ms
             case CommandReceived() if event.seq in self._published:
                 clock.happened_after(self._published[event.seq][0], event.at_ms)

@@ -52,7 +52,7 @@ class ProcessTracks:
         ]
 
     def tid(self, thread: str, lane: int = 0) -> int:
-        """The number of a lane; names it on first use."""
+        """Return the number of a lane; names it on first use."""
         tid = self._tids.get((thread, lane))
         if tid is None:
             tid = self._tids[thread, lane] = self.pid * THREADS + len(self._tids) + 1
@@ -61,7 +61,7 @@ class ProcessTracks:
         return tid
 
     def take_lane(self, thread: str, at_ns: int) -> int:
-        """Occupy the first lane that is free at a moment."""
+        """Occupy the first lane that is free at a moment, and return its index."""
         lanes = self._busy.setdefault(thread, [])
         lane = next((lane for lane, end_ns in enumerate(lanes) if end_ns is not None and end_ns <= at_ns), len(lanes))
         lanes[lane : lane + 1] = [None]
@@ -72,17 +72,17 @@ class ProcessTracks:
         self._busy[thread][lane] = at_ns
 
     def slice(self, tid: int, name: str, begin_ns: int, end_ns: int, args: dict[str, object]) -> TraceEvent:
-        """A slice on a thread."""
+        """Return a slice on a thread."""
         ts, dur = self.us(begin_ns), (end_ns - begin_ns) / 1000
         return TraceEvent(ph="X", pid=self.pid, tid=tid, name=name, cat=CATEGORY, ts=ts, dur=dur, args=args)
 
     def instant(self, thread: str, name: str, at_ns: int, args: dict[str, object] | None = None) -> TraceEvent:
-        """A mark on a thread."""
+        """Return a mark on a thread."""
         tid, ts = self.tid(thread), self.us(at_ns)
         return TraceEvent(ph="i", pid=self.pid, tid=tid, name=name, cat=CATEGORY, ts=ts, s="t", args=args or {})
 
     def counter(self, name: str, value: int, at_ns: int) -> TraceEvent:
-        """A counter of the process takes a value."""
+        """Return a new value of one of the process's counters."""
         ts = self.us(at_ns)
         return TraceEvent(ph="C", pid=self.pid, tid=self.pid, name=name, cat=CATEGORY, ts=ts, args={"value": value})
 
@@ -120,7 +120,7 @@ class OpenSlice:
         self.tid: int = process.tid(thread, self._lane)
 
     def end(self, at_ns: int, **args: object) -> TraceEvent:
-        """End it with further details, after everything inside it."""
+        """End it with further details, after everything inside it, and return its event."""
         self.args.update(args)
         end_ns = max(at_ns, self.begin_ns + SHORTEST_NS, self.filled_ns + SHORTEST_NS)
         if self.inside is None:

@@ -89,7 +89,7 @@ def _open_read_only(path: Path, mode: str) -> sqlite3.Connection:
         except sqlite3.DatabaseError as error:
             if error_code(error) != sqlite3.SQLITE_CORRUPT:
                 raise
-            # SQLite refuses a file that was cut off as a whole. With this it reads up to the damage.
+            # SQLite refuses all of a truncated file. With this setting it reads up to the damage.
             connection.execute("PRAGMA writable_schema = ON")
             _check_format(path, connection)
         undo.pop_all()
@@ -139,7 +139,14 @@ def _extended_code(error: sqlite3.Error) -> int:
 
 
 def translate(path: Path, error: sqlite3.Error, position: int, readable: str = "Nothing in it is readable") -> LogError:
-    """Return our error for one of SQLite's. position: the record that could not be read or written, or 0."""
+    """Return our error for one of SQLite's.
+
+    Args:
+        path: The record file.
+        error: SQLite's error.
+        position: Record that could not be read or written; 0 if it is not about one.
+        readable: Sentence that says which records can still be read.
+    """
     code = error_code(error)
     # SQLite reports a quota or a limit on file sizes as a plain I/O error, without the system's error number.
     if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _out_of_space(path)):
@@ -156,7 +163,7 @@ def translate(path: Path, error: sqlite3.Error, position: int, readable: str = "
 
 
 def _out_of_space(path: Path) -> bool:
-    """Whether the system, for want of space, refuses to let a file beside this one grow beyond its size."""
+    """Whether a file beside this one can't grow to a larger size than this one, for lack of space."""
     files = (path, Path(f"{path}-wal"), Path(f"{path}-journal"))
     probe = f"{path}.probe"
     block = bytes(65536)

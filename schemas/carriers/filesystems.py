@@ -23,9 +23,9 @@ def filesystem_type(path: str, mounts: str) -> str:
         if len(fields) < 3:
             continue
         # The kernel writes a space in a name as \040, and so on.
-        place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[1]).rstrip("/")
-        if (path == place or path.startswith(place + "/")) and len(place) >= depth:
-            found, depth = fields[2], len(place)
+        mount_point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[1]).rstrip("/")
+        if (path == mount_point or path.startswith(mount_point + "/")) and len(mount_point) >= depth:
+            found, depth = fields[2], len(mount_point)
     return found
 
 

@@ -8,7 +8,7 @@ from schemas.errors import BusError
 
 forks: Final[list[None]] = []
 """One item per fork between the first process and this one. An object remembers the length at its creation; another
-length means that a parent process made it. Comparing lengths costs a quarter of getpid(), before every message."""
+length means that a parent process made it. The check runs before every message, and costs a quarter of getpid()."""
 
 os.register_at_fork(after_in_child=partial(forks.append, None))
 

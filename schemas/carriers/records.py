@@ -75,7 +75,7 @@ def _checksum(position: int, at_ns: int, kind: str, agent: str, body: bytes) -> 
 class RecordReader:
     """Reads a record file, also while another process writes it. Made by `open`; use it as a context manager.
 
-    To be used by one thread at a time. Every method raises LogCorrupt, with the position of the damage, or LogError if
+    Use it from one thread at a time. Every method raises LogCorrupt, with the position of the damage, or LogError if
     the file can't be read.
     """
 
@@ -304,7 +304,11 @@ class RecordFile(RecordReader):
         """Drop all records before a position. Their space is reused; later positions do not change.
 
         Args:
-            position: From 1 to `last_position` + 1, which drops all. ValueError outside of that.
+            position: From 1 to `last_position` + 1, which drops all.
+
+        Raises:
+            ValueError: `position` is outside that range.
+            LogError: As from `commit`.
         """
         with self._committing:
             self._check()
@@ -317,7 +321,7 @@ class RecordFile(RecordReader):
                 self._set_bound("first", position)
 
     def close(self) -> None:
-        """Commit what is buffered, close, and let others write. May be called twice.
+        """Commit what is buffered, close, and release the lock. May be called twice.
 
         Raises what `commit` raises, but closes in any case. If no reader has the file open, it is left as a single file
         that can also be read where nothing can be written.

@@ -21,7 +21,6 @@ EVENTS_QUEUED_MAX: Final = 1000  # messages per subscriber before the publisher 
 CONTROL_QUEUED_MAX: Final = 256  # messages per agent and direction between it and the router
 LINGER_MS: Final = 2000  # time for a closed socket to deliver what it has queued
 
-
 _EXAMPLES: Final = "An address looks like tcp://127.0.0.1:5555, tcp://127.0.0.1:0 (any free port) or ipc:///run/me/bus"
 
 
@@ -32,7 +31,7 @@ def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> 
     returns one frame per change of a subscription, b"\\x01topic" or b"\\x00topic". Read them, or they accumulate.
 
     Args:
-        context: Of ZeroMQ.
+        context: ZeroMQ context.
         address: `tcp://127.0.0.1:0` lets the system choose a port; the result is in `.address`.
         insecure: Allow an address that other machines can reach.
 

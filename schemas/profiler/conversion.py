@@ -24,7 +24,7 @@ class UnknownKey(NamedTuple):
 
     @property
     def suggestion(self) -> str:
-        """`; did you mean x?` when a known key is spelled alike."""
+        """`; did you mean x?` when a known key is spelled similarly."""
         return did_you_mean(self.path.rpartition(".")[2], self.known)
 
 
@@ -48,7 +48,7 @@ def convert(value: object, kind: type[T], path: str = "") -> T:
 
 
 def unknown_keys(value: object, kind: type[msgspec.Struct], path: str = "") -> list[UnknownKey]:
-    """Return the keys of `value`, and of the sections in it, that no field of `kind` stands for."""
+    """Return the keys of `value`, and of the sections in it, that are not fields of `kind`."""
     return list(_unknown(value, inspect.type_info(kind), path))
 
 
@@ -60,8 +60,8 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return `; did you mean x?` when one of the names is spelled alike, else ""."""
-    close = get_close_matches(word, list(names), n=1, cutoff=7 / 10)
+    """Return `; did you mean x?` when one of the names is spelled similarly, else ""."""
+    close = get_close_matches(word, list(names), n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -61,7 +61,6 @@ _ACTIVITIES: Final[Mapping[str, Activity]] = {
 }
 """Contents that are activities."""
 
-
 _FROM_ACTOR: Final = (
     *("enable", "all_ranks", "ranks"),
     *("relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"),
@@ -135,7 +134,7 @@ def parse(
         plan = _for_rollouts(plan, profiler, ranks, window) if path == ROLLOUT else _for_rank(plan, profiler)
         return VerlSection(path, content, profiler, window, plan)
 
-    roles = tuple(section(path) for path in ROLES if at(tree, path) is not None)
+    roles = tuple(section(path) for path in ROLES if value_at(tree, path) is not None)
     rollout = section(ROLLOUT)
     if any(role.plan.enabled and role.plan.finish.hook for role in roles):
         # As in verl: training ranks run the hook; with agents of engines on the same nodes it would run twice.
@@ -158,8 +157,8 @@ def values_of(key: Literal["save_path", "finish_hook_cmd"], sections: Iterable[V
     return {path: value for path, value in values.items() if value}
 
 
-def at(tree: Mapping[str, object], path: str) -> object:
-    """Return what is written at a dotted path; None if nothing is."""
+def value_at(tree: Mapping[str, object], path: str) -> object:
+    """Return the value at a dotted path; None if there is none."""
     node: object = tree
     for part in path.split(".") if path else ():
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -167,7 +166,7 @@ def at(tree: Mapping[str, object], path: str) -> object:
 
 
 def _is_missing(value: object) -> bool:
-    """Whether this is OmegaConf's mark for a value that is still to be given."""
+    """Whether this is OmegaConf's marker for a missing value."""
     return isinstance(value, str) and value == "???"  # other objects of a trainer, such as arrays, may not compare
 
 
@@ -180,10 +179,10 @@ def _check_sections(tree: Mapping[str, object]) -> None:
             "ProfilerConfig.from_yaml, or without --verl"
         )
     for path in filter(None, PARENTS):
-        value = at(tree, path)
+        value = value_at(tree, path)
         if not (value is None or isinstance(value, Mapping) or (isinstance(value, str) and "${" in value)):
             raise ConfigError(f"{path} is {shown(value)}: allowed is a mapping of keys")
-    if at(tree, REWARD) is not None and at(tree, REWARD_MODEL) is not None:
+    if value_at(tree, REWARD) is not None and value_at(tree, REWARD_MODEL) is not None:
         raise ConfigError(f"{REWARD} and {REWARD_MODEL} are two names of one section: allowed is one of them")
 
 
@@ -202,7 +201,7 @@ def _content(resolve: Callable[[str], object], path: str) -> Mapping[str, object
 
 
 def overlaid(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
-    """Merge two trees; `above` counts. A value that is ???, or null in the place of a section, leaves what is below."""
+    """Merge `above` over `below`. A ??? in `above`, or a null in place of a section, keeps the value of `below`."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -214,7 +213,7 @@ def overlaid(below: Mapping[str, object], above: Mapping[str, object]) -> dict[s
 
 
 def _inherited_by_rank(top: Mapping[str, object]) -> dict[str, object]:
-    """As verl's files spell it, with `${oc.select:...}`: what a role takes from `global_profiler`."""
+    """What a role takes from `global_profiler`, as verl's files do with `${oc.select:...}`."""
     tools = _picked(top.get("global_tool_config"), VerlGlobalTools.__struct_fields__)
     return {**_picked(top, VerlFinish.__struct_fields__), "tool_config": {"npu": {"analysis": True}, **tools}}
 

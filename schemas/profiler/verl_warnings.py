@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from schemas.profiler.conversion import did_you_mean, joined, shown, unknown_keys
-from schemas.profiler.verl_format import VerlFile, VerlSection, asks_for, at, tool_path, values_of
+from schemas.profiler.verl_format import VerlFile, VerlSection, asks_for, tool_path, value_at, values_of
 from schemas.profiler.verl_keys import ACTOR, PARENTS, REF, ROLLOUT, SECTIONS, STAGES, VerlGlobal, VerlProfiler
 from schemas.selection import ENGINE_TOOLS
 
@@ -20,10 +20,10 @@ IN_EVERY_SECTION: Final = frozenset({"_target_", "name"})
 
 def warnings(file: VerlFile) -> list[str]:
     """Return a sentence for each thing in a configuration that does not have the expected effect."""
-    found = [*_misplaced(file.tree), *_unknown(file), *_who(file), *_who_differs(file)]
+    found = [*_misplaced(file.tree), *_unknown(file), *_selection(file), *_unexpected_selection(file)]
     for section in file.enabled:
-        found += _of_rollouts(section) if section.path == ROLLOUT else _of_rank(section)
-    found += [*_one_for_all(file, "save_path"), *_one_for_all(file, "finish_hook_cmd")]
+        found += _rollout_warnings(section) if section.path == ROLLOUT else _rank_warnings(section)
+    found += [*_conflicting_values(file, "save_path"), *_conflicting_values(file, "finish_hook_cmd")]
     if file.tree and not found and not file.tree.keys() & set(SECTIONS):
         found.append(
             f"none of verl's sections, such as global_profiler, is in {shown(list(file.tree))}: nothing is profiled; "
@@ -39,10 +39,10 @@ def _misplaced(tree: Mapping[str, object]) -> Iterator[str]:
     if isinstance(tree.get("defaults"), list):
         yield "defaults lists files for Hydra to compose, which are not read: hand over the composed configuration"
     for path, advice in OUTDATED.items():
-        if at(tree, path) is not None:
+        if value_at(tree, path) is not None:
             yield f"{path} is not read: {advice}"
     for path, known in PARENTS.items():
-        section = at(tree, path)
+        section = value_at(tree, path)
         for key in section if isinstance(section, Mapping) else ():
             if not path and "." in key and key.lstrip("+~").partition(".")[0] in SECTIONS:
                 yield f"{key} is one key with dots in it, and is not read: write its parts as nested sections"
@@ -59,10 +59,10 @@ def _unknown(file: VerlFile) -> Iterator[str]:
             yield f"{key.path} is unknown and has no effect{key.suggestion}"
 
 
-# --- who and when -----------------------------------------------------------------------------------------------------
+# --- what is selected -------------------------------------------------------------------------------------------------
 
 
-def _who(file: VerlFile) -> Iterator[str]:
+def _selection(file: VerlFile) -> Iterator[str]:
     switched_on = [section for section in file.sections if section.profiler.enable]
     for section in switched_on:
         if section.profiler.tool is None:
@@ -79,7 +79,7 @@ def _who(file: VerlFile) -> Iterator[str]:
             yield f"{ranks} is {shown(profiler.ranks)} and all_ranks is true, which counts, as in verl"
 
 
-def _who_differs(file: VerlFile) -> Iterator[str]:
+def _unexpected_selection(file: VerlFile) -> Iterator[str]:
     roles, plan = file.settings.roles, file.settings.plan
     if plan.enabled and roles and not plan.discrete and plan.tool in ENGINE_TOOLS:
         yield (
@@ -102,7 +102,7 @@ def _who_differs(file: VerlFile) -> Iterator[str]:
 
 def _replica_ranks(tree: Mapping[str, object]) -> bool:
     """Whether Hydra composed the file, so that all keys are there, in a verl that had no relocate_results yet."""
-    sections = [at(tree, path) for path in (ROLLOUT, ACTOR, "global_profiler")]
+    sections = [value_at(tree, path) for path in (ROLLOUT, ACTOR, "global_profiler")]
     keys = [set(section) if isinstance(section, Mapping) else set() for section in sections]
     return "_target_" in keys[0] and "relocate_results" not in set().union(*keys)
 
@@ -110,7 +110,7 @@ def _replica_ranks(tree: Mapping[str, object]) -> bool:
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
-def _of_rollouts(section: VerlSection) -> Iterator[str]:
+def _rollout_warnings(section: VerlSection) -> Iterator[str]:
     plan, path = section.plan, tool_path(section.profiler, section.path)
     if plan.tool == "torch" and section.profiler.tool_config.torch.schedule.active:
         yield (
@@ -129,7 +129,7 @@ def _of_rollouts(section: VerlSection) -> Iterator[str]:
         )
 
 
-def _of_rank(section: VerlSection) -> Iterator[str]:
+def _rank_warnings(section: VerlSection) -> Iterator[str]:
     profiler, plan, path = section.profiler, section.plan, tool_path(section.profiler, section.path)
     if section.window is not None:
         yield (
@@ -151,7 +151,7 @@ def _of_rank(section: VerlSection) -> Iterator[str]:
             yield f"{path}.stages lists {shown(stage)}, which is not a stage of verl{did_you_mean(stage, STAGES)}"
 
 
-def _one_for_all(file: VerlFile, key: Literal["save_path", "finish_hook_cmd"]) -> Iterator[str]:
+def _conflicting_values(file: VerlFile, key: Literal["save_path", "finish_hook_cmd"]) -> Iterator[str]:
     values = values_of(key, file.sections)
     (first, chosen), *others = values.items() or [("", "")]
     for path, value in others:

@@ -103,7 +103,7 @@ _OPTIONS: Final[Mapping[str, type[ToolOptions]]] = {
     "npu": Npu,
     "precision_debugger": PrecisionDebugger,
 }
-_SAME: Final = ("enabled", "tool", "by_stage", "merge", "discrete", "schedule")
+_SHARED_FIELDS: Final = ("enabled", "tool", "by_stage", "merge", "discrete", "schedule")
 """Fields that a section and a plan have in common."""
 
 
@@ -150,7 +150,7 @@ def _plan(value: object, path: str, file: ProfileFile) -> ProfilePlan:
     _check_effects(section, path)
     contents = _CONTENTS.get(section.tool, ("cpu",)) if section.contents is None else section.contents
     return ProfilePlan(
-        **{name: getattr(section, name) for name in _SAME},
+        **{name: getattr(section, name) for name in _SHARED_FIELDS},
         steps=_selected(section.steps, joined(path, "steps")),
         ranks=_selected(section.ranks, joined(path, "ranks")),
         replicas=_selected(section.replicas, joined(path, "replicas")),
@@ -267,7 +267,7 @@ def _section(plan: ProfilePlan, hook: bool) -> PlanSection:
     finish, ranks = plan.finish, None if plan.finish.hook_all_ranks else ranges(plan.finish.hook_ranks)
     contents = _contents_of(plan)
     return PlanSection(
-        **{name: getattr(plan, name) for name in _SAME},
+        **{name: getattr(plan, name) for name in _SHARED_FIELDS},
         steps=None if plan.steps is None else ranges(plan.steps),
         ranks=None if plan.ranks is None else ranges(plan.ranks),
         replicas=None if plan.replicas is None else ranges(plan.replicas),

@@ -17,7 +17,9 @@ from schemas.safetensors.format import UNTOUCHED, TensorSpec, checkpoint_refused
 def build_manifest(directory: Path, content: bool) -> Manifest:
     """Return the manifest of what the directory holds now. Raises CheckpointError, as `read_layout`.
 
-    With `content` every byte is digested too, which takes about a second per gigabyte.
+    Args:
+        directory: The checkpoint.
+        content: Digest every byte too, which takes about a second per gigabyte.
     """
     places = find_tensors(directory)
     layout = {name: place.spec for name, place in places.items()}
@@ -25,7 +27,7 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
 
 
 def manifest_of(layout: Mapping[str, TensorSpec], content: str | None = None) -> Manifest:
-    """Return the manifest of tensors, also of such that are in no file: a model that the trainer will broadcast."""
+    """Return the manifest of tensors. They need not be in a file: a trainer may broadcast them instead."""
     nbytes = sum(spec.nbytes for spec in layout.values())
     return Manifest(tensors=len(layout), nbytes=nbytes, layout=layout_digest(layout), content=content)
 
@@ -64,9 +66,12 @@ def check_layout(directory: Path, layout: Mapping[str, TensorSpec], manifest: Ma
 
 
 def require_same_model(directory: Path, held: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
-    """Raise CheckpointError unless `offered`, read from the directory, has the names, dtypes and shapes of the model.
+    """Raise CheckpointError unless a checkpoint has the names, dtypes and shapes of the engine's model.
 
-    `held` are the tensors of the engine's model.
+    Args:
+        directory: The checkpoint, for the message.
+        held: Tensors of the engine's model.
+        offered: Tensors of the checkpoint.
     """
     differences = []
     for name in sorted(held.keys() | offered.keys()):
