@@ -16,7 +16,7 @@ OTHERS = ("schemas", "workers")
 
 
 def find_foreign(name: str, home: str = HOME) -> str | None:
-    """Return the file or directory that `import name` takes instead of `home/name`; None if that is ours, or missing."""
+    """Return the file or directory that `import name` takes instead of `home/name`; None if ours, or missing."""
     try:
         spec = find_spec(name)
     except ValueError:  # already in sys.modules, and created by hand: a module without a spec

@@ -173,9 +173,10 @@ class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_default
         port: Port of that store.
         group: Name of the group. Use a new name each time the group is created. It must not be a plain number, since
             torch itself uses those.
-        replicas: Receivers, in the order of their ranks. With w GPUs per replica the first has ranks 1 to w, the next w+1 to 2w.
-        path: The same weights as a checkpoint, for replicas that join late or have to load them again. Without it
-            they wait for the next sync, because a broadcast can't be received later.
+        replicas: Receivers, in the order of their ranks. With w GPUs per replica the first has ranks 1 to w, the next
+            w+1 to 2w.
+        path: The same weights as a checkpoint, for replicas that join late or have to load them again. Without it they
+            wait for the next sync, because a broadcast can't be received later.
     """
 
     host: Name
@@ -279,8 +280,7 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
 
 
 class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaults=True):
-    """One operation on the engine itself. Idempotent: if the engine is in that state already, the answer is
-    `skipped(already)`.
+    """One operation on the engine itself. If the engine is in the desired state already, the answer is `skipped(already)`.
 
     A sleeping engine does not generate. It generates again once all of its memory is awake and nothing pauses it.
 

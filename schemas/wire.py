@@ -25,6 +25,8 @@ MAX_BYTES = 256 * 1024
 MAX_COMMAND_BYTES = 64 * 1024
 TOPIC_COMMAND = b"c2"
 TOPIC_HEAD = b"h2"
+OPERATOR_PREFIX = "op/"
+"""Begins the routing id of an operator; no agent's begins with it."""
 
 Nanoseconds = Annotated[int, Meta(ge=0, le=1 << 62)]
 """A clock reading. Bounded so that the sum or difference of two still fits into 64 bits."""

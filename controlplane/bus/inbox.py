@@ -27,8 +27,6 @@ from schemas.reports import AgentStatus
 
 logger = logging.getLogger("rolloutctl.bus")
 
-OPERATOR: Final = "op/"
-"""Prefix of operators' routing ids; no agent's begins with it."""
 MALFORMED_US: Final = 60_000_000
 MALFORMED_LINES: Final = 20
 """Log lines about malformed messages in each period of `MALFORMED_US`."""
@@ -149,7 +147,7 @@ class Inbox:
         self.events.append(events.HelloReceived(at_us=self._at_us, peer=peer, hello=hello, recorded_decisions=recorded))
 
     def _on_request(self, peer: str, request: wire.Operator) -> None:
-        if not peer.startswith(OPERATOR):
+        if not peer.startswith(wire.OPERATOR_PREFIX):
             raise WireError("an operator's request from a peer that is no operator")
         self.requests.append((peer, request))
 

@@ -36,7 +36,8 @@ async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Targ
 
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float) -> R:
-    async with agent_dealer(zmq.Context.instance(), bus, b"op/" + secrets.token_hex(16).encode()) as dealer:
+    routing_id = f"{wire.OPERATOR_PREFIX}{secrets.token_hex(16)}".encode()
+    async with agent_dealer(zmq.Context.instance(), bus, routing_id) as dealer:
         with anyio.move_on_after(timeout_s):
             await dealer.send([wire.encode_header(0), wire.encode(request)])
             while True:

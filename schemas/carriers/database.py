@@ -163,7 +163,7 @@ def translate(path: Path, error: sqlite3.Error, position: int, readable: str = "
 
 
 def _out_of_space(path: Path) -> bool:
-    """Whether a file beside this one can't grow to a larger size than this one, for lack of space."""
+    """Whether a probe file beside this one can't be made larger than it, for lack of space."""
     files = (path, Path(f"{path}-wal"), Path(f"{path}-journal"))
     probe = f"{path}.probe"
     block = bytes(65536)
