@@ -280,7 +280,7 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
 
 
 class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaults=True):
-    """One operation on the engine itself. If the engine is in the desired state already, the answer is `skipped(already)`.
+    """One operation on the engine itself. If the engine is in that state already, the answer is `skipped(already)`.
 
     A sleeping engine does not generate. It generates again once all of its memory is awake and nothing pauses it.
 

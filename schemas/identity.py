@@ -101,7 +101,7 @@ def replica_and_node(agent: str) -> tuple[int, int] | None:
 
 
 def identity_of(agent: str) -> Identity:
-    """Return the identity that an agent's name implies. A name has no replica size, so `nnodes` is the least possible."""
+    """Return the identity that an agent's name implies. It has no replica size, so `nnodes` is a lower bound."""
     place = replica_and_node(agent)
     if place is not None:
         return Identity(replica=place[0], node_rank=place[1], nnodes=place[1] + 1)
