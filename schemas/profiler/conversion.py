@@ -61,7 +61,7 @@ def shown(value: object) -> str:
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return `; did you mean x?` when one of the names is spelled similarly, else ""."""
-    close = get_close_matches(word, list(names), n=1, cutoff=0.7)
+    close = get_close_matches(word, list(names), n=1, cutoff=7 / 10)
     return f"; did you mean {close[0]}?" if close else ""
 
 
