@@ -7,7 +7,7 @@ engine call is handed to the engine's driver, everything else is sent to the bus
 no event can come between a decision and its effects.
 
 Rule 1  Write first. The decision is committed before an engine is called, and before the outcome of a call is sent.
-        Decisions that touch nothing may be lost in a crash: they would be made again.
+        Decisions that touch nothing may be lost in a crash, because they would be made again.
 Rule 2  An agent that cannot write its journal stops acting. It ends with an error that says so.
 """
 
@@ -48,13 +48,20 @@ _COMMITTED_LATER = (events.CommandReceived, events.HeadSeen, events.Tick)
 
 
 class _Life:
-    """What belongs to one incarnation. restarting: the machine asked for the next one."""
+    """What belongs to one incarnation.
+
+    Attributes:
+        scope: Cancelled to end it.
+        restarting: The machine has asked for the next one.
+        tick_ms: When the next tick is planned.
+        tick_moved: Set when that is earlier than before.
+    """
 
     def __init__(self, link: Link, driver: EngineDriver) -> None:
         self.link, self.driver = link, driver
         self.scope = CancelScope()
         self.restarting = False
-        self.tick_ms: int | None = None  # when the next tick is planned
+        self.tick_ms: int | None = None
         self.tick_moved = anyio.Event()
 
 
@@ -62,13 +69,14 @@ class Agent:
     """One node's agent: `async with Agent(...) as agent: await agent.run()`, under asyncio or trio. Not thread-safe.
 
     Args:
-        bus: Address of the bus, e.g. tcp://10.0.0.1:5555; the only one that an agent has to know.
+        bus: Address of the bus, e.g. tcp://10.0.0.1:5555; the only address that an agent must know.
         identity: The place of this node. Two live agents cannot hold the same.
         engine: What the agent commands; opened on entering and closed on leaving.
         state_dir: Directory of the journal. It must outlive the process, on a disk of this machine.
         traces: What profiling sessions leave on this node's disk; None if no session leaves anything.
         config: Intervals and limits.
-        context: Of ZeroMQ, for `inproc://` addresses, which exist within one context only; None for the process's own.
+        context: The ZeroMQ context, for `inproc://` addresses, which exist in one context only; None for the process's
+            own.
         wall_ns: The node's wall clock, which is compared with the bus's.
 
     Raises:
@@ -79,7 +87,7 @@ class Agent:
         EngineError: On entering: there is no engine to attach to.
     """
 
-    _journal: Journal  # both exist from entering on
+    _journal: Journal  # these two exist once the agent is entered
     _life: _Life
 
     def __init__(
@@ -99,7 +107,7 @@ class Agent:
         self._engine, self._traces, self._config = engine, traces, config or AgentConfig()
         self._path = state_dir / f"agent-{identity.agent}.db"
         self._resources = AsyncExitStack()
-        self._changed: anyio.Event | None = None  # exists while somebody waits for a state
+        self._changed: anyio.Event | None = None  # while somebody waits for a state
 
     @property
     def state(self) -> AgentState:
@@ -164,7 +172,7 @@ class Agent:
     # --- one incarnation ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin an incarnation: dial the bus, and tell the machine."""
+        """Begin an incarnation: dial the bus, and give the machine `Started`."""
         incarnation = secrets.token_hex(16)
         link = Link(
             bus=self._bus,

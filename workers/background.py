@@ -1,4 +1,4 @@
-"""Work on a thread of its own, for which a task of an event loop may wait."""
+"""Work on a thread of its own, for which a task on an event loop can wait."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,7 +27,7 @@ def begin(work: Callable[[], T], name: str, *, daemon: bool) -> "Future[T]":
 
 
 async def completes(work: "Future[T]", timeout_s: float | None = None) -> bool:
-    """Wait until the work is done, or for so long. Returns whether it is done."""
+    """Wait until the work is done or the timeout has passed. Returns whether it is done."""
     wakeup = Wakeup()
     try:
         work.add_done_callback(lambda _: wakeup.notify())

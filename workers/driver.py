@@ -1,8 +1,8 @@
 """The one place that calls an engine: it makes the calls that the machine asks for, and observes the engine in between.
 
 Rule 1  Calls never overlap, and the engine is not observed during a call: such an observation belongs to no moment.
-Rule 2  A call that was begun is never cancelled, not even when the agent ends: engines hang, or give the late reply to
-        the next caller. A call that takes too long is the machine's affair.
+Rule 2  A call that has begun is never cancelled, not even when the agent ends: engines hang, or give the late reply to
+        the next caller. What follows from a call that takes too long is for the machine to decide.
 Rule 3  Nothing that an engine raises leaves this file. It becomes a `Fault`, and the machine decides what it means.
 Rule 4  Nothing that an adapter returns reaches the machine unless it can be encoded and decoded again: the journal has
         to be readable after a restart.
@@ -36,7 +36,15 @@ T = TypeVar("T")
 
 
 class EngineDriver:
-    """Drives the engine of one agent during one incarnation. handle: gives an event to the machine."""
+    """Drives the engine of one agent during one incarnation.
+
+    Args:
+        engine: The engine.
+        traces: What profiling sessions leave on this node's disk, if they do.
+        observe_ms: Time between two observations.
+        state: Returns the agent's state.
+        handle: Gives an event to the machine.
+    """
 
     def __init__(
         self,
@@ -51,7 +59,7 @@ class EngineDriver:
         self._requested: Perform | None = None
         self._wanted = anyio.Event()
         self._lock = anyio.Lock(fast_acquire=True)
-        self._observed: Observation | None = None  # the last one that the machine has seen
+        self._observed: Observation | None = None  # the newest one that the machine has seen
 
     def request(self, perform: Perform) -> None:
         """Make a call as soon as the engine is free."""
@@ -105,7 +113,7 @@ class EngineDriver:
         return observation if known or _readable(EngineObserved(at_ms=0, observation=observation)) else None
 
     def _warn_if_unanswered(self, call: Call, result: Returned | Fault) -> None:
-        """Log a failure that no outcome reports: no command waits for the call, or none does any more."""
+        """Log a failure that no outcome reports, because no command waits for the call, or none does any more."""
         state = self._state()
         activity = state.activity
         if isinstance(result, Fault) and activity is not None and (activity.trigger is None or activity.overdue):
@@ -126,7 +134,7 @@ def recordable(result: Returned | Fault) -> Returned | Fault:
 
 
 async def _or_fault(call: Awaitable[T]) -> T | Fault:
-    """Return what the engine returns, or why it does not: behind this call is other people's code."""
+    """Return what the engine returns, or the reason why not. An adapter may be anybody's code, so all errors count."""
     try:
         return await call
     except CheckpointError as error:

@@ -36,5 +36,5 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of the engine, and free what `open` created."""
+        """Detach from the engine, and free what `open` created."""
         ...

@@ -95,7 +95,7 @@ class AgentActor:
             await self._agent.run()
 
     async def wait_ready(self) -> None:
-        """Return once this node is in sync."""
+        """Return once this node's engine is in sync."""
         await self._opened.wait()
         await self._agent.wait_ready()
 
@@ -110,7 +110,7 @@ class Placement:
     """The agents that `place_agents` started. They end with it, or with the job.
 
     Attributes:
-        actors: Handle of each by the agent's name, e.g. `0.1`.
+        actors: The actor handles by the agents' names, e.g. `0.1`.
     """
 
     def __init__(self, actors: "dict[str, ActorHandle]") -> None:

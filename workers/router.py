@@ -6,7 +6,7 @@ which life of the agent did. Nothing that a router does ends an agent.
 
 What sglang-router 0.3.2 does, observed on the real one:
 
-- `POST /workers` is answered 202 before the worker was contacted. A job then asks the worker's `GET /health`
+- `POST /workers` is answered 202 before the worker has been contacted. A job then asks the worker's `GET /health`
   (`--health-check-endpoint`, without the key), for 5 s each time, again and again with up to 5 s between, for
   `--worker-startup-timeout-secs` (1800 s). Only after a 200 is the worker in `GET /workers` and gets requests, while
   the job goes on to load its tokenizer. `GET /workers/{id}` reports the job, and for 5 minutes why it failed. For a
@@ -50,13 +50,13 @@ KEY_VARIABLE: Final = "ROLLOUTCTL_ROUTER_API_KEY"
 POLL_S: Final = 10.0
 """Seconds between two polls of a router that is in the wanted state: somebody else may have changed it."""
 LEAVE_S: Final = 5.0
-"""Seconds that an agent that ends may take to leave the router."""
+"""Seconds that an agent may take to leave the router when it ends."""
 ANSWER_S: Final = 5.0
 """Seconds that the router may take to answer."""
 BUSY_POLL_S: Final = 0.5
 """Seconds between two polls of a router that is working."""
-TAKEN_UP_S: Final = 5.0
-"""Seconds for which a router may not know a job that it has accepted. After that it has lost it by a restart."""
+JOB_PICKUP_S: Final = 5.0
+"""Seconds for which a router may not know a job that it has accepted. After that, it has lost the job in a restart."""
 RETRY_S: Final = 2.0
 """Wait after a failure, with jitter."""
 SLOW_S: Final = 30.0
@@ -136,7 +136,7 @@ class Router:
         routes = {"add": Route("POST", _WORKERS, timeout_s=ANSWER_S)}
         self._client = HttpClient(self.where, routes, info_path=_WORKERS, key=key)
         self._id: str | None = None  # the router's id of its newest registration
-        self._added_s: float | None = None  # when that was asked for, until the router knows of it
+        self._added_s: float | None = None  # when that was requested; None once the router knows of it
 
     async def follow(self, agent: Agent) -> None:
         """Keep the router as the agent's state wants it, until cancelled; then leave it. Never fails; call it once.
@@ -215,7 +215,7 @@ class Router:
             await self._wait(agent, registered)
 
     async def _wait(self, agent: Agent, registered: bool) -> None:
-        """Until the agent's state wants something else, or it is time to poll."""
+        """Wait until the agent's state requires a change, or it is time to poll."""
         with anyio.move_on_after(self._poll_s):
             await agent.wait_until(lambda state: should_be_registered(state, registered) != registered)
 
@@ -260,7 +260,7 @@ class Router:
         except CallRefused as error:
             if error.status != 404:
                 raise
-            if not ids and self._added_s is not None and anyio.current_time() - self._added_s < TAKEN_UP_S:
+            if not ids and self._added_s is not None and anyio.current_time() - self._added_s < JOB_PICKUP_S:
                 return {"status": "pending", "job_type": "AddWorker"}
             if not ids:
                 self._id = None
@@ -278,13 +278,13 @@ class Router:
         self._added_s = anyio.current_time()
 
     async def _remove(self, ids: dict[str, str], adding: bool) -> None:
-        """Remove the worker. adding: A job to add it is still running."""
+        """Remove the worker. `adding` says that a job to add it is still running."""
         entry_id = self._deletable_id(ids)
-        if entry_id is None:  # dp-aware, and added by an earlier life: adding it again returns the id
+        if entry_id is None:  # dp-aware, and added by an earlier process: adding it again returns the id
             await self._add()
             return
         if adding and entry_id not in ids.values():
-            return  # perhaps the job that was just asked for, which would add it again
+            return  # the running job may be our own, just requested, which would add the worker again
         logger.info("router %s: remove %s", self.where, self.worker)
         try:
             await self._client.delete(f"{_WORKERS}/{entry_id}")

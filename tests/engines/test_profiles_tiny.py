@@ -191,7 +191,7 @@ async def test_another_profiler_in_the_process_is_reported_and_loses_nothing(
     client = TinyClient(front)
     with profile(activities=[ProfilerActivity.CPU]) as other:
         await engine.perform(Resume(), 10)
-        with pytest.raises(EngineError, match="another profiler of torch's records in this process"):
+        with pytest.raises(EngineError, match="another torch profiler records in this process"):
             await engine.perform(StartProfile(opened, "1"), 10)
         with record_function("other"):
             await to_thread.run_sync(client.generate, [[1, 2]], 2)

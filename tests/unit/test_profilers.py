@@ -345,7 +345,7 @@ def test_two_ranks_of_one_process_are_not_recorded_at_once(rank: Commanded, tmp_
     with annotate("update_critic", role="critic"):
         update_actor()
     assert stages(critic.traces(critic.stop())[WHOLE]) == ["update_critic", "update_actor"]
-    with pytest.raises(EngineError, match="another rank or engine of this process is recorded"):
+    with pytest.raises(EngineError, match="another rank or engine of this process is being recorded"):
         rank.stop()
 
 

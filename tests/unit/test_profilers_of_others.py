@@ -1,4 +1,4 @@
-"""Another profiler of torch's runs in the process that trains: there is one per process, and the other goes on."""
+"""Another torch profiler runs in the process that trains: there is one per process, and the other one continues."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def rank(tmp_path: Path) -> Iterator[Commanded]:
 
 def test_another_profiler_is_left_alone(rank: Commanded) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as other:
-        with pytest.raises(EngineError, match="another profiler of torch's records in this process"):
+        with pytest.raises(EngineError, match="another torch profiler records in this process"):
             rank.start()
         work()
     assert any(event.name == "aten::linear" for event in other.events())
@@ -37,7 +37,7 @@ def test_another_profiler_that_started_later_is_left_alone_and_reported(rank: Co
     with annotate("once"):
         work()
     assert any(event.name == "aten::linear" for event in other.events())
-    with pytest.raises(EngineError, match=r"stage twice is not recorded: another profiler.* 1 traces were written"):
+    with pytest.raises(EngineError, match=r"stage twice is not recorded: another torch profiler .* 1 traces were"):
         rank.stop()
 
 
@@ -92,7 +92,7 @@ def test_another_profiler_that_starts_inside_of_a_stage_replaces_ours_and_the_pr
     other = profile(activities=[ProfilerActivity.CPU])
     rank.start()
     crossed(other)
-    with pytest.raises(EngineError, match="another profiler of torch's was started during this recording"):
+    with pytest.raises(EngineError, match="another torch profiler was started during this recording"):
         rank.stop()
     other.export_chrome_trace(str(rank.root / "other.json"))
     assert "aten::linear" in (rank.root / "other.json").read_text()

@@ -80,7 +80,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
             asleep = await self._read(self._client, launch, "is_sleeping")
             label = await self._read(self._client, launch, "get_weight_version")
         except EngineError:
-            self._launch = self._group = None  # the next to answer may be another engine
+            self._launch = self._group = None  # the next answer may come from another engine
             return Observation(engine=self.kind, tokenizer="unknown")
         return Observation(
             engine=f"{self.kind} {launch.version}",
@@ -103,7 +103,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         return self._client, launch
 
     async def _current_launch(self, client: EngineClient) -> LaunchT | None:
-        """None on a node without a front end. Raises EngineError while nobody is there."""
+        """Return None on a node without a front end. Raises EngineError while the engine is not up."""
         if self._launch is None:
             methods = await client.methods()
             if methods is None:
@@ -116,7 +116,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         return await client.read(method) if method in launch.methods else None
 
     async def _generating(self, client: EngineClient, launch: LaunchT) -> bool | None:
-        """A server without `is_paused` generates if it is ready; one that is not may be paused, or unwell."""
+        """A server without `is_paused` generates if it is ready. If it is not ready, it may be paused or unhealthy."""
         if "is_paused" in launch.methods:
             paused = await client.read("is_paused")
             return not paused if isinstance(paused, bool) else None

@@ -1,9 +1,9 @@
-"""Checks of new weights, before an engine that bad ones would kill hears of them.
+"""Checks new weights before the engine gets them, since bad ones would kill it.
 
 An engine server loads by itself, from a path. vLLM 0.32's server ends when a reload raises in a worker; SGLang falls
-back to unpickling when it finds no safetensors. So the agent reads the files first: they must be whole, below the
-allowed root, and of the model that the engine was launched with. A broadcast is described by that model too: both sides
-go through its tensors in ascending order of their names, and the manifest proves that they mean the same ones.
+back to unpickling when it finds no safetensors. So the agent reads the files first: they must be complete, below the
+allowed root, and of the model that the engine was launched with. That model also defines what a broadcast contains:
+both sides go through its tensors in ascending order of their names, and the manifest proves that they mean the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -106,8 +106,8 @@ class SourceChecker:
     def _model_layout(self, model: str | None) -> dict[str, TensorSpec] | None:
         """The tensors of the engine's model.
 
-        Some engines name what they loaded last, which may be deleted by now. What was read before is still right then,
-        because no load changes the model.
+        Some engines report the path that they loaded last, which may be deleted by now. Then what was read earlier
+        still holds, because no load changes the model.
         """
         if model is not None and self._launched[0] != model and Path(model).is_dir():
             with suppress(CheckpointError):

@@ -1,7 +1,7 @@
-"""How an adapter reaches its engine: methods by the engine's own names for them, over HTTP or in process.
+"""How an adapter reaches its engine: it calls methods by the engine's own names, over HTTP or in process.
 
-One adapter serves both ways and every version, because it asks what is there: `methods` returns each method that this
-engine answers, with the parameters that it takes. Versions are shown to people; they are not compared.
+One adapter serves both ways and every version, because it looks at what is there: `methods` returns each method that
+this engine has, with the parameters that it takes. Versions are shown to people; they are not compared.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class CallRefused(EngineError):
 
     Attributes:
         status: HTTP status; None in process.
-        body: The engine's own words.
+        body: The engine's own message.
     """
 
     def __init__(self, message: str, status: int | None, body: str) -> None:
@@ -48,11 +48,11 @@ class EngineClient(Protocol):
         ...
 
     async def methods(self) -> Methods | None:
-        """Return the engine's methods; None while nobody is there. Raises Unanswered if it is there but silent."""
+        """Return the engine's methods; None while it is not up. Raises Unanswered if it is up but silent."""
         ...
 
     async def info(self) -> Mapping[str, object] | None:
-        """Return the engine's launch settings, by its own names. None if this node has no front end.
+        """Return the engine's launch settings, under its own names; None if this node has no front end.
 
         Raises:
             EngineError: The engine did not answer, or refused.
@@ -73,7 +73,7 @@ class EngineClient(Protocol):
 
 
 def retry_time_s(timeout_s: float) -> float:
-    """Seconds to spend on retries, out of `timeout_s`. The rest is left for reporting a refusal in time."""
+    """Return the seconds to spend on retries, out of `timeout_s`. The rest is for reporting a refusal in time."""
     return max(0.0, timeout_s - min(1.0, timeout_s / 4))
 
 

@@ -3,7 +3,7 @@
 Rule 1  A request that reads has a timeout and is retried. A request that changes an engine is sent once, unless its
         route is marked as repeatable. It has no timeout of its own, because giving up would not undo it: the agent's
         machine reports it as late, and TCP keep-alive notices a dead connection.
-Rule 2  Any status other than 2xx is an error that carries the status and the server's words.
+Rule 2  Any status other than 2xx is an error that carries the status and the server's message.
 Rule 3  The key comes from the environment or a file, and appears in no message and no log.
 """
 
@@ -144,9 +144,9 @@ class HttpClient:
     ) -> httpx.Response:
         body = None if route.query or route.verb != "POST" else dict(arguments)
         query: Any = dict(arguments) if route.query else None
-        # After an unexpected error of its application uvicorn closes the connection, but not at once. The next call
-        # over it would be lost, and if it can't be repeated, for good.
-        alone = {"Connection": "close"} if attempts == 1 else None
+        # After an unexpected error in its application, uvicorn closes the connection, but not at once. The next call
+        # over it would be lost, and for good if it can't be repeated.
+        headers = {"Connection": "close"} if attempts == 1 else None
         for attempt in range(1, attempts + 1):
             try:
                 response = await self._client.request(
@@ -154,7 +154,7 @@ class HttpClient:
                     route.path,
                     params=query,
                     json=body,
-                    headers=alone,
+                    headers=headers,
                     timeout=Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
                 )
                 break
@@ -177,8 +177,8 @@ def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> s
     """Return the URL without a trailing slash.
 
     Args:
-        whose: Whose URL it is, for the error.
-        variable: The environment variable for its key, for the error.
+        whose: Who listens at the URL, for the error.
+        variable: The environment variable for the key, for the error.
 
     Raises:
         ConfigError: It is not http(s)://HOST[:PORT], or contains credentials.

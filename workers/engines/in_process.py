@@ -11,10 +11,10 @@ A trainer that embeds an engine runs the agent beside the tasks that generate, o
         tasks.start_soon(agent.run)
         await agent.wait_ready()
         ...                           # async_llm.generate(...)
-        tasks.cancel_scope.cancel()   # and then async_llm.shutdown()
+        tasks.cancel_scope.cancel()   # afterwards, async_llm.shutdown()
 
-Such an engine belongs to one asyncio event loop: called from another it hangs, or its answer reaches nobody. A call
-that has begun always runs to its end: SGLang gives the late reply of a cancelled call to the next caller.
+Such an engine belongs to one asyncio event loop: called from another, it hangs, or its answer is lost. A call that has
+begun always runs to its end, because SGLang gives the late reply of a cancelled call to the next caller.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class InProcessClient(ABC):
 
     @abstractmethod
     def _engine_loop(self) -> AbstractEventLoop | None:
-        """The engine's loop; None while it has none. Then the loop of the first use counts."""
+        """Return the engine's loop; None while it has none. Then the loop of the first use counts."""
 
     def _require_loop(self) -> None:
         running = None

@@ -1,4 +1,4 @@
-"""What an engine behind a URL is, and what it can do: for people, before they attach an agent to it."""
+"""Finds out which engine is behind a URL and what it can do, for people who want to attach an agent to it."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal

@@ -2,12 +2,12 @@
 
 Theory of operation. A request leaves at t1, the bus reads it at t2 and replies at t3, and the reply arrives at t4 (t1
 and t4 on one clock of the agent, t2 and t3 on the bus's). However long each way took, the request was read between t1
-and t4 - (t3 - t2). So the middle of that span is wrong by at most half of it, and the exchange with the shortest ways
-is the best measurement. It loses value with age, because clocks drift. The best of the recent exchanges is the
-estimate. Exchanges that the newest one contradicts are dropped: the bus's clock was set since then.
+and t4 - (t3 - t2). So the middle of that span is wrong by at most half of it, and the exchange with the shortest round
+trip is the best measurement. It loses value with age, because clocks drift. The best of the recent exchanges is the
+estimate. Exchanges that the newest one contradicts are dropped: the bus's clock has been set since then.
 
-The agent's side is measured on the monotonic clock, which never jumps; the wall clock is read beside it each time. So a
-wall clock that is set in the middle of a run is followed at once.
+The agent's side is measured on the monotonic clock, which never jumps, and the wall clock is read beside it each time.
+So if the wall clock is set in the middle of a run, the next estimate follows it.
 
 A new estimate is reported if it is the first, twice as precise as the reported one, or contradicts it, or if the
 reported one is a minute old. Otherwise the old one is repeated: equal heartbeats leave no trace in the run's log.
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
     Attributes:
         at_ns: When the reply arrived, on the agent's monotonic clock.
         offset_ns: From that clock to the bus's wall clock.
-        error_ns: Half of the time that both ways took.
+        error_ns: Half of the round trip, without the time at the bus.
     """
 
     at_ns: int
@@ -72,7 +72,7 @@ class Clocks:
         """
         now_ns, reading_ns = between[1], between[1] - between[0]
         away_ns, bus_ns = now_ns - reply.sent_ns, reply.replied_ns - reply.received_ns
-        # The bus's wall clock may be set between its two readings. Then they are of no use.
+        # The bus's wall clock may have been set between its two readings, which makes them useless.
         if not 0 <= bus_ns <= away_ns:
             return
         offset_ns = (reply.received_ns + reply.replied_ns - reply.sent_ns - now_ns) // 2

@@ -1,8 +1,8 @@
 """Decoding of the bus's frames into events of the agent's machine. Every byte from outside passes through here.
 
-An event that leaves this file can be encoded and decoded again: it goes into the journal, and an agent could never
-start again on a journal that cannot be read back. So numbers are checked here which a struct does not check when it is
-built, and which the machine could count beyond what MessagePack can encode.
+An event that leaves this file can be encoded and decoded again: it goes into the journal, and an agent cannot restart
+from a journal that cannot be read back. A struct does not check its numbers when it is built, and the machine could
+count them beyond what MessagePack can encode. So they are checked here.
 """
 
 from collections.abc import Iterator
@@ -25,9 +25,8 @@ def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandRecei
         return _command(head.epoch, head.origin, head.seq, wire.decode_envelope(body), run, now_ms)
     if topic == wire.TOPIC_HEAD:
         head, _ = wire.parse_frames(frames[1:])
-    elif len(frames) == 1 and topic.startswith(
-        wire.TOPIC_HEAD
-    ):  # libzmq packs what a new subscriber gets into one frame
+    elif len(frames) == 1 and topic.startswith(wire.TOPIC_HEAD):
+        # The welcome that libzmq sends to a new subscriber is a single frame: topic and header together.
         head, _ = wire.parse_frames([topic[len(wire.TOPIC_HEAD) :], _NIL])
     else:
         raise WireError("a publication under a topic that was not subscribed to")

@@ -13,7 +13,13 @@ from workers.machine.state import AgentState, call_name
 
 
 class Heartbeat:
-    """Sends the status of one agent, and with each a request for the bus's time. wall_ns: the node's wall clock."""
+    """Sends the status of one agent, each time with a request for the bus's time.
+
+    Args:
+        state: Returns the agent's state.
+        send: Sends a message, without waiting; False if it was dropped.
+        wall_ns: The node's wall clock.
+    """
 
     def __init__(
         self,
@@ -32,7 +38,7 @@ class Heartbeat:
         self._clocks = Clocks()
 
     def note(self, state: AgentState) -> None:
-        """Send the next heartbeat at once if `state` is the first one that is ready."""
+        """Send the next heartbeat at once if the agent has just become ready."""
         if not self._reported_ready and in_sync(state):
             self._due.set()
 
@@ -56,7 +62,7 @@ class Heartbeat:
 
 
 def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
-    """Return the heartbeat of an agent in `state`, with what it knows about its clocks."""
+    """Return the heartbeat of an agent in `state`, with its newest clock estimate."""
     engine, activity = state.engine, state.activity
     return AgentStatus(
         ready=in_sync(state),

@@ -2,8 +2,8 @@
 
 One record file per agent. The body of a record is a `Decision`, its kind is the tag of the event. Decisions are
 numbered 1, 2, 3 … within a journal, whose id is never used again; the bus keeps the same numbers in the run's log.
-Between the decisions stand marks: a mark holds the state after all decisions before it, so that those can be dropped
-once the bus has them.
+Between the decisions there are marks. A mark holds the state after all decisions before it, so that those can be
+dropped once the bus has them.
 
 Theory of operation. `append` takes a decision into memory and `commit` writes everything appended as one group. So the
 order on disk is the order of the decisions, and a crash loses only the last of them. The agent chooses what may be
@@ -47,7 +47,7 @@ class Mark(Struct, frozen=True, kw_only=True):
 
     Attributes:
         number: Number of the last decision before it.
-        run: The run of the journal; '' before one was joined.
+        run: The run of the journal; '' before the agent has joined one.
         state: The state.
     """
 
@@ -71,7 +71,7 @@ class Journal:
     """The journal of one agent, created by `open`. Not thread-safe.
 
     Attributes:
-        id: Unique for ever.
+        id: Never used again.
         run: The run it belongs to; '' until `join_run`.
         state: The state after the last decision.
         number: Number of the last decision.
@@ -125,7 +125,7 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Write what was appended. Raises AgentError if that fails; the agent must not act any more then."""
+        """Write what was appended. Raises AgentError if that fails; then the agent must stop acting."""
         if not self._uncommitted and self._file.pending == 0:
             return
         agent, append, remember = self._agent, self._file.append, self._recent.append
@@ -156,8 +156,8 @@ class Journal:
     def decisions_after(self, number: int, count: int, nbytes: int) -> tuple[int, tuple[Decision, ...]]:
         """Return committed decisions that follow decision `number`, and the number of the first of them.
 
-        If the decisions right after `number` were dropped, the oldest that remain are returned: at most `count` and at
-        most `nbytes`, except that one is always returned. Raises LogError if the file cannot be read.
+        If the decisions right after `number` were dropped, the oldest that remain are returned. There are at most
+        `count` of them and at most `nbytes`, but always at least one. Raises LogError if the file cannot be read.
         """
         oldest = self.committed - len(self._recent)
         if number >= oldest:
@@ -174,7 +174,7 @@ class Journal:
         return first, tuple(decisions)
 
     def release(self, through: int) -> None:
-        """Drop decisions up to and including `through`, which the bus has, unless they are needed to start again."""
+        """Drop decisions up to and including `through`, which the bus has, unless they are needed for a restart."""
         safe = [position for position, number in self._marks if number <= through]
         if safe and safe[-1] - self._file.first_position >= MARK_EVERY:
             self._file.truncate_before(safe[-1])

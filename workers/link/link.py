@@ -3,12 +3,11 @@
     Hello → Welcome → subscribe, wait for the first frame → Join → Snapshot → commands, until Rejoin: Hello again
 
 Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, in the task that
-read it: nothing waits in between, so events are decided in the order in which they arrived. What is sent never waits
-either. A message that finds no room is dropped, because whoever misses it asks again: the bus repeats a command that
-nobody answered, a head shows a hole again, and an upload continues from where the bus says.
+read it. Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either:
+a message that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not
+answered, the next head shows a gap again, and an upload continues from where the bus says.
 
-Nothing about commands or engines is decided here, except when to say hello, and when the bus has been silent for its
-lease.
+Nothing about commands or engines is decided here: only when to say hello, and when the bus has been silent for a lease.
 """
 
 import logging
@@ -46,7 +45,7 @@ from workers.machine.state import AgentState
 logger = logging.getLogger("rolloutctl.agent")
 
 CREDIT: Final = 64
-"""Records requested at once."""
+"""Most records that one request asks for."""
 PAUSE_MS_MAX: Final = 30_000
 """Longest pause between two attempts to join."""
 
@@ -71,8 +70,18 @@ class _Session:
 class Link:
     """One connection of one incarnation. It dials when created; `run` serves it until cancelled.
 
-    `handle` gives an event to the machine, and returns when it was decided and its effects are under way. Raises
-    BusAddressError if the address `bus` cannot be dialled.
+    Args:
+        bus: Address of the bus.
+        identity: The place of the agent.
+        incarnation: Names this life of the agent.
+        journal: Where decisions are kept until the bus has them.
+        config: Intervals and limits.
+        context: The ZeroMQ context.
+        handle: Gives an event to the machine. Returns once it is decided and its effects are under way.
+        wall_ns: The node's wall clock.
+
+    Raises:
+        BusAddressError: The address cannot be dialled.
     """
 
     def __init__(
@@ -137,12 +146,12 @@ class Link:
         self._send(wire.Join())
 
     def note_decision(self, state: AgentState) -> None:
-        """A decision led to `state`: it is uploaded soon, and the bus learns at once if the agent became ready."""
+        """Note a decision that led to `state`: upload it soon, and report at once if the agent became ready."""
         self._upload.note()
         self._heartbeat.note(state)
 
     def leave(self) -> None:
-        """Send what was decided, then good-bye, for an orderly end. Never waits."""
+        """Send what was decided, then say goodbye, for an orderly end. Never waits."""
         self._upload.flush()
         self._send(wire.Goodbye())
 
@@ -158,10 +167,11 @@ class Link:
             session = await self._say_hello()
             with session.scope:
                 await self._serve(session)
-            await anyio.sleep(random.uniform(0, self._config.hello_retry_ms) / 1000)  # a fleet does not return at once
+            # With jitter, so that a fleet does not return all at once.
+            await anyio.sleep(random.uniform(0, self._config.hello_retry_ms) / 1000)
 
     async def _say_hello(self) -> _Session:
-        """Say hello until the bus welcomes the agent, at pauses that double, with jitter over their whole length."""
+        """Say hello until the bus welcomes the agent. Pauses double, with jitter over their whole length."""
         pause_ms = self._config.hello_retry_ms
         unreachable = f"nobody listens at {self._bus}"
         self._waiting.begin(unreachable)
@@ -215,7 +225,7 @@ class Link:
             await anyio.sleep_forever()
 
     async def _join(self, session: _Session) -> None:
-        """Ask for the desired state. Not before: whatever is published from here on arrives."""
+        """Ask for the desired state. Only now, since everything published from here on arrives."""
         pause_ms = self._config.hello_retry_ms
         self._waiting.reason = f"the bus at {self._bus} has not sent the desired state"
         session.snapshot = anyio.Event()
@@ -284,12 +294,12 @@ class Link:
                 assert_never(message)
 
     def _renew_lease(self, epoch: int, received_ms: int) -> None:
-        """Every frame of the living bus renews the lease."""
+        """Every frame from the current epoch renews the lease."""
         if epoch >= self._journal.state.epoch:
             self._heard_ms = received_ms
 
     async def _watch_lease(self) -> None:
-        """Silence for the length of the lease is an event, and again after each further lease."""
+        """Report silence for the length of the lease as an event, and again after each further lease."""
         await self._welcomed.wait()
         since = self._heard_ms
         while True:

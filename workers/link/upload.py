@@ -11,7 +11,7 @@ from workers.link.journal import Journal
 UPLOAD_BYTES: Final = 128 * 1024
 """Most bytes of decisions in one batch."""
 ACK_TIMEOUT_MS: Final = 5_000
-"""A batch without ack for so long is considered lost, and sent again."""
+"""Time without an ack after which a batch counts as lost, and is sent again."""
 
 
 class DecisionUpload:
@@ -23,7 +23,7 @@ class DecisionUpload:
     def __init__(self, journal: Journal, batch: int, send: Callable[[DecisionBatch], bool]) -> None:
         self._journal, self._batch, self._send = journal, batch, send
         self._running = False
-        self._acked = self._sent = 0  # the last decision that the bus holds, and that it was sent
+        self._acked = self._sent = 0  # the last decision that the bus holds, and the last sent to it
         self._sent_ms = 0
         self._noted = anyio.Event()
 
@@ -56,7 +56,7 @@ class DecisionUpload:
             self._send_after(self._acked)
 
     def retry(self, now_ms: int) -> None:
-        """Send a batch again that was not acknowledged for too long; otherwise the next, if none is under way."""
+        """Resend a batch that was not acknowledged in time; otherwise send the next, if none is under way."""
         if self._sent > self._acked and now_ms - self._sent_ms > ACK_TIMEOUT_MS:
             self._sent = self._acked
         self.send_next()

@@ -1,4 +1,4 @@
-"""Warnings about an agent's link that are repeated only after a while: why it cannot join, and malformed messages."""
+"""Rate-limited warnings about an agent's link: why it cannot join, and malformed messages."""
 
 import hashlib
 import logging
@@ -19,7 +19,11 @@ MALFORMED_MS: Final = 60_000
 
 
 class WaitWarning:
-    """Warns when an agent waits long for its bus. reason: what it waits for now; empty when it has joined."""
+    """Warns when an agent waits long for its bus.
+
+    Attributes:
+        reason: What it waits for now; empty once it has joined.
+    """
 
     def __init__(self, agent: str) -> None:
         self.reason = ""
@@ -27,7 +31,7 @@ class WaitWarning:
         self._waiting = anyio.Event()
 
     def begin(self, reason: str) -> None:
-        """The agent waits from now on."""
+        """Note that the agent waits from now on."""
         self.reason = reason
         self._waiting.set()
 
@@ -45,7 +49,11 @@ class WaitWarning:
 
 
 class MalformedWarning:
-    """Counts malformed messages, and warns about one of them once in a while. count: until now."""
+    """Counts malformed messages, and warns about one of them now and then.
+
+    Attributes:
+        count: Malformed messages so far.
+    """
 
     def __init__(self, agent: str) -> None:
         self.count = 0
@@ -53,7 +61,7 @@ class MalformedWarning:
         self._warned_ms: int | None = None
 
     def add(self, frames: Sequence[bytes], error: WireError) -> None:
-        """Count a message. The log shows only its hash, since its bytes may be anybody's."""
+        """Count a message. The log shows only its hash, since anybody may have sent it."""
         self.count += 1
         now_ms = int(anyio.current_time() * 1000)
         if self._warned_ms is not None and now_ms - self._warned_ms < MALFORMED_MS:

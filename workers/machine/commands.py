@@ -14,7 +14,7 @@ from workers.machine.reconcile import PAUSE_AND_RESUME, attainable, reconcile
 from workers.machine.state import EngineState
 
 CallsOrOutcome = tuple[Call, ...] | Skipped | Failed
-"""The calls that a command needs (none: noting it was all), or its outcome if there is nothing to do."""
+"""The calls that a command needs (empty if recording it is enough), or its outcome if there is nothing to do."""
 
 _ABORT, _FLUSH = Abort(), Flush()
 _NO_PLAN = ProfilePlan(enabled=False)
@@ -26,12 +26,12 @@ _NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, Wei
 
 
 def is_disk_command(command: Command | UnknownCommand) -> bool:
-    """Whether it is about the traces on a node's disk. Then every node acts, whatever its engine."""
+    """Whether the command is about the traces on a node's disk. Then every node acts, whatever its engine."""
     return type(command) is ProfileCommand and command.action in ("collect", "finish")
 
 
 def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
-    """Whether it is a profile command that asks nothing of this engine, which then need not be up, idle or able."""
+    """Whether it is a profile command that asks nothing of this engine, which then may be launching, busy or unable."""
     if type(command) is not ProfileCommand or command.action == "collect":
         return False
     if command.action == "stop":
@@ -71,8 +71,9 @@ def calls_for(
     """Return what the primary does for a command that passed rules 1 to 9.
 
     Args:
-        before, after: What was still desired before the command, and what is now.
-        syncing: Version of the sync that is in progress, also if this replica has dropped out of it; 0 if none.
+        before: What was still desired before the command.
+        after: What is still desired after it.
+        syncing: Version of the sync in progress, even if this replica has dropped out of it; 0 if none.
     """
     match command:
         case EngineCommand():
@@ -113,7 +114,7 @@ def _profile(command: ProfileCommand, after: Desired, engine: EngineState, ident
 
 def _collect(session: ProfileSession, identity: Identity) -> CallsOrOutcome:
     if identity.node_rank == 0:
-        return Skipped(Reason.ALREADY)  # the outcome of the stop named them
+        return Skipped(Reason.ALREADY)  # the outcome of the stop listed the traces
     return (CollectTraces(session, trace_directory(session.step, session.plan, identity)),)
 
 
@@ -168,7 +169,7 @@ def _engine(
         return (_ABORT,)
     if command.operation == "flush":
         if "kv_cache" in engine.asleep:
-            return Skipped(Reason.ALREADY)  # releasing the cache dropped it
+            return Skipped(Reason.ALREADY)  # it was dropped when its memory was released
         calls = reconcile(after, engine, identity)
         return calls if _FLUSH in calls else (*calls, _FLUSH)
     if syncing:

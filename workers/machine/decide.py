@@ -4,20 +4,20 @@ Rules
 1. Pure: no I/O, no clock, no randomness, no logging. The same state and event always give the same decision.
 2. Total: it never raises for any input. What cannot be done is an outcome.
 3. A decision is in the journal before its effects are performed. So a `Perform` in the journal without a later
-   `EngineReturned` was cut off in the middle. That is the whole write-ahead protocol.
-4. One engine call at a time, in the order of the commands. A call is never cancelled: past its deadline the command
-   has failed, and the result of the call is awaited.
+   `EngineReturned` is a call that was cut off. That is the whole write-ahead protocol.
+4. One engine call at a time, in the order of the commands. A call is never cancelled: when it passes its deadline, the
+   command fails, and the result of the call is still awaited.
 
-Theory of operation. A command first passes the rules of order (1 to 3, `order.py`): is it of a living epoch, new, and
-next in line? From rule 4 on it is in order: it moves the position and changes the desired state, *also when it is
-skipped*. Then the gate (4 to 9, `gate.py`) says whether this agent may act on it, and the command's own rule (10,
-`commands.py`) which engine calls it needs; those come from `reconcile.py`, which compares the desired state with what
-is believed about the engine (`observe.py`).
+Theory of operation. A command first passes the rules of order (1 to 3, `order.py`): does it come from the current
+epoch, is it new, and is it next in line? A command that passes them is in order: it moves the position and changes the
+desired state, *even if it is skipped*. Then the gate (4 to 9, `gate.py`) decides whether this agent may act on it, and
+the command's own rule (10, `commands.py`) which engine calls it needs. The calls come from `reconcile.py`, which
+compares the desired state with what is believed about the engine (`observe.py`).
 
 When no command is left and the engine differs from the desired state (a late joiner, a restart, a missed command, the
 lease), the machine makes the same calls by itself.
 
-The transition that is missing on purpose: an agent never serves before a snapshot has brought the desired state.
+One transition is missing on purpose: no engine serves before a snapshot has brought the desired state.
 """
 
 from typing import assert_never
@@ -169,9 +169,9 @@ def _own_calls(state: AgentState) -> tuple[Call, ...]:
 
 
 def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
-    """Rules 4 to 10, for a command that is in order and not in the queue any more. seq: the new position.
+    """Apply rules 4 to 10 to a command that is in order and has left the queue. `seq` is the new position.
 
-    It changes the desired state whatever its outcome.
+    The command changes the desired state whatever its outcome.
     """
     command, suppressed = event.command, state.suppressed
     targeted = is_targeted(state, event)
@@ -184,7 +184,7 @@ def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms:
     if refused is not None:
         effects.append(refused)
         answers = remember(answers, refused)
-        if refused.rule == 4 and isinstance(command, ProfileCommand):  # no session in a step that nobody chose
+        if refused.rule == 4 and isinstance(command, ProfileCommand):  # a late start would profile another step
             suppressed = suppress(suppressed, command, desired, state.engine)
     decided = replace(
         state,
@@ -199,7 +199,7 @@ def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms:
 
 
 def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
-    """Rule 10: make the calls that the command needs, or answer it at once. earlier: the state before the command."""
+    """Rule 10: make the calls that the command needs, or answer it at once. `earlier` is the state before it."""
     command = event.command
     if state.activity is not None and not _needs_no_free_engine(state, command):
         return _act_while_overdue(state, state.activity, event, effects)
@@ -228,7 +228,7 @@ def _needs_no_free_engine(state: AgentState, command: Command | UnknownCommand) 
 
 
 def _act_while_overdue(state: AgentState, overdue: Activity, event: CommandReceived, effects: Effects) -> AgentState:
-    """Fail a command while a call is awaited past its deadline. A finish is begun when the engine is free."""
+    """Fail a command while an overdue call is awaited. Only a finish is deferred until the engine is free."""
     command = event.command
     if isinstance(command, ProfileCommand) and command.action == "finish":
         state = replace(state, deferred_finish=finish_call(command, state.identity))
@@ -323,9 +323,9 @@ def _merge(earlier: Returned, later: Returned) -> Returned:
 def _fail(
     state: AgentState, activity: Activity, failure: Failed, restarted: bool, now_ms: int, effects: Effects
 ) -> AgentState:
-    """End an activity whose call failed. restarted: the engine was launched again during the call."""
+    """End an activity whose call failed. `restarted` says that the engine was relaunched during the call."""
     call, trigger = activity.calls[0], activity.trigger
-    # These calls are not repeated by reconciling again, nor is a failed sync, which suppresses its version.
+    # Reconciling does not repeat these calls, nor a failed sync, whose version is suppressed.
     not_repeated = isinstance(call, CheckSource | Load | CheckProfile | DiskCall)
     syncing = trigger is not None and isinstance(trigger.command, WeightSync)
     state = _suppress(state, trigger.command if trigger is not None else call)
@@ -382,7 +382,7 @@ def _on_snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -
 
 
 def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentState:
-    """Continue with the committed weights, since the trainer is gone. Nothing is obeyed before the next snapshot."""
+    """Return to the committed weights, since the trainer is gone. No command is obeyed before the next snapshot."""
     if not state.joined:
         return state
     state = replace(state, desired=orphaned(state.desired), diverged=True, reconcile_blocked=False)
@@ -390,9 +390,9 @@ def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) 
 
 
 def _on_started(state: AgentState, event: Started) -> AgentState:
-    """Begin an incarnation. Commands that were received and not decided are forgotten; decisions are not.
+    """Begin an incarnation. Commands that were received but not decided are forgotten; decisions are not.
 
-    Nothing is done to the engine before it was observed: meanwhile it may have changed, or been launched again.
+    The engine is not called before it has been observed: it may have changed or been relaunched in the meantime.
     """
     return AgentState(
         identity=event.identity,

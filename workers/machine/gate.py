@@ -1,7 +1,7 @@
 """Rules 4 to 9 of the decision table: may this agent act on this command at all? The first rule that holds wins.
 
 Rules 4 and 7 depend on the time: `must_wait` keeps a command in the queue while the engine launches (7), and `expiry`
-answers it when its time is over (4, or 7 if the engine was still launching). `refusal` has the others.
+answers it once it has expired (4, or 7 if the engine is still launching). `refusal` has the others.
 """
 
 from schemas.commands import EngineCommand, UnknownCommand, WeightSync
@@ -25,12 +25,12 @@ def is_targeted(state: AgentState, event: CommandReceived) -> bool:
 
 
 def must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
-    """Rule 7: whether the command waits for an engine that still launches."""
+    """Rule 7: whether the command waits for an engine that is still launching."""
     return _awaits_launch(state, event) and now_ms < event.at_ms + event.ttl_ms
 
 
 def expiry(state: AgentState, event: CommandReceived) -> Answer:
-    """Rules 4 and 7: the answer to a command whose time is over."""
+    """Rules 4 and 7: the answer to an expired command."""
     if not _awaits_launch(state, event):
         return _answer(event, _EXPIRED, 4)
     message = (

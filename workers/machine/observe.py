@@ -1,7 +1,7 @@
 """What the machine believes about its engine after an observation, after a call, and after a call that was cut off.
 
 An engine's answer is not trusted where the engine can be read: a call that succeeded has to be visible afterwards, and
-what an observation reports replaces what was believed. What an engine cannot report stays as it was believed.
+what an observation reports replaces what was believed. What an engine cannot report is still believed.
 """
 
 from typing import assert_never
@@ -52,7 +52,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
 
 
 def relaunched(before: EngineState, after: EngineState) -> bool:
-    """Whether the engine was launched again in between, and has lost everything it was given."""
+    """Whether the engine was relaunched in between, and has lost everything it was given."""
     return before.instance is not None and before.instance != after.instance
 
 
@@ -68,7 +68,7 @@ def apply_result(
 ) -> tuple[EngineState, Failed | None]:
     """Return the engine after a call, and why the call failed if it did.
 
-    `engine` is what was believed before it, `observation` what was read after it; None if nothing could be read.
+    `engine` is what was believed before the call, `observation` what was read after it (None: nothing could be read).
     """
     if isinstance(result, Fault):
         after = _after_fault(engine, call, result)
@@ -82,7 +82,7 @@ def apply_result(
         return called, None
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
-    if _discards(call):  # whichever instance answered, if the engine was relaunched meanwhile
+    if _discards(call):  # even if the engine was relaunched meanwhile: either launch may have made the call
         after = replace(after, torn=True)
     if failure is not None:
         torn = after.torn or isinstance(call, Load)
@@ -187,7 +187,7 @@ def _digest_contradiction(call: Load, result: Returned, observation: Observation
 def apply_interruption(engine: EngineState, call: Call, observation: Observation) -> tuple[EngineState, bool]:
     """Return the engine after its agent died during `call`, and whether the observation proves that the call was done.
 
-    A profile start that may have happened is taken for done, so that the session gets stopped. A load that can't be
+    A profile start that may have happened counts as done, so that the session gets stopped. A load that can't be
     proven complete leaves the engine torn, so that it is loaded again: a checkpoint may be loaded twice.
     """
     after = apply_observation(engine, observation)
@@ -231,7 +231,7 @@ def _is_visible(call: Call, observation: Observation) -> bool:
 
 
 def with_engine_state(message: str, engine: EngineState) -> str:
-    """Return an error message with a sentence on what the engine holds now, if it can be given weights at all."""
+    """Return an error message with a sentence on what the engine holds now, if weights can be loaded into it at all."""
     if Operation.LOAD not in engine.operations:
         return message
     weights = "weights that nobody can vouch for" if engine.torn else f"version {engine.version}"

@@ -1,7 +1,7 @@
-"""Rules 1 to 3 of the decision table: is a command of a living epoch, new, and next in line?
+"""Rules 1 to 3 of the decision table: is a command from the current epoch, new, and next in line?
 
-These rules leave the position where it is. A command that passes them moves the position and goes to the end of the
-queue; one that leaves a hole waits in the reorder buffer until the missing commands were sent again.
+A command that one of these rules stops does not move the position. One that passes them moves it and joins the queue.
+One that leaves a gap waits in the reorder buffer until the missing commands have been sent again.
 
 The functions append to `effects` and return the next state.
 """
@@ -17,7 +17,7 @@ _SUPERSEDED = Skipped(Reason.SUPERSEDED)
 
 
 def is_next(state: AgentState, event: CommandReceived) -> bool:
-    """Whether the command is the next one and nothing else waits. It needs no queue then, which is the usual case."""
+    """Whether the command is next and nothing else waits. Then it skips the queue, which is the usual case."""
     return (
         event.seq == state.seq + 1
         and event.epoch == state.epoch
@@ -43,7 +43,7 @@ def take_in(state: AgentState, event: CommandReceived, effects: list[Effect]) ->
     if event.seq > state.seq + 1:
         return _request_resend(_buffer(state, event), effects)
     if len(state.queue) >= state.settings.max_buffered:
-        return _buffer(state, event)  # it is taken out when the queue moves
+        return _buffer(state, event)  # until the queue has room
     return drain_buffer(replace(state, seq=event.seq, queue=(*state.queue, event)))
 
 
@@ -61,7 +61,7 @@ def apply_head(state: AgentState, event: HeadSeen, effects: list[Effect]) -> Age
 
 
 def enter_epoch(state: AgentState, epoch: int) -> AgentState:
-    """Follow a newer epoch. What is missing has to be requested again from its bus."""
+    """Follow a newer epoch. What is missing must be requested again, from the new bus."""
     if epoch == state.epoch:
         return state
     return replace(state, epoch=epoch, reorder_buffer=(), resend_from=0)
@@ -97,7 +97,7 @@ def _buffer(state: AgentState, event: CommandReceived) -> AgentState:
 
 
 def _answer_again(state: AgentState, event: CommandReceived, effects: list[Effect]) -> AgentState:
-    """Rule 2. Another record under a seq that was applied means that two histories exist: only a snapshot helps."""
+    """Rule 2. A different record under a seq that was applied means that two histories exist: only a snapshot helps."""
     stored = next((answer for answer in state.answers if answer.seq == event.seq), None)
     if stored is not None and stored.epoch != event.origin:
         effects.append(RequestSnapshot())

@@ -6,8 +6,8 @@ the plans in the one order that is safe. Calls that would kill an engine cannot 
 pause, only tags that were released are woken, weights are loaded only while the engine is paused and they are awake,
 and the cache is flushed between new weights and the first request on them.
 
-The transition that is missing on purpose: nothing here leads out of quarantine. Only a commit, an abort of the same
-sync, or a new start of the agent changes `desired` so that a load is wanted again.
+One transition is missing on purpose: nothing here leads out of quarantine. Only a commit, an abort of the same sync, or
+a restart of the agent changes `desired` so that a load is wanted again.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,13 @@ class SessionPlan(NamedTuple):
 
 
 class WeightsPlan(NamedTuple):
-    """Calls for the weights. unreachable: weights are wanted that this engine cannot get, so it must not serve."""
+    """Calls for the weights.
+
+    Attributes:
+        check: Check the source of weights that are not held.
+        load: Load them.
+        unreachable: The engine can't get the weights that it should hold, so it must not serve.
+    """
 
     check: tuple[Call, ...] = ()
     load: tuple[Call, ...] = ()
@@ -42,7 +48,7 @@ class WeightsPlan(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """Calls for the memory: what is woken before a load, what after it, and what is released."""
+    """Calls for the memory: what is woken before a load, what is woken after it, and what is released."""
 
     wake: tuple[Call, ...] = ()
     wake_rest: tuple[Call, ...] = ()
@@ -64,8 +70,8 @@ def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: b
     loaded before the rest of the memory is woken; the cache is flushed only after the weights that made it stale were
     replaced.
 
-    `live` says that a load was just commanded. Only then does the trainer send a broadcast; an agent that comes later
-    needs the same weights from a durable source.
+    `live` says that a load was just commanded. Only then does the trainer send a broadcast; at any other time the same
+    weights must come from a durable source.
     """
     if _serves_what_is_desired(desired, engine):
         return ()
@@ -104,7 +110,7 @@ def _serves_what_is_desired(desired: Desired, engine: EngineState) -> bool:
 
 
 def attainable(desired: Desired, engine: EngineState) -> Desired:
-    """Return `desired` without what this engine has no operation for. A command for that was answered `unsupported`."""
+    """Return `desired` without what this engine has no operation for; commands for that fail as `unsupported`."""
     if engine.operations >= _RECONCILED:
         return desired
     if not engine.operations >= PAUSE_AND_RESUME:
@@ -132,7 +138,7 @@ def plan_weights(desired: Desired, engine: EngineState, identity: Identity, live
     """Check the source of a sync that is prepared; load weights that are wanted and not held."""
     wanted = wanted_weights(desired, identity)
     if wanted is not None and (holds_weights(engine, wanted) or "weights" in desired.asleep):
-        wanted = None  # weights that sleep are loaded when the trainer wakes them; the engine can't serve before
+        wanted = None  # they are loaded when the trainer wakes their memory; until then the engine can't serve
     source = wanted if wanted is None or live else durable(as_committed(wanted))
     can_load = Operation.LOAD in engine.operations
     preparing = desired.sync if desired.sync is not None and desired.sync.phase == "prepare" else None
@@ -148,7 +154,7 @@ def plan_weights(desired: Desired, engine: EngineState, identity: Identity, live
 
 
 def plan_memory(desired: Desired, engine: EngineState, identity: Identity, loading: bool) -> MemoryPlan:
-    """Wake what is asleep and should not be, and release what should be asleep. loading: weights are loaded as well."""
+    """Wake what should be awake, and release what should be asleep. `loading` says that weights are loaded as well."""
     waking, releasing = engine.asleep - desired.asleep, desired.asleep - engine.asleep
     if not (waking or releasing):
         return MemoryPlan()

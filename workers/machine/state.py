@@ -29,12 +29,12 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         session: The open profiling session.
         version: Version of the weights in the engine; 0 as launched.
         digest: Digest of those weights, where the engine reports one.
-        torn: Nobody knows which weights are in the engine: a load failed or was cut off, or they were discarded.
+        torn: It is not known which weights are in the engine: a load failed or was cut off, or they were discarded.
         stale_cache: The cache holds prefixes that other weights computed.
-        loaded: What the last load was to bring. The version alone does not identify weights, since an aborted version
-            may be tried again from another source.
-        checked: The source that last passed its check.
-        requests_kept: The last pause froze the requests. They continue, so their cache must not be flushed.
+        loaded: The weights that the last load asked for. The version alone does not identify weights, since an aborted
+            version may be tried again from another source.
+        checked: The weights whose source last passed its check.
+        requests_kept: The last pause froze the requests. They will continue, so their cache must not be flushed.
     """
 
     name: str = "unknown"
@@ -98,7 +98,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
 
     Attributes:
         identity: The place of this node in the fleet.
-        incarnation: This life of the agent process.
+        incarnation: Names this life of the agent.
         settings: Limits of the machine.
         epoch: Newest bus epoch seen.
         seq: Position: the last command that was taken in order.
@@ -108,14 +108,14 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         joined: A snapshot was applied in this incarnation.
         diverged: The lease expired or two histories exist. Only a snapshot helps.
         queue: Commands in order, not decided yet.
-        reorder_buffer: Commands behind a hole.
+        reorder_buffer: Commands behind a gap.
         resend_from: First seq of the pending resend request; 0 if none.
         activity: Engine calls that are being made.
         calls_made: Number of calls begun so far; the last `call_id`.
         answers: The newest answers, for commands that arrive again.
-        reconcile_blocked: Reconciling failed, and is not tried again before something new happens.
+        reconcile_blocked: Reconciling failed, and is not tried again until something changes.
         deferred_finish: A finish that waits until the engine has written its last trace.
-        interrupted: What was under way when the last incarnation ended. It is resolved once the engine was observed.
+        interrupted: What was under way when the last incarnation ended. It is resolved by the next observation.
     """
 
     identity: Identity = Identity(replica=0, node_rank=0)

@@ -28,9 +28,9 @@ def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
 
 
 def clear_suppressed(suppressed: Suppressed, command: Command | UnknownCommand, before: Desired) -> Suppressed:
-    """Return what stays suppressed after `command`, which names this replica and may ask again for what failed.
+    """Return what stays suppressed after `command`, which targets this replica and may ask again for what failed.
 
-    `before` is the desired state before it.
+    `before` is the desired state before the command.
     """
     match command:
         case ProfileCommand(action="collect" | "check" | "finish"):
@@ -52,10 +52,11 @@ def suppress(
 ) -> Suppressed:
     """Return what is suppressed after the failure of a command, or of a call that no command had asked for.
 
-    What failed is then not tried again unasked. `remaining` is what was still desired, `engine` the engine afterwards.
+    What failed is not tried again until a command asks for it. `remaining` is what was still desired, `engine` the
+    engine afterwards.
 
-    A replica that refused to prepare was not touched, and goes on as before the sync. One that did not load is
-    quarantined: it could otherwise serve weights that nobody committed.
+    A replica that refused to prepare was not touched, and continues as before the sync. One that did not load is
+    quarantined: otherwise it could serve weights that were never committed.
     """
     match failed:
         case ProfileCommand(action="collect" | "check" | "finish"):

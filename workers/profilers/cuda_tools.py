@@ -61,7 +61,7 @@ class NsysRecorder(Recorder):
     are NVTX ranges. nsys writes its report by itself, so a stop lists no trace.
     """
 
-    _device: int | None = None  # with the open range
+    _device: int | None = None  # the device with the open range
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         if self._device is None:

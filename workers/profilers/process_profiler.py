@@ -1,4 +1,4 @@
-"""torch has one profiler per process. Here ranks and engines take it, and leave anybody else's alone.
+"""torch has one profiler per process. Ranks and engines take turns with it here, and leave a foreign one alone.
 
 Findings with torch 2.13, each of which is the reason for something below:
 
@@ -68,25 +68,25 @@ os.register_at_fork(after_in_child=_stop_in_child)
 
 @contextmanager
 def span(stage: str) -> Iterator[None]:
-    """A stage as a span in the recording of this thread, if there is one. It ends with the recording at the latest."""
+    """Mark a stage as a span in this thread's recording, if there is one. It ends with the recording at the latest."""
     spans, record = _this_thread.spans, record_function(stage)
-    if _this_thread.recording and not _is_anothers():
+    if _this_thread.recording and not _is_foreign():
         record.__enter__()  # type: ignore[no-untyped-call]
         spans.append(record)
     try:
         yield
     finally:
-        if record in spans and not _is_anothers():  # else it is ended when the other profiler has ended
+        if record in spans and not _is_foreign():  # otherwise it is ended later, when that profiler has ended
             spans.remove(record)
             record.__exit__(None, None, None)
 
 
 def acquire() -> None:
-    """Take the profiler for a rank or engine of this process. Raises EngineError while another one has it."""
+    """Take the profiler for a rank or engine of this process. Raises EngineError while another one holds it."""
     if not _in_use.acquire(blocking=False):
         raise EngineError(
-            "another rank or engine of this process is recorded now, and torch's profiler is one per process. Run each "
-            "in a process of its own, or profile one at a time."
+            "another rank or engine of this process is being recorded, and torch's profiler is one per process. Run "
+            "each in a process of its own, or profile one at a time."
         )
 
 
@@ -116,11 +116,11 @@ def is_ours() -> bool:
 
 
 def require_free() -> None:
-    """Raise EngineError if torch's profiler records or warms up in this process for anybody but the holder."""
-    warms_up = any(other.current_action is ProfilerAction.WARMUP for other in _others())
-    if _is_anothers() or warms_up:
+    """Raise EngineError if a profiler other than the holder's records or warms up in this process."""
+    warms_up = any(other.current_action is ProfilerAction.WARMUP for other in _foreign_profilers())
+    if _is_foreign() or warms_up:
         raise EngineError(
-            f"another profiler of torch's {'warms up' if warms_up else 'records'} in this process already, and there "
+            f"another torch profiler {'warms up' if warms_up else 'records'} in this process already, and there "
             "is one per process. It was left alone; end it, or let the bus profile."
         )
     if any(step is left for step in _open_steps() for left in _steps_left_open):
@@ -162,25 +162,25 @@ def stop(profiler: _KinetoProfile) -> None:
             profiler.stop_trace()
             _steps_left_open[:] = [step for step in _open_steps() if not any(step is old for old in _steps_before)]
             return
-        if enabled and not _is_anothers():
+        if enabled and not _is_foreign():
             _discard_recording()
     finally:
         _clear_flag()
     raise EngineError(
-        "another profiler of torch's was started during this recording, and there is one per process. It was left "
+        "another torch profiler was started during this recording, and there is one per process. It was left "
         "alone; what was recorded here is lost."
     )
 
 
 def _discard_recording() -> None:
-    """End the recording of this thread, after another thread's profiler has ended and taken the rest of it along."""
+    """End what is left of this thread's recording after the end of another thread's profiler took the rest."""
     rest = _KinetoProfile(activities=[ProfilerActivity.CPU])
     rest.prepare_trace()
     rest.stop_trace()
 
 
 def _end_spans() -> None:
-    """End the open spans of this thread. Not to be called while another profiler records."""
+    """End the open spans of this thread. Must not be called while a foreign profiler records."""
     while _this_thread.spans:
         _this_thread.spans.pop().__exit__(None, None, None)
 
@@ -190,12 +190,12 @@ def _clear_flag() -> None:
         torch.autograd.profiler._set_is_profiler_enabled(False)
 
 
-def _is_anothers() -> bool:
+def _is_foreign() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled) and not is_ours()
 
 
-def _others() -> list[profile]:
-    """Return the profilers that others made in this process.
+def _foreign_profilers() -> list[profile]:
+    """Return the profilers in this process that are not ours.
 
     Ours are `_KinetoProfile`s, which torch's step tracker does not count. If it counts none there are no others, and
     Python's objects need not be searched, which takes 80 ms for a million of them.
@@ -206,4 +206,4 @@ def _others() -> list[profile]:
 
 
 def _open_steps() -> list[record_function]:
-    return [other.step_rec_fn for other in _others() if other.step_rec_fn is not None]
+    return [other.step_rec_fn for other in _foreign_profilers() if other.step_rec_fn is not None]

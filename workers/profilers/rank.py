@@ -34,9 +34,9 @@ CLOSE_S: Final = 60.0
 class TrainingRank:
     """One rank of a training role, as the bus knows it. `with TrainingRank(...) as rank:` around the training.
 
-    Once it is entered, nothing of it raises: a bus that is lost is looked for in the background, and what ends the
-    agent is logged and stored in `failure`. Its thread is a daemon. If `close` is never called, the rank is closed at
-    the end of the process. A child that this process forks has no part in it.
+    Once it is entered, none of its methods raises: a bus that is lost is searched for in the background, and what ends
+    the agent is logged and stored in `failure`. Its thread is a daemon. If `close` is never called, the rank is closed
+    at the end of the process. It does not exist in a child that this process forks.
 
     Args:
         bus: Address of the bus.
@@ -46,7 +46,7 @@ class TrainingRank:
         state_dir: Directory of the agent's journal, on a disk of this machine.
         traces: Root of the traces; None for `save_path` of the profiler's configuration.
         profiler: The trainer's configuration, if it is known here: a plan that can't be honoured then raises at once.
-        config: Of the agent.
+        config: Settings of the agent.
         model: The module that stages run, for tools that watch one.
 
     Attributes:
@@ -157,7 +157,7 @@ class TrainingRank:
         return Stage(stage, None, scheduled, model, self.profiler)
 
     def mini_batch(self) -> None:
-        """Say that one mini-batch of a scheduled stage is done."""
+        """Note that one mini-batch of a scheduled stage is done."""
         self.profiler.mini_batch()
 
 

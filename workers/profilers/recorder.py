@@ -19,7 +19,7 @@ from workers.traces.node import describe_trace, listed
 WHOLE: Final = "e2e"
 """Stands for the stage in the name of a trace from start to stop."""
 STAGE_CHARS_MAX: Final = 100
-"""Of a stage in a file name, which has 255 bytes at most."""
+"""Most characters of a stage in a file name, which has at most 255 bytes."""
 _UNSAFE: Final = re.compile(r"[^0-9A-Za-z.=+_-]+")
 
 
@@ -27,11 +27,11 @@ class SessionFiles:
     """The files of one session. Nothing is ever overwritten. Methods raise OSError.
 
     Args:
-        root: Of all traces.
-        directory: Of this session, below the root. In verl's layouts all ranks and steps share it, and files are named
-            as verl names them.
+        root: Root of all traces.
+        directory: The session's directory, below the root. In verl's layouts all ranks and steps share it, and files
+            are named as verl names them.
         identity: The training rank.
-        world_size: Of its role.
+        world_size: Ranks of its role.
         session: Its step and plan.
     """
 
@@ -43,7 +43,7 @@ class SessionFiles:
         self._root, self._verl = root, session.plan.layout != "step"
 
     def reserve(self, stage: str, mini_batches: tuple[int, int] | None = None) -> Path:
-        """Create an empty file under a name that was free, so that nobody else takes the name.
+        """Create an empty file under a free name, so that nobody else takes the name.
 
         Args:
             stage: The stage that the trace holds, or `WHOLE`.
@@ -92,13 +92,13 @@ def _touch(path: Path) -> None:
 
 
 class Recorder(ABC):
-    """One tool in one session, which making it opens.
+    """One tool in one session. Creating the recorder opens the session.
 
-    The thread that trains calls `begin`, `end`, `mini_batch` and `mark`; another thread makes and closes it; never two
-    at once. All may raise: the session reports the error.
+    The thread that trains calls `begin`, `end`, `mini_batch` and `mark`. Another thread creates and closes it. Calls
+    never overlap. All may raise: the session reports the error.
 
     Attributes:
-        failures: What went wrong beside the training thread, complete once it is closed.
+        failures: What went wrong on other threads than the training thread. Complete once the recorder is closed.
     """
 
     def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
@@ -131,7 +131,7 @@ class Recorder(ABC):
 
 @contextmanager
 def span(start: Callable[[str], int], end: Callable[[int], object], stage: str) -> Iterator[None]:
-    """A span with an identifier, not one on the thread's stack: interleaved coroutines don't end in stack order."""
+    """Mark a span by an identifier, not on the thread's stack: interleaved coroutines don't end in stack order."""
     identifier = start(stage)
     try:
         yield

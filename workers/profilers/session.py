@@ -25,7 +25,7 @@ from workers.traces.node import make_fresh
 logger = logging.getLogger("rolloutctl.rank")
 
 MAX_PROBLEMS: Final = 5
-"""Different problems of one session that an outcome lists."""
+"""Most distinct problems of one session that an outcome lists."""
 
 T = TypeVar("T")
 
@@ -69,10 +69,10 @@ class RankProfiler:
     closed then.
 
     Args:
-        identity: With the rank's role.
+        identity: The training rank.
         traces: Root of the directories that commands name.
-        world_size: Of the role.
-        model: For tools that watch a model, in stages that name none of their own.
+        world_size: Ranks of its role.
+        model: The module that stages run, unless a stage names its own; for tools that watch one.
     """
 
     def __init__(self, identity: Identity, *, traces: Path, world_size: int = 1, model: object | None = None) -> None:
@@ -117,7 +117,7 @@ class RankProfiler:
         await self.end()
 
     async def end(self) -> None:
-        """End an open session as a stop does. Problems are logged, since nobody waits for an outcome."""
+        """End an open session as a stop does. Problems are logged, since no command waits for them."""
         if self._session is not None:
             try:
                 await _in_daemon_thread(self._stop)
@@ -125,7 +125,7 @@ class RankProfiler:
                 logger.warning("%s: %s", self.identity.agent, error)
 
     def release(self) -> None:
-        """Wait for no stage any more, because this rank ends. What this thread records ends here."""
+        """Stop waiting for stages, because this rank ends. What this thread records ends here."""
         with self._changed:
             self._released = True
             session = self._session
@@ -237,7 +237,7 @@ class RankProfiler:
             self._changed.notify_all()
 
     def _guard(self, session: _ProfilingSession, act: Callable[[], object], prefix: str = "") -> bool:
-        """Call `act`. The stop reports its errors, and the training code never sees them. Returns whether it worked."""
+        """Call `act` and return whether it succeeded. The stop reports its error; the training code never sees it."""
         try:
             act()
         except Exception as error:

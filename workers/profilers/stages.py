@@ -2,8 +2,8 @@
 
 Theory of operation. A profiler of torch belongs to the thread that starts it, so only the thread that trains starts and
 stops it, where that thread enters or leaves a stage (or ends a mini-batch). A session that a command opens is therefore
-only *armed*, and recording begins at the next such moment. While no session is open in the process, a stage costs one
-look at an empty tuple.
+only *armed*, and recording begins at the next such moment. While no session is open in the process, a stage only checks
+that a tuple is empty.
 
 Rule  Nothing here raises into the training code, and nothing here swallows what the training code raises.
 """
@@ -62,7 +62,7 @@ def remove_listener(listener: StageListener) -> None:
 
 
 def _clear_in_child() -> None:
-    """The agent and its bus stay with the parent of a fork."""
+    """Forget the listeners: the agent and its bus stay with the parent of a fork."""
     global _replacing
     _Listeners.current, _replacing = (), threading.Lock()  # another thread may have held the lock
 
@@ -76,13 +76,13 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
     As a context one object serves one task at a time; make another for each `with`, as `annotate` does.
 
     Attributes:
-        name: Of the stage.
+        name: The stage's name.
         role: Only for the rank of that role; None for all.
         scheduled: Its mini-batches are those of the plan's schedule.
         model: The torch module that it runs.
         listener: Only for this listener; None for all.
-        entered: For each time it was entered and not yet left, innermost last, the listeners that were called, each
-            with what it returned.
+        entered: One entry for each time that it was entered and not left yet, innermost last: the listeners that were
+            called, each with what it returned.
     """
 
     name: str
@@ -149,7 +149,7 @@ def annotate(stage: str, *, role: str | None = None, scheduled: bool = False, mo
 
 
 def mini_batch(role: str | None = None) -> None:
-    """Say that one mini-batch of a scheduled stage is done. Costs nothing while no session is open."""
+    """Note that one mini-batch of a scheduled stage is done. Costs nothing while no session is open."""
     for listener in _Listeners.current:
         if role is None or role == listener.role:
             listener.mini_batch()

@@ -26,7 +26,7 @@ def torch_version() -> str:
 
 
 def require_supported(plan: ProfilePlan) -> None:
-    """Raise UnsupportedError for a plan that can't be honoured in this process. Imports torch; starts nothing."""
+    """Raise UnsupportedError for a plan that can't be honoured in this process. May import torch; starts nothing."""
     require_recordable(f"tool {plan.tool}", _limits(plan))
 
 
@@ -92,7 +92,7 @@ def _npu_limits(plan: ProfilePlan) -> Iterator[Limit]:
 
 def _precision_limits(plan: ProfilePlan) -> Iterator[Limit]:
     path = plan.options.config_path if isinstance(plan.options, PrecisionDebugger) else ""
-    yield Limit(not path, "without `config_path`", "that is a JSON file of msprobe's")
+    yield Limit(not path, "without `config_path`", "it names a JSON file of msprobe")
     yield Limit(not os.path.isfile(path), f"with `config_path` {path}", "there is no such file here")
     yield _import_limit("msprobe.pytorch", "mindstudio-probe")
 

@@ -41,9 +41,9 @@ class TorchRecorder(Recorder):
         # Of the stage under way:
         self._scope = WHOLE
         self._schedule: Schedule | None = None
-        self._profiler: _KinetoProfile | None = None  # that warms up or records
-        self._first: int | None = None  # mini-batch in the recording
-        self._mini_batch = 0  # that is under way, counted in the stage if the plan is discrete, else in the session
+        self._profiler: _KinetoProfile | None = None  # while it warms up or records
+        self._first: int | None = None  # the first mini-batch in the recording
+        self._mini_batch = 0  # the one under way, counted in the stage if the plan is discrete, else in the session
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
         self._writer.require_room()
@@ -111,7 +111,7 @@ class TorchRecorder(Recorder):
             profiler.add_metadata_json("distributedInfo", json.dumps(info))
 
     def _save(self) -> None:
-        """Stop the profiler, and have written what it recorded of the mini-batches until now."""
+        """Stop the profiler, and queue what it has recorded for writing."""
         profiler, first = self._profiler, self._first
         self._profiler = self._first = None
         if profiler is not None and first is not None:
@@ -138,7 +138,7 @@ class TorchRecorder(Recorder):
 def action(schedule: Schedule | None, mini_batch: int) -> ProfilerAction:
     """Return what the schedule does with a mini-batch, counted from 0. Without a schedule all are one recording.
 
-    The same as `torch.profiler.schedule`, which warns each time it is made without a warm-up.
+    The same as `torch.profiler.schedule`, which warns each time it is created without a warm-up.
     """
     if schedule is None:
         return ProfilerAction.RECORD

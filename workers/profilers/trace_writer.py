@@ -1,7 +1,7 @@
-"""Writes traces on a thread of its own, so that the training step goes on.
+"""Writes traces on a thread of its own, so that the training step can continue.
 
 Measured with torch 2.13 (600,000 events, 220 MB of JSON): torch writes them in 1.3 to 2.8 s and holds the interpreter's
-lock all that time, so the step goes on only as far as it runs outside of Python. torch writes to a local temporary
+lock all that time, so the step continues only as far as it runs outside of Python. torch writes to a local temporary
 directory (`TMPDIR`), so that a slow disk for the traces adds nothing to that time. From there the JSON is compressed
 piece by piece, without the lock. torch reports no error when a disk is full, so the file itself is checked.
 """
@@ -26,7 +26,7 @@ CHUNK_BYTES: Final = 1 << 20
 COMPRESSION_LEVEL: Final = 5
 """Twice as fast as the default, and a tenth larger."""
 MAX_WAITING: Final = 8
-"""Recordings held in memory until they are written. While there are so many, no further stage is recorded."""
+"""Most recordings held in memory until they are written. While there are that many, no further stage is recorded."""
 _HEAD: Final = re.compile(rb'"traceEvents"\s*:\s*\[')
 _TAIL: Final = re.compile(rb'\]\s*(,\s*"traceName"\s*:\s*"[^"]*"\s*)?\}\s*$')
 _LINK: Final = re.compile(rb'("ph":\s*"[stf]",\s*"id":\s*)(\d+)([^{}]*?"cat":\s*"fwdbwd")')

@@ -1,4 +1,4 @@
-"""The command line of a server that an agent launches: adds the options for this node's place and for profiling.
+"""Completes the command line of a server that an agent launches: options for the node's place, and for profiling.
 
 Pure. The user's own options are never changed; one that contradicts the agent's place is an error.
 """
@@ -83,7 +83,7 @@ def profiled_command(
         "torch_profiler_with_stack": plan.with_stack or plan.with_modules,
         "torch_profiler_record_shapes": plan.record_shapes,
         "torch_profiler_with_memory": "memory" in plan.activities,
-        "ignore_frontend": True,  # it is no rank, and nobody asked for its traces
+        "ignore_frontend": True,  # it is not a rank, so no plan asks for its traces
     }
     return (*command, "--profiler-config", json.dumps(chosen))
 
@@ -105,7 +105,7 @@ class _Options:
         return any(flag in flags for flag, _ in self._options)
 
     def begins(self, prefix: str) -> bool:
-        """Return whether a flag begins so. vLLM takes parts of a config as `--flag.part`."""
+        """Return whether a flag begins with `prefix`. vLLM takes parts of a config as `--flag.part`."""
         return any(flag.startswith(prefix) for flag, _ in self._options)
 
     def values(self, *flags: str) -> list[str]:

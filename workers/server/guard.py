@@ -47,7 +47,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class RestartPolicy(NamedTuple):
-    """How often a server that ended is restarted, and after which wait.
+    """How often a server that ended is restarted, and after what wait.
 
     Attributes:
         most: Most restarts within any `window_s` seconds.
@@ -95,7 +95,7 @@ class Guard:
         self._order = order
         self._restarts = RestartPolicy(*order.restarts)
         self._me = psutil.Process()
-        self._reason = ""  # why to end, once somebody wants that
+        self._reason = ""  # why to end; empty while there is no reason
         self._server: subprocess.Popen[bytes] | None = None  # while it runs
         self._launches = order.launches
         self._exit_code: int | None = None
@@ -160,7 +160,7 @@ class Guard:
         return False
 
     def _sweep(self) -> None:
-        """Kill what a guard that was itself killed could not end. Under this lock those processes have no owner.
+        """Kill what an earlier guard left behind when it was killed. Whoever holds the lock knows that it has no owner.
 
         They are recognized by the environment variable, or by the log that they write to: setting a process title, as
         vLLM's engine cores do, overwrites the environment. Sessions of the agent and above may write to that file for

@@ -49,11 +49,11 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     """The state of a server.
 
     Attributes:
-        state: `starting` until it was launched, `running` while its process lives, whether or not it answers yet.
+        state: `starting` until it is launched, `running` while its process lives, whether or not it answers yet.
         since_s: When that state began, on the machine's monotonic clock.
         pid: None unless it runs.
         launches: How often it was started.
-        exit_code: Of the last process that ended; if negative, minus the number of the signal.
+        exit_code: Exit code of the last process that ended; if negative, minus the number of the signal.
         note: The reason for the state.
         log_tail: The last lines of the log since it was started.
     """
@@ -89,7 +89,7 @@ class ServerProcess:
 
     Args:
         command: What to run, as for `subprocess`. Its output is appended to `log`, and its input is empty.
-        log: A file of its own for each server of this machine. It is locked, so that launches never overlap.
+        log: A separate file for each server on this machine. It is locked, so that launches never overlap.
         name: For messages.
         restarts: When to restart it.
         grace_s: Seconds from SIGTERM to SIGKILL.
@@ -111,7 +111,7 @@ class ServerProcess:
         self._partial = b""
         self._last = ServerStatus(state="ended", since_s=time.monotonic(), note="never started")
         self._ending = False
-        self._lost: list[float] = []  # times at which a guard was gone without a final report
+        self._lost: list[float] = []  # when a guard was found to have ended without a final report
 
     def start(self) -> None:
         """Start the guard, which starts the server. Raises ConfigError if the command or the log can't be used."""
@@ -254,7 +254,7 @@ class LaunchedEngine:
 
     async def open(self) -> None:
         """Start the server and attach. Raises ConfigError, EngineError; then nothing runs."""
-        self._life = secrets.token_hex(4)  # another life of the agent may have the same pids and counts
+        self._life = secrets.token_hex(4)  # an earlier agent process may have had the same pids and counts
         self._server.start()
         try:
             await self._engine.open()

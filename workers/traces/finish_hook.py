@@ -23,7 +23,7 @@ logger = logging.getLogger("rolloutctl.agent")
 WAIT_S: Final = 10.0
 """How long the outcome of the command waits for the hook."""
 QUOTED_BYTES: Final = 1000
-"""Of a failing hook's output that the error quotes."""
+"""Bytes of a failing hook's output that the error quotes."""
 NSIGHT_DIR: Final = "/tmp/ray/session_latest/logs/nsight"
 """Where Ray has nsys write (verl 0.9.1, utils/profiler/nvtx_profile.py)."""
 
@@ -34,7 +34,7 @@ class FinishHook:
     Args:
         command: For `/bin/sh -c`; empty for none.
         identity: The node.
-        root: Of the traces.
+        root: Root of the traces.
     """
 
     def __init__(self, command: str, identity: Identity, root: Path) -> None:
@@ -42,7 +42,7 @@ class FinishHook:
         self._log = root / f".finish_hook-{identity.agent}.log"
 
     async def run(self, tool: str, steps: tuple[int, ...]) -> bool:
-        """Run the command and wait a little. Returns whether it is still running.
+        """Run the command and wait up to `WAIT_S`. Returns whether it is still running.
 
         Raises:
             EngineError: It failed, or can't be started.

@@ -35,11 +35,11 @@ from workers.traces.finish_hook import FinishHook
 logger = logging.getLogger("rolloutctl.agent")
 
 SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickle", ".profiler_out.txt")
-"""Of the files that engines write. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
+"""Suffixes of the files that engines write. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
 MAX_LISTED: Final = 150
 """Traces that one outcome lists; more don't fit into a message."""
 HEAD_BYTES: Final = 64 * 1024
-"""Of a decompressed trace that are searched for `distributedInfo`, which comes before the events."""
+"""Bytes of a decompressed trace that are searched for `distributedInfo`, which comes before the events."""
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')
 _RANK_IN_NAME: Final = re.compile(r"(?:rank|-TP-)(\d+)[.-]")
 _FRONT_END: Final = ".async_llm."
@@ -50,7 +50,7 @@ class NodeTraces:
     """Collects the traces of one node after each session; relocates them and runs the finish hook after the last one.
 
     Args:
-        root: Of all traces.
+        root: Root of all traces.
         identity: The node.
         hook: Command for `/bin/sh -c`; empty for none.
     """
@@ -80,7 +80,7 @@ class NodeTraces:
         return Returned(traces=traces, still_running=await self._hook.run(call.plan.tool, call.steps))
 
     def _finish_later(self, call: FinishProfile, relocation: "Future[tuple[Trace, ...]]") -> None:
-        """Log a relocation that nobody waits for any more, and start the hook after it."""
+        """Log the end of a relocation that continued in the background, and start the hook."""
         try:
             logger.info("agent %s: %d traces moved", self._identity.agent, len(relocation.result()))
             if runs_hook(call.plan, self._identity):
@@ -90,7 +90,7 @@ class NodeTraces:
 
 
 def listed(files: Sequence[F]) -> tuple[F, ...]:
-    """Return as many as one outcome lists."""
+    """Return as many files as one outcome lists."""
     if len(files) > MAX_LISTED:
         logger.warning("there are %d traces; the outcome lists %d", len(files), MAX_LISTED)
     return tuple(files[:MAX_LISTED])
@@ -148,7 +148,7 @@ def make_fresh(directory: Path) -> None:
     )
 
 
-# --- after it ---------------------------------------------------------------------------------------------------------
+# --- after a session --------------------------------------------------------------------------------------------------
 
 
 def collect_traces(root: Path, directory: str, plan: ProfilePlan, identity: Identity) -> Returned:

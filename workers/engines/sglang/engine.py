@@ -1,21 +1,22 @@
 """SGLang, over HTTP or in process. One adapter, which calls methods by `TokenizerManager`'s names either way.
 
-Read: SGLang 0.5.6 to 0.5.23. Run: 0.5.23. Versions differ in the parameters that they take; the adapter asks for those.
+Checked against the source of SGLang 0.5.6 to 0.5.23; run with 0.5.23. Versions differ in the parameters of their
+methods, so the adapter looks up which ones a method takes.
 
 Where SGLang differs from other engines:
 
-- It dies where others return an error: of a release while requests run, of a resume of what was not released, of a
-  load that flushes while requests run, of a profile by stage without a number of steps. The machine prevents most of
-  this. Here a release comes after a flush that succeeded, and a load never flushes.
+- It dies where others return an error: on a release while requests run, on a resume of what was not released, on a
+  load that flushes while requests run, on a profile by stage without a number of steps. The machine prevents most of
+  this. Here, a release comes after a flush that succeeded, and a load never flushes.
 - Health proves nothing: on node ranks above 0 it is 200, and every engine route is 404. `/server_info` is decisive.
-- A second start of a profile is a 200 that discards the first, whoever started it. Only a start that is armed for
-  later reveals whether a session is open, so before each start the adapter arms one that never comes.
-- A stop of a session that ended by itself is a bare 500. So is a stop, by stage, of a session that has not begun, which
-  would then begin in a later step. The start that never comes replaces it.
-- By stage, the first token ends the trace of the prompts; a prompt that arrives while tokens are recorded lands in the
-  trace of the tokens. One trace ends and the next begins inside an open span (from 0.5.14 on): torch 2.13 can crash on
-  that; 2.14.1, which 0.5.23 asks for, was not seen to.
-- Stacks name the modules, so they serve for both. An NPU's level is SGLang's own (never run here).
+- A second start of a profile is a 200 that discards the first, whoever started it. Only a start for a later forward
+  step reveals whether a session is open. So before each start, the adapter sends one for a step that never comes.
+- A stop of a session that ended by itself is a bare 500. So is a stop, by stage, of a session that has not begun; it
+  would begin in a later step. The start that never comes replaces it.
+- By stage, the first token ends the trace of the prompts. A prompt that arrives while tokens are recorded ends up in
+  the trace of the tokens. One trace ends and the next begins inside an open span (from 0.5.14 on): torch 2.13 can crash
+  on that; 2.14.1, which 0.5.23 requires, has not been seen to.
+- Modules appear in stacks only, so a plan with modules records stacks. An NPU's level is SGLang's own (never run here).
 - `update_weight_version` aborts every request unless told not to.
 - A pause with `in_place` or `retract` can't be verified over HTTP: no route reports it.
 """
@@ -43,7 +44,7 @@ from workers.engines.sglang.profile import NEVER, profile_arguments
 from workers.traces.node import collect_traces, make_fresh, require_writable
 
 FLUSH_WAIT_S: Final = 5.0
-"""Seconds that the server itself waits for a moment without requests, where it can."""
+"""Most seconds that the server itself waits for a moment without requests, if its version can."""
 STAGES: Final = 2
 
 _PAUSE_MODES: Final[dict[InFlight, str]] = {"abort": "abort", "wait": "retract", "keep": "in_place"}
@@ -125,7 +126,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
             directory = await to_thread.run_sync(self._sources.checked_directory, source, call.manifest, launch.model)
             if source.as_tensors:
                 await self._hand_over(client, launch, directory)
-            else:  # the format is named, or it may fall back to unpickling; its own flush kills versions up to 0.5.21
+            else:  # without a format it may fall back to unpickling; its own flush kills versions up to 0.5.21
                 await client.call(
                     "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=False
                 )
@@ -169,7 +170,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
                 await client.call("update_weights_from_tensor", serialized_named_tensors=each_rank, flush_cache=False)
 
     async def _flush(self, client: EngineClient, launch: SGLangLaunch, timeout_s: float) -> None:
-        """Refused while requests run: ask again until it succeeds or the time is up."""
+        """Flush. It is refused while requests run: ask again until it succeeds or the time is up."""
         until = time.monotonic() + retry_time_s(timeout_s)
         waits = bool({"timeout_s", "timeout"} & launch.methods["flush_cache"])
         while True:
@@ -195,7 +196,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         await client.call("start_profile", **arguments)
 
     async def _stop_profile(self, client: EngineClient, call: events.StopProfile) -> events.Returned:
-        """A refusal means that no session was open: it ended by itself or, by stage, never began."""
+        """Stop. A refusal means that no session was open: it ended by itself or, by stage, never began."""
         plan, directory = call.session.plan, self._traces / call.directory
         refused = not await _accepts(client, "stop_profile")
         if plan.by_stage:
@@ -227,7 +228,7 @@ async def _accepts(client: EngineClient, method: str, **arguments: object) -> bo
 
 @asynccontextmanager
 async def _weight_update(client: EngineClient, launch: SGLangLaunch) -> AsyncIterator[None]:
-    """From 0.5.21 on a weight update has a begin and an end. One that is left open blocks every later one."""
+    """Begin and end a weight update, from 0.5.21 on. One that is left open blocks every later one."""
     if "begin_weight_update" not in launch.methods:
         yield
         return
@@ -242,7 +243,7 @@ async def _weight_update(client: EngineClient, launch: SGLangLaunch) -> AsyncIte
 
 
 def _packed(directory: Path, names: list[str]) -> str:
-    """Named tensors in SGLang's format. Raises EngineError where SGLang is not installed."""
+    """Pack named tensors in SGLang's format. Raises EngineError where SGLang is not installed."""
     try:
         import safetensors
         import torch
@@ -257,7 +258,7 @@ def _packed(directory: Path, names: list[str]) -> str:
         with safetensors.safe_open(file, framework="pt") as opened:
             tensors += [(name, opened.get_tensor(name)) for name in opened.keys() if name in wanted]  # noqa: SIM118
     before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    # SGLang dies of the other strategy.
+    # The other strategy crashes SGLang.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
         packed: str = MultiprocessingSerializer.serialize(tensors, output_str=True)

@@ -86,7 +86,7 @@ class TokenizerManagerClient(InProcessClient):
             **{name: resolved.get(name, getattr(arguments, name, None)) for name in LAUNCH},
             "version": getattr(sys.modules.get("sglang"), "__version__", None),
             "startup_time": getattr(self._manager, "startup_time", None),
-            "launched_at": instance_id(self._manager),  # a given seed is the same for two launches
+            "launched_at": instance_id(self._manager),  # two launches with a given seed share it
         }
 
     async def read(self, method: str, /) -> object:
@@ -110,7 +110,7 @@ class TokenizerManagerClient(InProcessClient):
             raise Unanswered(f"{self.where}.{method} was not called: the engine is being shut down, or is not here.")
 
     async def _call(self, method: str, arguments: dict[str, object]) -> object:
-        """The only place that awaits something of the engine."""
+        """Call a method. Nothing else here awaits the engine."""
         self._require_up(method)
         self._manager.auto_create_handle_loop()  # up to 0.5.9 a flush as the first call hangs
         try:
@@ -130,7 +130,7 @@ class TokenizerManagerClient(InProcessClient):
         if method == "update_weight_version":
             if arguments.pop("abort_all_requests", False):
                 manager.abort_request(abort_all=True)
-            if not hasattr(manager, method):  # before 0.5.19 it is a label on the arguments
+            if not hasattr(manager, method):  # before 0.5.19 it is a field of the arguments
                 manager.server_args.weight_version = arguments["new_version"]
                 return None
         function = getattr(manager, method)
@@ -160,7 +160,7 @@ def _fields(request: Any) -> frozenset[str]:
 
 
 def _verdict(result: object) -> tuple[bool, str]:
-    """Whether the call succeeded, and the engine's words: a tuple begins with both, an object has both."""
+    """Whether the call succeeded, and the engine's message: a tuple begins with both, an object has both."""
     match result:
         case (bool() as success, *rest):
             return success, str(rest[0]) if rest else ""

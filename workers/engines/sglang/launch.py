@@ -26,6 +26,7 @@ class SGLangLaunch(Launch, frozen=True, kw_only=True):
 
     Attributes:
         keeps_weights: Released weights come back unchanged.
+        tensor_parallel: Tensor-parallel size.
     """
 
     keeps_weights: bool

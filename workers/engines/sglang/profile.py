@@ -59,7 +59,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: S
 
 
 def trace_contents(plan: ProfilePlan) -> dict[str, object]:
-    """Return the arguments that choose what a trace holds. Stacks name the modules, so they serve for both."""
+    """Return the arguments that choose what a trace holds. Modules appear in stacks, so they need stacks."""
     return {
         "activities": [_ACTIVITIES[activity] for activity in sorted(plan.activities)],
         "with_stack": plan.with_stack or plan.with_modules,

@@ -1,10 +1,9 @@
 """The embedded engine: a small torch language model that really samples, loads, pauses, sleeps and is profiled.
 
-It runs in the agent's process, on a thread of its own, so no forward ever holds up the agent's loop. Node rank 0 has
-the model and the front end. As with the real engines, a higher node rank has neither, and it never imports torch.
+It runs in the agent's process, on a thread of its own, so no forward ever blocks the agent's loop. Node rank 0 has the
+model and the front end. As with the real engines, a higher node rank has neither, and it never imports torch.
 
-It starts paused: an agent that launches its engine learns the desired state only some moments later, and nothing may be
-generated before that.
+It starts paused: the agent learns the desired state only some moments later, and nothing may be generated before that.
 """
 
 import secrets
@@ -42,7 +41,7 @@ class TinyEngine:
         checkpoints: Root of the paths in weight syncs.
         traces: Root of the directories of profiling sessions.
         serve: `ipc://PATH` at which clients find its front end; None for no front end.
-        seed: Of the weights that it starts with.
+        seed: Seed of the weights that it starts with.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from schemas.safetensors.manifest import require_same_model
 
 # The head is small, so that an untrained policy is close to uniform and explores.
 INITIAL_STD: Final = {"tokens.weight": 0.3, "positions.weight": 0.3, "head.weight": 0.05}
-"""Of the first weights; those of the other matrices come from their width."""
+"""Standard deviation of the initial weights; that of the other matrices follows from their width."""
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):

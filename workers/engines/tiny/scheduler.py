@@ -2,12 +2,12 @@
 
 Theory of operation. The thread is an executor with one worker. The prompts of a request are one batch, and a forward
 of it is a task that submits the next one, so requests take turns. A command is a task between two forwards: it always
-finds whole tokens, and nothing here needs a lock. Requests that arrive while the engine is paused are held. To freeze a
-request is only to stop its forwards, and a cache that was released is computed again from the tokens.
+finds whole tokens, and nothing here needs a lock. Requests that arrive while the engine is paused are held. Freezing a
+request just stops its forwards, and a cache that was released is computed again from the tokens.
 
 Like the engines it stands for, it refuses what would break them: memory is not released under running requests,
-weights are not loaded into a running or sleeping engine, and nothing is released or woken twice. And like them it
-reuses prompts that old weights computed until it is told to flush them.
+weights are not loaded into a running or sleeping engine, and nothing is released or woken twice. And like them, it
+reuses the cache of a prompt that old weights computed until it is flushed.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,37 +39,37 @@ class _Request:
 
     Attributes:
         tokens: Prompts and completions [B, T].
-        logprobs: Of the completions' tokens.
-        versions: Of the weights that each token of the completions was drawn from. Empty until the first forward.
-        cache: Keys and values of all tokens but the last; None: to be computed again.
+        logprobs: Log-probabilities of the completions' tokens.
+        versions: For each position of the completions, the version of the weights that it was drawn from.
+        cache: Keys and values of all tokens but the last; None if they must be computed again.
     """
 
-    def __init__(self, asked: Generate, config: TinyConfig) -> None:
-        length = len(asked.prompts[0]) if asked.prompts else 0
-        if not length or any(len(prompt) != length for prompt in asked.prompts):
+    def __init__(self, message: Generate, config: TinyConfig) -> None:
+        length = len(message.prompts[0]) if message.prompts else 0
+        if not length or any(len(prompt) != length for prompt in message.prompts):
             raise EngineError("a request needs at least one prompt and one token, and prompts of the same length.")
-        if length + asked.max_tokens > config.context:
+        if length + message.max_tokens > config.context:
             raise EngineError(
-                f"prompts of {length} tokens with max_tokens={asked.max_tokens} were refused: both together have room "
-                f"for {config.context}."
+                f"prompts of {length} tokens with max_tokens={message.max_tokens} were refused: both together have "
+                f"room for {config.context}."
             )
-        if max(map(max, asked.prompts)) >= config.vocab:
+        if max(map(max, message.prompts)) >= config.vocab:
             raise EngineError(f"a prompt was refused: its tokens must be 0..{config.vocab - 1}.")
-        self.asked = asked
-        self.prompts = tuple(map(tuple, asked.prompts))
-        self.tokens = torch.tensor(asked.prompts)
-        self.logprobs = torch.empty(len(asked.prompts), 0)
+        self.message = message
+        self.prompts = tuple(map(tuple, message.prompts))
+        self.tokens = torch.tensor(message.prompts)
+        self.logprobs = torch.empty(len(message.prompts), 0)
         self.versions: list[int] = []
         self.cache: Tensor | None = None
         self.answer: Future[list[Completion]] = Future()
 
     @property
     def finished(self) -> bool:
-        return len(self.versions) == self.asked.max_tokens
+        return len(self.versions) == self.message.max_tokens
 
     def append(self, logits: Tensor, version: int, random: torch.Generator) -> None:
         """Draw the next token of each prompt. Logprobs are those of the distribution that was drawn from."""
-        temperature = self.asked.temperature
+        temperature = self.message.temperature
         logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
         drawn = torch.multinomial(logprobs.exp(), 1, generator=random) if temperature else logits.argmax(-1, True)
         self.tokens = torch.cat([self.tokens, drawn], dim=1)
@@ -120,9 +120,9 @@ class Scheduler:
             raise EngineError("the engine is closed.") from error
         return result.result()
 
-    def generate(self, asked: Generate) -> list[Completion]:
+    def generate(self, message: Generate) -> list[Completion]:
         """Queue a request and wait for its completions. Raises EngineError for one that can't be served."""
-        request = _Request(asked, self.model.config)
+        request = _Request(message, self.model.config)
         self.run(self._accept, request)
         return request.answer.result()
 

@@ -42,7 +42,7 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class DescribeWeights(Struct, frozen=True, tag="describe_weights"):
-    """Which weights does the engine hold? Answered while it is paused, too."""
+    """Ask which weights the engine holds. Answered even while it is paused."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -50,9 +50,9 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     Attributes:
         tokens: The generated tokens, without the prompt.
-        logprobs: Of each token, under the distribution that it was drawn from.
-        versions: Of the weights that each token was drawn from. They differ when the request was frozen through a
-            weight sync.
+        logprobs: Log-probability of each token, under the distribution that it was drawn from.
+        versions: For each token, the version of the weights that it was drawn from. They differ if the request was
+            frozen during a weight sync.
         finish_reason: `abort` when it was ended early; `tokens` are those it had by then.
     """
 
@@ -112,7 +112,7 @@ class TinyServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             super().__init__(str(path), _Connection)
         except OSError as error:
             raise EngineError(f"the tiny engine can't listen at {address}: {error.strerror or error}.") from error
-        # It looks every 0.1 s whether it should end.
+        # It checks every 0.1 s whether it should end.
         self._thread = Thread(target=self.serve_forever, args=(0.1,), name="tiny-server", daemon=True)
         self._thread.start()
 

@@ -2,8 +2,8 @@
 
 Written against verl 0.9.1, using only the names of its methods and attributes. What a server has is inspected, never
 inferred from a version: `dir(handle)` lists the methods, and one inspection of the actor (`__ray_call__`) reads how it
-was configured. The methods are thin, and report success for much that they don't do. What follows from reading them is
-therefore refused here, before the engine is touched:
+was configured. The methods are thin, and report success for much that they don't do. So what they can't do is refused
+here, before the engine is touched. From reading them:
 
 - `sleep` and `release_kv_cache` do nothing with `free_cache_engine` off, and release different regions in each rollout
   mode; vLLM's drop the weights at sleep level 2, and no method restores them. Memory that can't be restored unchanged
@@ -55,7 +55,7 @@ INSPECT_TIMEOUT_S: Final = 5.0
 """Seconds that an inspection of an actor may take. One whose event loop is blocked counts as launching."""
 NAME_MAX: Final = 200
 POLL_S: Final = 0.1
-"""Seconds between two inspections of an engine whose requests are waited for."""
+"""Seconds between two inspections while the engine's requests are awaited."""
 
 METHODS: Final[Mapping[Operation, frozenset[str]]] = {
     Operation.PAUSE: frozenset({"abort_all_requests", "resume_generation"}),
@@ -253,7 +253,7 @@ class VerlEngine:
         return tuple(tags for tags in restorable(snapshot) if offered.issuperset(_MEMORY_METHODS[tags]))
 
     async def _inspect(self) -> ServerSnapshot:
-        """Raises EngineError if the actor is not there, or does not answer."""
+        """Inspect the actor. Raises EngineError if it is not there, or does not answer."""
         answer = await to_thread.run_sync(self._ask, "__ray_call__", (inspector(),), {}, INSPECT_TIMEOUT_S)
         try:
             snapshot = msgspec.convert(answer, ServerSnapshot)
@@ -263,7 +263,7 @@ class VerlEngine:
         return snapshot
 
     async def _call(self, method: str, **arguments: object) -> object:
-        """Raises EngineError. A call that has begun is never abandoned, however long it takes."""
+        """Call a method. Raises EngineError. A call that has begun is never abandoned, however long it takes."""
         if method not in dir(self._handle):
             raise EngineError(f"{self._kind} has no method {method}.")
         return await to_thread.run_sync(self._ask, method, (), arguments, None)
@@ -271,7 +271,7 @@ class VerlEngine:
     def _ask(
         self, method: str, values: tuple[object, ...], named: dict[str, object], timeout_s: float | None
     ) -> object:
-        """Runs in a worker thread, so it works under every event loop. A call cut off by a restart is not resent."""
+        """Call the actor in a worker thread, so that any event loop can wait. A restart of it repeats no call."""
         from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
         try:
@@ -317,9 +317,9 @@ def _finder(server: "ActorHandle | str | Callable[[], ActorHandle]", namespace: 
 
 
 def _bring_traces(profiler: ServerProfiler, directory: Path) -> None:
-    """Link what the server wrote since the session's directory was made; verl's own hooks still find it in place.
+    """Link what the server wrote since the session's directory was made, so that verl's own hooks still find it.
 
-    The directory's own time marks that moment, also for a repeated stop, so it is preserved. Nothing is overwritten.
+    The directory's modification time marks that moment, and is preserved for a repeated stop. Nothing is overwritten.
     """
     if not directory.is_dir():
         return  # the start was cut off before this was made

@@ -1,19 +1,20 @@
 """vLLM, over HTTP or in process. One adapter, which calls methods by `AsyncLLM`'s names either way.
 
-Read and run: vLLM 0.13 to 0.33. Its server needs VLLM_SERVER_DEV_MODE=1 for the control routes and, to be profiled,
-`--profiler-config`. Its control routes ask for no key: keep the server on loopback.
+Checked against the source of vLLM 0.13 to 0.33; docs/engines.md says which were run. Its server needs
+VLLM_SERVER_DEV_MODE=1 for the control routes and, to be profiled, `--profiler-config`. Its control routes ask for no
+key: keep the server on loopback.
 
 Where vLLM differs from other engines:
 
 - The traces' directory is fixed at launch. They are moved to the session's directory after the stop.
 - The contents of a trace are fixed at launch too, and so is its window up to 0.31. A plan that asks for more is
-  refused. Stacks name the modules, so they serve for both. An NPU's levels are those of vllm-ascend (never run here).
-- A `delay_iterations` of n > 0 skips n - 1 forward steps, and 0 skips none. A step that computes nothing, and only lets
-  go of the last request, counts too.
+  refused. Modules appear in stacks only. An NPU's levels are those of vllm-ascend (never run here).
+- A `delay_iterations` of n > 0 skips n - 1 forward steps, and 0 skips none. A step that computes nothing, and only
+  releases the last request, counts too.
 - A profiler of its front end is started on one thread and stopped on another: with torch 2.13 it records nothing, and
   more often than not the server dies at the stop (0.32, run). So an engine that has it, as by default, is not profiled.
-- A second start is a 409 from 0.32 on; before, it is silently accepted. There somebody else's session can't be seen,
-  and ends with ours. A second stop is silent. The machine sends neither.
+- A second start is a 409 from 0.32 on; before, it is silently accepted. There, a session that somebody else started
+  can't be seen, and ends with ours. A second stop is silently accepted. The machine sends neither.
 - Waking the last region of memory un-pauses the scheduler, so the adapter pauses it again at once.
 - A reload that raises in a worker ends the server, so a source is checked beforehand, and again just before the load.
 - A failed `reset_prefix_cache` is HTTP 200 with `success: false`.
@@ -94,8 +95,8 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         await client.call("sleep", level=2 if call.discard else 1, **mode)
 
     async def _wake(self, client: EngineClient, launch: VLLMLaunch, call: events.Wake) -> None:
-        # Up to 0.23 the first region that wakes resumes the scheduler, which would run without its cache. There the
-        # cache wakes together with the weights, and is already awake when it is asked for.
+        # Up to 0.23, the first region that wakes resumes the scheduler, which would then run without its cache. There,
+        # the cache wakes together with the weights, so it is already awake when it is asked for.
         together = "release_kv_cache_memory" not in launch.methods
         if together and call.tags == {"kv_cache"}:
             return
@@ -126,7 +127,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         return events.Returned(digest=fingerprint(await client.call("compute_weight_checksums", action="checksum")))
 
     async def _receive(self, client: EngineClient, launch: VLLMLaunch, source: Broadcast, call: events.Load) -> None:
-        """vLLM's weight transfer over NCCL (vllm/distributed/weight_transfer/nccl_engine.py). Needs GPUs."""
+        """Receive weights over NCCL (vllm/distributed/weight_transfer/nccl_engine.py). Needs GPUs."""
         layout = self._sources.checked_layout(source, call.manifest, launch.model, self._identity)
         if self._group != source.group:
             offset, world = group_ranks(source, self._identity)
@@ -143,7 +144,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
             await client.call("finish_weight_update")
 
     async def _flush(self, client: EngineClient, launch: VLLMLaunch, timeout_s: float) -> None:
-        """A prefix that a request still uses can't be dropped: ask again until it can, or the time is up."""
+        """Flush. A prefix that a request still uses can't be dropped: ask again until it can, or the time is up."""
         until = time.monotonic() + retry_time_s(timeout_s)
         while await client.call("reset_prefix_cache") is False:
             if time.monotonic() + RETRY_S > until:

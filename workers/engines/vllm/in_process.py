@@ -1,8 +1,7 @@
 """vLLM in this process: a client of an `AsyncLLM`.
 
-`workers/engines/in_process.py` shows how to embed it.
-
-A headless node (node rank above 0) has no `AsyncLLM`: `VLLMEngine(identity, None, ...)`.
+`workers/engines/in_process.py` shows how to embed it. A headless node (node rank above 0) has no `AsyncLLM`: pass None,
+as in `VLLMEngine(identity, None, ...)`.
 
 To be profiled, the engine needs a `profiler_config`; to sleep, `enable_sleep_mode`. Everything else always works. No
 key and no dev mode are needed: whoever can run code in the process owns the engine.
@@ -84,7 +83,7 @@ class AsyncLLMClient(InProcessClient):
         return None
 
     async def _call(self, method: str, arguments: dict[str, object]) -> object:
-        """The only place that awaits something of the engine."""
+        """Call a method. Nothing else here awaits the engine's work."""
         if (died := await self._dead()) is None:
             try:
                 return await self._while_alive(self._translated(method, arguments))
@@ -97,7 +96,7 @@ class AsyncLLMClient(InProcessClient):
         raise Unanswered(f"{self.where}.{method}: the engine is dead: {type(died).__name__} {died}".rstrip()) from died
 
     async def _while_alive(self, call: Coroutine[Any, Any, object]) -> object:
-        """The call's result. Raises the engine's own error if it dies first, when vLLM would leave the call waiting."""
+        """Return the call's result, or raise the engine's error if it dies first: vLLM would leave the call waiting."""
         task = asyncio.get_running_loop().create_task(call)
         try:
             while not (await asyncio.wait([task], timeout=HEALTH_CHECK_S))[0]:
@@ -121,7 +120,7 @@ class AsyncLLMClient(InProcessClient):
         return await call_and_await(function, **arguments)
 
     async def _abort_all(self) -> None:
-        """By the engine's internal ids, where it has two kinds; a request for several samples has one of each."""
+        """Abort by internal ids, where vLLM has two kinds of ids; a request for several samples has one of each."""
         tracked = self._engine.output_processor
         ids = [*tracked.request_states, *tracked.parent_requests]
         internal = {"internal": True} if "internal" in parameter_names(self._engine.abort) else {}

@@ -40,7 +40,7 @@ def read_launch(info: Mapping[str, object], methods: Methods) -> VLLMLaunch:
     directory = text_at(profiler, "torch_profiler_dir")
     device = text_at(mapping_at(config, "device_config"), "device")
     profiles_to = Path(directory) if text_at(profiler, "profiler") == "torch" and directory else None
-    # A CPU has no memory to release, but the scheduler's half of sleep works there all the same.
+    # A CPU has no memory to release, but the scheduler's part of sleep works there too.
     saves_memory = model.get("enable_sleep_mode") is True or device == "cpu"
     return VLLMLaunch(
         version=text_at(info, "version") or "of unknown version",
