@@ -55,7 +55,7 @@ TURN_MAX: Final = 256
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
-ASLEEP_US: Final = 1_000_000
+STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
 BIND_TIMEOUT_S: Final = 0.5
 """How long an address may still be in use by a bus of this process that was just closed."""
@@ -340,7 +340,7 @@ class Bus:
     def _beat(self, at_us: int, drained: bool) -> None:
         """Send the head beacon, and look for agents that fell silent."""
         late_us = at_us - self._next_head_us
-        if late_us > ASLEEP_US:
+        if late_us > STALLED_US:
             self._inbox.discount(late_us)
         self._publisher.send_nowait([wire.TOPIC_HEAD, wire.encode_header(self.state.epoch, 0, self.state.seq), _NIL])
         self._next_head_us = at_us + self._config.head_interval_ms * 1000

@@ -1,4 +1,4 @@
-"""Replay of a log with the machines of both sides. Only here do the two meet."""
+"""Replays a log with the machines of both sides. They meet nowhere else."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from workers.machine.decide import AgentState, decide
 
 def replay_log(entries: Iterable[LogEntry]) -> Replayed:
     """Make every decision again, from the first record on. Raises ReplayDiffers or LogCorrupt."""
-    replayer = replayer_of_log()
+    replayer = new_replayer()
     for entry in entries:
         replayer.feed(entry)
     return replayer.result()
@@ -29,6 +29,6 @@ def replay_file(path: Path) -> Replayed:
     return replay_log(RunLog.read(path))
 
 
-def replayer_of_log() -> Replayer[AgentState]:
-    """Return a fold that the caller feeds, to inspect the state at any position."""
+def new_replayer() -> Replayer[AgentState]:
+    """Return a replayer that the caller feeds, to inspect the states at any position."""
     return Replayer(decide, AgentState())

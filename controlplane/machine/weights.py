@@ -96,9 +96,9 @@ def primary_conclusions(report: Report) -> dict[int, Conclusion]:
 
 def _with_report(sync: Sync, report: Report, conclusions: Mapping[int, Conclusion]) -> Sync:
     """The sync after a phase: who takes part, and who has dropped out."""
-    taking_part = frozenset(r for r, conclusion in conclusions.items() if conclusion not in _TAKES_NO_PART)
+    taking_part = frozenset(replica for replica, conclusion in conclusions.items() if conclusion not in _TAKES_NO_PART)
     members = taking_part if sync.phase == "prepare" else sync.members | taking_part
-    succeeded = frozenset(r for r, conclusion in conclusions.items() if _succeeded(conclusion))
+    succeeded = frozenset(replica for replica, conclusion in conclusions.items() if _succeeded(conclusion))
     lost = (sync.lost | (members - succeeded)) - sync.restarted
     return replace(sync, reports=(*sync.reports, report), members=members, lost=lost)
 

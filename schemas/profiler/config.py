@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from schemas.errors import ConfigError
 from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
 
-Source = Mapping[str, Any] | PurePath | str
+ConfigSource = Mapping[str, Any] | PurePath | str
 """A mapping, a file, or YAML text. A string with a line break, a brace or `: ` is text; any other is a file name."""
 
 
@@ -18,7 +18,9 @@ class ProfilerConfig(ProfilerSettings, frozen=True, kw_only=True, forbid_unknown
     """Which global training steps are profiled, and how. `ProfilerSettings` describes the fields."""
 
     @classmethod
-    def from_verl(cls, source: Source, *, ranks: RankUnit = "global", layout: Layout = "step") -> "ProfilerConfig":
+    def from_verl(
+        cls, source: ConfigSource, *, ranks: RankUnit = "global", layout: Layout = "step"
+    ) -> "ProfilerConfig":
         """Read verl's configuration. Needs the extra `verl` (OmegaConf), which every installation of verl has.
 
         Args:
@@ -39,7 +41,7 @@ class ProfilerConfig(ProfilerSettings, frozen=True, kw_only=True, forbid_unknown
         return config
 
     @classmethod
-    def from_yaml(cls, source: Source) -> "ProfilerConfig":
+    def from_yaml(cls, source: ConfigSource) -> "ProfilerConfig":
         """Read our own YAML, which `schemas.profiler.yaml_format` describes.
 
         Raises:
@@ -57,7 +59,7 @@ class ConfigReading(NamedTuple):
     warnings: list[str]
 
 
-def read_verl_config(source: Source, *, ranks: RankUnit = "global", layout: Layout = "step") -> ConfigReading:
+def read_verl_config(source: ConfigSource, *, ranks: RankUnit = "global", layout: Layout = "step") -> ConfigReading:
     """As `ProfilerConfig.from_verl`, but return the warnings instead of issuing them."""
     from schemas.profiler.readers import read_verl
 
@@ -65,7 +67,7 @@ def read_verl_config(source: Source, *, ranks: RankUnit = "global", layout: Layo
     return ConfigReading(ProfilerConfig(**asdict(settings)), warnings)
 
 
-def read_config(source: Source) -> ConfigReading:
+def read_config(source: ConfigSource) -> ConfigReading:
     """Read verl's configuration or ours. A file with a section that only verl has is verl's."""
     from schemas.profiler.readers import load
 

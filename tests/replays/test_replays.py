@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.cli.recorded import RecordedRun
-from controlplane.cli.reducers import replay_log, replayer_of_log
+from controlplane.cli.reducers import new_replayer, replay_log
 from controlplane.record.invariants import verify
 from schemas.commands import ProfileCommand
 from schemas.events import Perform
@@ -38,7 +38,7 @@ def test_no_invariant_is_violated(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
 def test_every_position_has_one_state_hash(path: Path) -> None:
-    first, second = replayer_of_log(), replayer_of_log()
+    first, second = new_replayer(), new_replayer()
     for entry in RecordedRun(path).entries[:60]:
         first.feed(entry)
         second.feed(entry)
