@@ -1,4 +1,4 @@
-"""What is slow to get is shared by all tests of a run: fleets of real engines, and the sources of releases."""
+"""What is slow to set up is shared by all tests of a run: fleets of real engines, and the sources of releases."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,8 +1,8 @@
 """A trainer that embeds its engine, as a program: `python -m tests.engines.embedded vllm|sglang FOLDER`.
 
 It runs in the environment that has the engine. One process and one event loop hold the bus, the agent, the engine's
-front end and the requests; everything is done by commands of the bus, and seen by what the engine generates. What was
-seen goes to FOLDER/report.json, and is judged by the test that started this.
+front end and the requests. Everything is done by commands on the bus, and observed in what the engine generates. The
+observations go to FOLDER/report.json, where the test that started this program checks them.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """One replica over two nodes, each a process that embeds SGLang, with its agent on the engine's own loop.
 
-`python -m tests.engines.embedded_nodes FOLDER NODE_RANK BUS MEET` in the environment that has SGLang. Node rank 0 also
-holds the bus, sends the requests and writes FOLDER/report.json; node rank 1 has no tokenizer manager, and serves until
-the test ends it.   bus: address.   meet: HOST:PORT where the engine's nodes find each other.
+`python -m tests.engines.embedded_nodes FOLDER NODE_RANK BUS MEET` in the environment that has SGLang. BUS is the
+bus's address, MEET is HOST:PORT where the engine's nodes find each other. Node rank 0 also holds the bus, sends the
+requests and writes FOLDER/report.json; node rank 1 has no tokenizer manager, and serves until the test ends it.
 """
 
 import asyncio

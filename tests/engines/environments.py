@@ -1,6 +1,6 @@
 """Virtual environments with the real engines, and a router, for a machine without a GPU.
 
-`python -m tests.engines.environments vllm sglang router` makes them and prints their interpreters.
+`python -m tests.engines.environments vllm sglang router` creates them and prints the paths of their interpreters.
 
 Each is in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when the
 recipe changes. The folders are in ROLLOUTCTL_TEST_CACHE, by default ~/.cache/rolloutctl-tests.

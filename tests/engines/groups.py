@@ -1,4 +1,4 @@
-"""A trainer's end of a torch.distributed group with an engine, as trainers make it: rank 0 over gloo."""
+"""A trainer's end of a torch.distributed group with an engine, as trainers create it: rank 0 over gloo."""
 
 from collections.abc import Callable
 from datetime import timedelta

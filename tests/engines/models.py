@@ -1,7 +1,7 @@
-"""A model that real engines serve and that nobody has to download: a small random Qwen2 with a byte-level tokenizer.
+"""A model for real engines that needs no download: a small random Qwen2 with a byte-level tokenizer.
 
-Written file by file in the public formats (config.json, tokenizer.json, safetensors), so that no engine is needed to
-make it. The spread of the weights is wide on purpose: greedy output of two seeds differs from the first tokens on.
+It is written file by file in the public formats (config.json, tokenizer.json, safetensors), so no engine is needed to
+create it. The spread of the weights is wide on purpose: greedy output of two seeds differs from the first tokens on.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Plans for sessions, as verl's configuration writes them, and what lies in the traces that come of them.
+"""Plans for sessions, as verl's configuration expresses them, and readers of the traces that result.
 
-A forward pass is told by what it computed: `P5` read a prompt of 5 tokens, `D` made one token. `WORK` is what an engine
-is given in a session: requests one after the other, each with a prompt of another length, so that a window which is
-off by one holds other passes than those that were asked for.
+A forward pass is identified by what it computed: `P5` read a prompt of 5 tokens, `D` generated one token. `WORK` is the
+load of a session: requests one after the other, each with a prompt of a different length, so that a window that is off
+by one holds different passes.
 """
 
 import gzip
@@ -20,13 +20,13 @@ from workers.engines.tiny.profile import FORWARD
 
 Events = list[dict[str, object]]
 Generate = Callable[[list[int], int], object]
-"""Have an engine read a prompt and make so many tokens."""
+"""Has an engine read a prompt and generate that many tokens."""
 
 WORK: Final = (5, 6, 7)
-"""Lengths of the prompts; two tokens are made of each."""
+"""Lengths of the prompts; two tokens are generated for each."""
 PASSES: Final = ["P5", "D", "P6", "D", "P7", "D"]
 VLLM_PASSES: Final = ["P5", "D", "-", "P6", "D", "-", "P7", "D", "-"]
-"""vLLM makes one step more, which computes nothing, to let go of the last request that ran; and counts it."""
+"""vLLM makes and counts one more step, which computes nothing, to release the last request that ran."""
 
 _NAMES: Final = (
     re.compile(r"execute_context_(?P<prompts>\d+)\((?P<tokens>\d+)\)_generation_(?P<going_on>\d+)\(\d+\)"),

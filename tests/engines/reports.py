@@ -1,4 +1,4 @@
-"""What agents answered."""
+"""Checks of what agents answered."""
 
 from controlplane import ControlPlane
 from schemas.commands import ProfileCommand, ProfilePlan

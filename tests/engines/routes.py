@@ -1,7 +1,7 @@
-"""The HTTP routes of a server, read from source: from where its app is made, through every router put into it.
+"""The HTTP routes of a server, read from source: from where its app is created, through every router included in it.
 
-A route carries the conditions it stands under, as they are written: `envs.VLLM_SERVER_DEV_MODE`, `profiler_config is
-not None and ...`. FastAPI's rules for what is a query parameter and what is a body are followed; parameters that a
+A route carries the conditions under which it exists, as they are written: `envs.VLLM_SERVER_DEV_MODE`, `profiler_config
+is not None and ...`. FastAPI's rules for what is a query parameter and what is a body are followed. Parameters that a
 handler reads from the request by hand (`request.query_params.get("level")`, `body.get("method")`) are found and kept
 apart, because they are missing from the server's own openapi.json.
 """

@@ -1,7 +1,7 @@
 """A real SGLang on the CPU under real agents, for all tests that command one.
 
-Replica 0 has two nodes (`--tp 2 --nnodes 2`), and the agent of each launched its server. Replica 1 is a judge of
-another kind beside it, which goes on whatever becomes of the first. A trainer's bus commands both.
+Replica 0 has two nodes (`--tp 2 --nnodes 2`), and the agent of each launched its server. Replica 1 is a colocated judge
+with a tiny engine, which must keep working whatever happens to replica 0. A trainer's bus commands both.
 """
 
 from contextlib import ExitStack

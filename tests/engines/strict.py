@@ -1,9 +1,8 @@
-"""Stand-ins for one release of an engine that refuse every call which that release does not have.
+"""Stand-ins for one release of an engine that refuse every call that this release does not have.
 
-`App(surface)` is the server: 404 for a route that the release lacks, 405 for a wrong method, 400 for a body
-field or query parameter that it does not know, that it misses, or that has another type. A real server ignores unknown
-ones in silence and does something else than was asked; here they are seen. All else is answered 200 with what the test
-says.
+`App(surface)` is the server: 404 for a route that the release lacks, 405 for a wrong method, 400 for a body field or
+query parameter that is unknown, missing or of the wrong type. A real server silently ignores unknown ones and does
+something other than what was asked; here they are detected. Everything else is answered 200, as the test says.
 
 `stand_in(surface)` is the object that is called in process, with the release's own signatures.
 `request_module(surface)` holds its request classes.

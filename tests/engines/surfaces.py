@@ -1,4 +1,4 @@
-"""What one release of an engine can be asked, over HTTP and in process, and the openapi.json that its server publishes.
+"""What one release of an engine offers, over HTTP and in process, and the openapi.json that its server publishes.
 
 surface = read("vllm", "0.32.0")
 surface.served()["/pause"]["POST"].query        # (Field("mode", "Literal['abort', 'wait', 'keep']", "abort"), ...)

@@ -1,6 +1,6 @@
-"""The adapters against every release that is read: they send nothing that it would ignore, refuse or lack.
+"""The adapters against every release whose source is read: they send nothing that it ignores, refuses or lacks.
 
-What an adapter can't do with a release it says itself, before it sends anything that would not be accepted.
+If an adapter can't do something with a release, it says so before it sends anything that would not be accepted.
 """
 
 from pathlib import Path

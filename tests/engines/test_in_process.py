@@ -1,7 +1,7 @@
-"""The adapters within a trainer's own process, on the real engines: each operation is seen by what it brings about.
+"""The adapters within a trainer's own process, on the real engines: each operation is checked by its effect.
 
-`embedded.py` runs once for each engine, in the engine's environment; here its report is judged. The greedy tokens of
-two seeds differ from the first one on, so that they tell which weights an engine generates with.
+`embedded.py` runs once for each engine, in the engine's environment; here its report is checked. The greedy tokens of
+two seeds differ from the first one on, so they show which weights an engine generates with.
 """
 
 import json
@@ -79,7 +79,7 @@ def spans(seen: Seen, session: dict[str, Any]) -> list[str]:
     return [str(event["name"]) for file in files for event in read_events(file) if event.get("ph") == "X"]
 
 
-def test_tokens_change_with_the_weights_and_come_back_with_them(seen: Seen) -> None:
+def test_tokens_change_with_the_weights_and_change_back_with_them(seen: Seen) -> None:
     launched, *later = seen.report["weights"]
     assert len(launched["tokens"]) == SHORT
     assert len(later) == 2 * (3 if seen.kind == "sglang" else 1)  # from files, as tensors, by a broadcast
@@ -139,19 +139,19 @@ def test_a_window_holds_its_forward_steps(seen: Seen) -> None:
     assert [whole["ended"], window["ended"]] == [False, True]  # the second had ended by itself
 
 
-def test_every_operation_is_had_and_was_called(seen: Seen) -> None:
+def test_the_engine_has_every_operation_and_each_was_called(seen: Seen) -> None:
     assert seen.report["operations"] == ["abort", "flush", "load", "pause", "profile", "resume", "sleep", "wake"]
     asked = {"flush", "pause", "resume", "abort", "sleep", "wake", "start_profile", "stop_profile"}
     assert asked == set(seen.report["calls"])
     assert seen.report["engine"].startswith(seen.kind)
 
 
-def test_an_agent_on_another_loop_is_told_so(seen: Seen) -> None:
+def test_an_agent_on_another_loop_gets_a_clear_error(seen: Seen) -> None:
     assert "another event loop" in seen.report["elsewhere"]
     assert "the loop that generates" in seen.report["elsewhere"]
 
 
-def test_an_engine_that_died_is_seen_to_be_gone(seen: Seen) -> None:
+def test_a_dead_engine_is_reported_as_gone(seen: Seen) -> None:
     if seen.kind == "sglang":
         assert "dead" not in seen.report  # SGLang ends the whole process with its scheduler
         return

@@ -1,8 +1,8 @@
 """No loop, of the bus or of an agent, waits for a disk, a lock or an engine: profiles, syncs, memory, traces, the hook.
 
-blockbuster raises where a call that may block is made on an event loop. What the two may do there is their own log and
-journal: tens of microseconds into the page cache, which must be written before anything else is done (measured in
-bench/; `durability="disk"` makes it a flush, by the user's choice).
+blockbuster raises where a call that may block is made on an event loop. The only exceptions are log and journal:
+tens of microseconds into the page cache, which must be written before anything else is done (measured in bench/;
+`durability="disk"` makes it a flush, by the user's choice).
 """
 
 from collections.abc import Iterator

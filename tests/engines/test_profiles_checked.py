@@ -1,4 +1,4 @@
-"""What each engine, as it was launched, is asked to record; and what it is never asked, because it could not."""
+"""What each engine, as it was launched, is asked to record, and what it is never asked for because it can't."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_vllm_records_what_its_device_does(device: str, asked: Activity) -> None
         (ProfilePlan(merge=True), {}, {"merge_profiles": True, "profile_id": "step_1.replica_0"}),
     ],
 )
-def test_sglang_is_sent_the_plan_in_its_own_words(
+def test_sglang_gets_the_plan_in_its_own_terms(
     plan: ProfilePlan, options: dict[str, Any], sent: dict[str, object]
 ) -> None:
     found = on_sglang(plan, **options)
@@ -145,6 +145,6 @@ def test_sglang_is_sent_the_plan_in_its_own_words(
         (ProfilePlan(merge=True), {"takes": frozenset({"profile_prefix"})}, "a merged trace"),
     ],
 )
-def test_sglang_is_not_asked_for_what_it_can_not_record(plan: ProfilePlan, options: dict[str, Any], why: str) -> None:
+def test_sglang_is_not_asked_for_what_it_cannot_record(plan: ProfilePlan, options: dict[str, Any], why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
         on_sglang(plan, **options)

@@ -1,4 +1,4 @@
-"""Profiles of a real SGLang over two nodes: each plan by what the traces of both ranks hold, or refused with advice."""
+"""Profiles of a real SGLang over two nodes: each plan is checked by both ranks' traces, or refused with advice."""
 
 import shutil
 from collections.abc import Iterator
@@ -113,7 +113,7 @@ def test_stages_are_recorded_apart_or_the_plan_is_refused(bench: Bench, row: Row
 
 
 @pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
-def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
+def test_step_2_of_the_selected_ranks(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
     """SGLang profiles the whole group; of rank 1 alone, only the trace of the second node is reported."""
     window = FEW if contents == "detailed" else None
     plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks, window=window)
@@ -181,7 +181,7 @@ def test_stage_that_came_alone_leaves_the_other_unarmed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("layout", ["verl", "verl_step"])
-def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: Bench, layout: str) -> None:
+def test_steps_in_verls_directories_overwrite_nothing_and_are_relocated(bench: Bench, layout: str) -> None:
     plan = ProfilePlan(layout=layout, finish=Finish(relocate=True))  # type: ignore[arg-type]
     left = [trace for _ in range(2) for outcome in bench.session(plan) for trace in outcome.traces]
     steps = (bench.step - 1, bench.step)
@@ -203,7 +203,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
 # --- when something goes wrong ---------------------------------------------------------------------------------------
 
 
-def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Bench) -> None:
+def test_a_foreign_session_survives_our_start_and_stop(bench: Bench) -> None:
     foreign = bench.root.parent / "foreign"
     asked = {"output_dir": str(foreign), "activities": ["CPU"], "with_stack": False}
     httpx.post(f"{bench.url}/start_profile", json=asked).raise_for_status()

@@ -106,7 +106,7 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(fleet: Fleet, row
 
 
 @pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
-def test_step_2_of_the_ranks_asked_for(fleet: Fleet, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
+def test_step_2_of_the_selected_ranks(fleet: Fleet, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
     plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks)
     plan = replace(plan, steps=frozenset({2}))
     early = conclusions(fleet.plane.start_profile(1, plan).wait())
@@ -155,7 +155,7 @@ def test_window_is_these_passes_and_leaves_no_session(fleet: Fleet, window: Wind
 
 
 @pytest.mark.parametrize("layout", ["verl", "verl_step"])
-def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(fleet: Fleet, layout: str) -> None:
+def test_steps_in_verls_directories_overwrite_nothing_and_are_relocated(fleet: Fleet, layout: str) -> None:
     plan = ProfilePlan(layout=layout, finish=Finish(relocate=True, hook=True))  # type: ignore[arg-type]
     fleet.step += 2
     steps, left = (fleet.step - 1, fleet.step), []
@@ -203,7 +203,7 @@ async def test_another_profiler_in_the_process_is_reported_and_loses_nothing(
     await engine.close()
 
 
-def test_disk_that_is_full_fails_the_stop_and_nothing_else(fleet: Fleet) -> None:
+def test_a_full_disk_fails_the_stop_and_nothing_else(fleet: Fleet) -> None:
     fleet.step += 1
     acted(fleet.plane.start_profile(fleet.step, torch_plan("cpu", "stack", "shapes"), replicas=[0]).wait())
     fleet.work()
@@ -223,7 +223,7 @@ def test_disk_that_is_full_fails_the_stop_and_nothing_else(fleet: Fleet) -> None
     assert len(found.passes) == len(PASSES)
 
 
-def test_root_that_cannot_be_written_is_reported_before_the_first_step(fleet: Fleet) -> None:
+def test_an_unwritable_root_is_reported_before_the_first_step(fleet: Fleet) -> None:
     aside = fleet.root.with_name("aside")
     fleet.root.mkdir(exist_ok=True)
     fleet.root.rename(aside)

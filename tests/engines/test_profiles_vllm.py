@@ -1,7 +1,7 @@
-"""Profiles of a real vLLM on the CPU: each plan by what its traces hold, or refused with advice.
+"""Profiles of a real vLLM on the CPU: each plan is checked by what its traces hold, or refused with advice.
 
 Replica 0 was launched to record nothing but the passes, replica 1 with stacks, shapes and memory as well, which vLLM
-then records whoever asks.
+then records whether or not they are asked for.
 """
 
 import shutil
@@ -93,7 +93,7 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row
 
 
 @pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
-def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
+def test_step_2_of_the_selected_ranks(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
     """Rank 1 is replica 1's only one, and on replica 0 that of the node which has no server."""
     replica = 1 if contents == "detailed" or ranks else 0
     window = WITHIN if replica else None
@@ -120,7 +120,7 @@ def test_step_2_of_the_ranks_asked_for(bench: Bench, discrete: bool, contents: s
         (ProfilePlan(activities=frozenset({"cpu", "memory"})), "launch it with torch_profiler_with_memory"),
     ],
 )
-def test_what_it_was_not_launched_for_is_refused_with_what_to_do(bench: Bench, plan: ProfilePlan, why: str) -> None:
+def test_what_it_was_not_launched_for_is_refused_with_advice(bench: Bench, plan: ProfilePlan, why: str) -> None:
     bench.refuses(plan, why)
 
 
@@ -148,7 +148,7 @@ def test_window_that_is_not_filled_leaves_no_session(
 
 
 @pytest.mark.parametrize("layout", ["verl", "verl_step"])
-def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: Bench, layout: str) -> None:
+def test_steps_in_verls_directories_overwrite_nothing_and_are_relocated(bench: Bench, layout: str) -> None:
     plan = ProfilePlan(layout=layout, finish=Finish(relocate=True))  # type: ignore[arg-type]
     left = [trace for _ in range(2) for trace in bench.session(plan)[0].traces]
     steps = (bench.step - 1, bench.step)
@@ -165,7 +165,7 @@ def test_steps_in_verls_directories_write_nothing_over_and_are_relocated(bench: 
 # --- when something goes wrong ---------------------------------------------------------------------------------------
 
 
-def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Bench) -> None:
+def test_a_foreign_session_survives_our_start_and_stop(bench: Bench) -> None:
     url = bench.fleet.first.url
     assert httpx.post(f"{url}/start_profile", json={"profile_prefix": "foreign"}).status_code == 200
     Bench.step += 1
@@ -185,7 +185,7 @@ def test_session_of_somebody_else_goes_on_through_our_start_and_stop(bench: Benc
     raw.mkdir()
 
 
-def test_disk_that_is_full_fails_the_stop_and_nothing_else(bench: Bench) -> None:
+def test_a_full_disk_fails_the_stop_and_nothing_else(bench: Bench) -> None:
     Bench.step += 1
     acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]).wait())
     bench.work(0)
@@ -201,7 +201,7 @@ def test_disk_that_is_full_fails_the_stop_and_nothing_else(bench: Bench) -> None
     assert found.passes == VLLM_PASSES
 
 
-def test_trace_that_takes_long_is_late_by_the_deadline_and_holds_up_nobody(bench: Bench) -> None:
+def test_a_trace_that_takes_long_is_reported_late_and_blocks_nobody(bench: Bench) -> None:
     Bench.step += 1
     acted(bench.plane.start_profile(bench.step, ProfilePlan(), replicas=[0]).wait())
     bench.work(0)
@@ -216,7 +216,7 @@ def test_trace_that_takes_long_is_late_by_the_deadline_and_holds_up_nobody(bench
     assert found.passes == VLLM_PASSES
 
 
-def test_root_that_can_not_be_written_is_told_before_the_first_step(bench: Bench) -> None:
+def test_an_unwritable_root_is_reported_before_the_first_step(bench: Bench) -> None:
     raw = bench.fleet.folder / "raw-0"
     raw.rmdir()
     raw.write_text("a file")

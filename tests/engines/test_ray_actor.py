@@ -170,7 +170,7 @@ async def test_each_call_is_one_method_and_does_what_it_says(sglang: Bench) -> N
     ]
 
 
-async def test_what_the_methods_have_no_word_for_is_refused_and_nothing_is_called(sglang: Bench) -> None:
+async def test_what_no_method_can_do_is_refused_and_nothing_is_called(sglang: Bench) -> None:
     await sglang.refuses(events.Pause("wait"), "'wait'", "abort_all_requests, aborts")
     await sglang.refuses(events.Pause("keep"), "'keep'")
     await sglang.refuses(events.Abort(), "no method for abort")
@@ -197,7 +197,7 @@ async def test_what_the_methods_have_no_word_for_is_refused_and_nothing_is_calle
         ("standalone", 2, False, []),
     ],
 )
-async def test_vllm_releases_only_what_it_can_take_back(
+async def test_vllm_releases_only_what_it_can_restore(
     vllm: Bench, mode: str, level: int, adapters: bool, releases: list[frozenset[Tag]]
 ) -> None:
     def configure(server: Any) -> None:
@@ -217,7 +217,7 @@ async def test_vllm_releases_only_what_it_can_take_back(
         assert len(vllm.called) == 2
 
 
-async def test_vllm_takes_the_weights_back_alone(vllm: Bench) -> None:
+async def test_vllm_restores_the_weights_alone(vllm: Bench) -> None:
     await vllm.do(events.Pause("abort"))
     await vllm.do(events.Sleep(BOTH))
     await vllm.do(events.Wake(WEIGHTS))
@@ -226,7 +226,7 @@ async def test_vllm_takes_the_weights_back_alone(vllm: Bench) -> None:
     assert vllm.called == ["abort_all_requests", "sleep", "wake_up", "resume_kv_cache"]
 
 
-async def test_an_error_that_the_server_swallowed_is_one(vllm: Bench) -> None:
+async def test_an_error_that_the_server_swallowed_is_reported(vllm: Bench) -> None:
     vllm.within(lambda server: setattr(server, "answer", {"error": "no attribute 'engine'"}))
     with pytest.raises(EngineError, match="abort_all_requests failed: no attribute 'engine'"):
         await vllm.do(events.Pause("abort"))
@@ -242,7 +242,7 @@ async def test_a_cache_is_dropped_when_no_request_runs(sglang: Bench) -> None:
     assert sglang.within(lambda server: server.tokenizer_manager.flushed) == 1
 
 
-async def test_a_yes_that_the_server_itself_contradicts_is_a_failure(sglang: Bench) -> None:
+async def test_a_success_that_the_server_itself_contradicts_is_a_failure(sglang: Bench) -> None:
     sglang.within(lambda server: setattr(server.tokenizer_manager, "deaf", True))
     with pytest.raises(EngineError, match="accepted abort_all_requests, but is not paused"):
         await sglang.do(events.Pause("abort"))
@@ -250,13 +250,13 @@ async def test_a_yes_that_the_server_itself_contradicts_is_a_failure(sglang: Ben
         await sglang.do(events.Resume())
 
 
-async def test_what_a_method_raises_is_told_in_its_own_words(profiled: Bench) -> None:
+async def test_an_error_that_a_method_raises_is_quoted(profiled: Bench) -> None:
     await profiled.engine.observe()
     with pytest.raises(EngineError, match=r"SGLangHttpServer\.stop_profile raised RuntimeError: Profiling is not in"):
         await profiled.do(stop())
 
 
-async def test_a_colocated_server_takes_all_back_at_once(profiled: Bench) -> None:
+async def test_a_colocated_server_restores_all_memory_at_once(profiled: Bench) -> None:
     profiled.within(lambda server: setattr(server.tokenizer_manager, "is_pause", True))
     await profiled.do(events.Sleep(BOTH))
     assert profiled.within(lambda server: server.tokenizer_manager.released) == BOTH
@@ -288,7 +288,7 @@ async def test_a_second_node_is_never_called(tmp_path: Path) -> None:
         assert made.called == []
 
 
-async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another(tmp_path: Path) -> None:
+async def test_a_dead_server_is_unknown_with_a_reason_and_its_namesake_is_another_instance(tmp_path: Path) -> None:
     engine = VerlEngine("sglang_server_0_0", PRIMARY, traces=tmp_path)
     await engine.open()
     assert await engine.observe() == events.Observation(engine="verl server", tokenizer="unknown")
@@ -308,7 +308,7 @@ async def test_a_dead_server_is_unknown_and_says_why_and_its_namesake_is_another
         await handle.perform(events.Flush(), 1.0)
 
 
-async def test_a_restarted_server_is_another_and_gets_no_call_twice(tmp_path: Path) -> None:
+async def test_a_restarted_server_is_another_instance_and_gets_no_call_twice(tmp_path: Path) -> None:
     restarted = {"max_restarts": 1, "max_task_retries": -1}
     async with bench(SGLangHttpServer, "hybrid", folder=tmp_path, **restarted) as made:
         ray.get(made.server.launch_server.remote())
@@ -337,7 +337,7 @@ async def test_a_server_that_does_not_answer_is_unknown_until_it_does(
     assert (await sglang.engine.observe()).tokenizer == "present"
 
 
-async def test_an_actor_that_is_no_server_of_verl_is_told(tmp_path: Path) -> None:
+async def test_an_actor_that_is_not_a_server_of_verl_is_an_error(tmp_path: Path) -> None:
     class Other:
         rollout_mode = 1
         lora_as_adapter = False
@@ -356,7 +356,7 @@ async def test_an_actor_that_is_no_server_of_verl_is_told(tmp_path: Path) -> Non
     ("before", "said"),
     [("", "in no Ray cluster"), ("import sys; sys.modules['ray'] = None", "pip install 'rolloutctl[ray]'")],
 )
-def test_a_process_without_ray_is_told_what_to_do(before: str, said: str) -> None:
+def test_a_process_without_ray_gets_advice(before: str, said: str) -> None:
     code = f"""
 {before}
 import anyio
@@ -411,7 +411,7 @@ async def test_on_another_disk_the_traces_are_copied(
     assert (tmp_path / "traces" / trace.path).stat().st_nlink == 1
 
 
-async def test_a_stop_that_is_repeated_writes_over_nothing(profiled: Bench, tmp_path: Path) -> None:
+async def test_a_repeated_stop_overwrites_nothing(profiled: Bench, tmp_path: Path) -> None:
     await profiled.do(start())
     first = await profiled.do(stop())
     ray.get(profiled.server.start_profile.remote())
@@ -420,13 +420,13 @@ async def test_a_stop_that_is_repeated_writes_over_nothing(profiled: Bench, tmp_
     assert len(again.traces) == len(first.traces) + 1
 
 
-async def test_vllm_is_given_no_word_that_it_does_not_know(vllm: Bench) -> None:
+async def test_vllm_gets_no_argument_that_it_does_not_know(vllm: Bench) -> None:
     await vllm.do(start())
     assert vllm.within(lambda server: server.engine.given) == [{}]
     assert [trace.path for trace in (await vllm.do(stop())).traces] == ["global_step_1/replica_0/1-TP-0.trace.json.gz"]
 
 
-async def test_a_server_without_a_profiler_of_its_own_is_given_the_plan(sglang: Bench, tmp_path: Path) -> None:
+async def test_a_server_without_its_own_profiler_gets_the_plan(sglang: Bench, tmp_path: Path) -> None:
     await sglang.do(start(4, activities=frozenset({"cpu", "cuda"}), with_stack=True, merge=True))
     (given,) = sglang.within(lambda server: server.tokenizer_manager.given)
     assert given == {

@@ -1,7 +1,7 @@
 """An agent's registration in a router: what the real sglang-router does, and routers that fail.
 
 The workers are small servers that answer as an engine server does; the agents, the buses and the router are real. The
-rule of who is registered has its tests in tests/unit/test_routable.py.
+rule for who is registered has its tests in tests/unit/test_routable.py.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU under real agents: one replica over two nodes, each operation by its effect."""
+"""A real SGLang on the CPU under real agents: one replica over two nodes, each operation checked by its effect."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -44,14 +44,14 @@ def blocks_it() -> None:
 # --- who acts ---------------------------------------------------------------------------------------------------------
 
 
-def test_health_says_nothing_and_server_info_tells_which_node_has_the_tokenizer(fleet: SGLangFleet) -> None:
+def test_health_proves_nothing_and_server_info_shows_which_node_has_the_tokenizer(fleet: SGLangFleet) -> None:
     wait_for("both are healthy", lambda: all(answers(f"{url}/health") for url in fleet.urls))
     assert [answers(f"{url}/server_info") for url in fleet.urls] == [True, False]
     wanted = {"0.0": "present", "0.1": "absent", "1.0": "present"}
     wait_for(f"the agents say {wanted}", lambda: fleet.tokenizers() == wanted)
 
 
-def test_probe_tells_what_each_node_is(fleet: SGLangFleet) -> None:
+def test_probe_says_what_each_node_is(fleet: SGLangFleet) -> None:
     code, found = probed(fleet.urls[0])
     assert code == 0 and (found["kind"], found["version"]) == ("sglang", "0.5.23")
     assert (found["node_rank"], found["nnodes"], found["world"], found["tokenizer"]) == (0, 2, 2, "present")
@@ -89,7 +89,7 @@ def test_step_of_a_trainer_collects_by_itself(fleet: SGLangFleet) -> None:
     assert trace.path.startswith("global_step_40/replica_0/") and trace.path.endswith("-TP-1.trace.json.gz")
 
 
-def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: SGLangFleet) -> None:
+def test_an_activity_that_sglang_would_silently_accept_is_never_sent(fleet: SGLangFleet) -> None:
     bogus = ProfilePlan(activities=frozenset({"BOGUS"}))  # type: ignore[arg-type]
     with pytest.raises(CommandError, match="BOGUS"):
         fleet.plane.start_profile(10, bogus).wait()
@@ -98,7 +98,7 @@ def test_activity_that_sglang_would_take_in_silence_is_never_sent(fleet: SGLangF
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_from_disk_change_what_both_ranks_make(fleet: SGLangFleet) -> None:
+def test_weights_from_disk_change_what_both_ranks_generate(fleet: SGLangFleet) -> None:
     launched = fleet.tokens()
     report = fleet.plane.sync_weights(1, Checkpoint("b"), timeout=60).wait()
     assert report.loaded == (0,)
@@ -156,7 +156,7 @@ def test_pause_does_with_requests_in_flight_what_its_mode_says(
     assert late.tokens() == 4
 
 
-def test_flush_is_asked_for_again_until_requests_have_ended(fleet: SGLangFleet) -> None:
+def test_flush_is_repeated_until_requests_have_ended(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.05)
     request = fleet.request(200).running()
     refused = failed(fleet.plane.flush(replicas=[0], timeout=2).wait())
@@ -175,7 +175,7 @@ def test_abort_ends_what_runs_and_pauses_nothing(fleet: SGLangFleet) -> None:
     assert len(fleet.tokens(4)) == 4
 
 
-def test_memory_is_released_and_taken_back_by_tags(fleet: SGLangFleet) -> None:
+def test_memory_is_released_and_restored_by_tags(fleet: SGLangFleet) -> None:
     before = fleet.tokens()
     assert acted(fleet.plane.sleep(["kv_cache"], replicas=[0]).wait()).calls == ("pause", "sleep")
     assert acted(fleet.plane.sleep(["weights"], replicas=[0]).wait()).calls == ("sleep",)
@@ -205,6 +205,6 @@ def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_n
     assert not any(isinstance(conclusion, Missing) for conclusion in conclusions(flushed).values())
 
 
-def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: SGLangFleet, blocks_it: None) -> None:
+def test_the_whole_run_broke_no_invariant_and_replays(fleet: SGLangFleet, blocks_it: None) -> None:
     assert list(verify(RunLog.read(fleet.folder / "run.db"))) == []
     assert replay_log(RunLog.read(fleet.folder / "run.db")).compared > 100

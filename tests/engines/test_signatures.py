@@ -1,4 +1,4 @@
-"""The adapters in process against every release that is read: each call fits the release's own signatures and classes.
+"""The adapters in process against every release that is read: calls fit the release's own signatures and classes.
 
 The objects are stand-ins made from the release's source; a call that does not fit raises what Python raises.
 """
@@ -31,7 +31,7 @@ LABELS = {"update_weight_version", "compute_weight_checksums"}
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("sglang"))
-async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
+async def test_calls_of_sglang_fit_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
     async with in_process(kind, version, tmp_path) as bench:
         assert await bench.refusal(StartProfile(ProfileSession(4, SHORT), "s4")) == ""
         armed, started = bench.arguments("start_profile")
@@ -59,7 +59,7 @@ async def test_sglang_is_asked_in_the_words_of_the_release(kind: wheels.Kind, ve
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("vllm"))
-async def test_vllm_is_asked_in_the_words_of_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
+async def test_calls_of_vllm_fit_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
     new = wheels.number(version) >= (0, 16)
     async with in_process(kind, version, tmp_path) as bench:
         assert await bench.refusal(Pause("wait")) == ""
@@ -106,7 +106,7 @@ async def test_a_broadcast_is_received_as_the_release_does_it(kind: wheels.Kind,
 
 
 @pytest.mark.parametrize("answer", [(False, "no such file", 0), SimpleNamespace(success=False, message="no such file")])
-async def test_an_answer_of_no_is_refused_in_its_words(answer: object, tmp_path: Path) -> None:
+async def test_a_negative_answer_is_a_refusal_that_quotes_it(answer: object, tmp_path: Path) -> None:
     async with in_process("sglang", LATEST["sglang"], tmp_path) as bench:
         bench.standin.answers["update_weights_from_disk"] = answer
         with pytest.raises(CallRefused, match="answered no: no such file"):
@@ -120,7 +120,7 @@ async def test_a_field_that_the_release_lacks_is_refused_and_nothing_is_called(t
         assert bench.arguments("continue_generation") == []
 
 
-async def test_what_an_engine_raises_is_refused_while_it_lives_and_unanswered_when_it_is_dead(tmp_path: Path) -> None:
+async def test_an_error_is_a_refusal_by_a_live_engine_and_no_answer_of_a_dead_one(tmp_path: Path) -> None:
     async with in_process("vllm", LATEST["vllm"], tmp_path) as bench:
         bench.standin.answers["resume_generation"] = ValueError("not now")
         with pytest.raises(CallRefused, match="ValueError: not now"):
@@ -134,7 +134,7 @@ async def test_what_an_engine_raises_is_refused_while_it_lives_and_unanswered_wh
         assert (await bench.adapter.observe()).tokenizer == "unknown"
 
 
-async def test_a_call_ends_when_its_engine_dies_though_nobody_answers_it(tmp_path: Path) -> None:
+async def test_a_call_ends_when_its_engine_dies_without_an_answer(tmp_path: Path) -> None:
     async with in_process("vllm", LATEST["vllm"], tmp_path) as bench:
 
         async def die() -> None:
@@ -147,7 +147,7 @@ async def test_a_call_ends_when_its_engine_dies_though_nobody_answers_it(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-async def test_a_call_goes_on_when_its_caller_is_cancelled(kind: wheels.Kind, tmp_path: Path) -> None:
+async def test_a_call_continues_when_its_caller_is_cancelled(kind: wheels.Kind, tmp_path: Path) -> None:
     began, may_end, ended = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def take_long(**_: object) -> None:
@@ -188,7 +188,7 @@ async def test_an_engine_that_is_shut_down_is_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-async def test_two_engines_of_one_process_are_told_apart(kind: wheels.Kind, tmp_path: Path) -> None:
+async def test_two_engines_in_one_process_are_distinguished(kind: wheels.Kind, tmp_path: Path) -> None:
     async with (
         in_process(kind, LATEST[kind], tmp_path / "a") as one,
         in_process(kind, LATEST[kind], tmp_path / "b") as other,
@@ -198,7 +198,7 @@ async def test_two_engines_of_one_process_are_told_apart(kind: wheels.Kind, tmp_
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_an_agent_under_trio_is_told_where_to_run(kind: wheels.Kind, tmp_path: Path) -> None:
+def test_an_agent_under_trio_gets_advice(kind: wheels.Kind, tmp_path: Path) -> None:
     async def enter() -> None:
         async with in_process(kind, LATEST[kind], tmp_path):
             pass

@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU under real agents: each operation by its effect, and what becomes of a server that dies."""
+"""A real vLLM on the CPU under real agents: each operation is checked by its effect, also when a server dies."""
 
 import signal
 from collections import Counter
@@ -45,7 +45,7 @@ def fleet(vllm_fleet: VLLMFleet) -> Iterator[VLLMFleet]:
     vllm_fleet.rest()
 
 
-def test_probe_tells_what_the_server_is(fleet: VLLMFleet) -> None:
+def test_probe_says_what_the_server_is(fleet: VLLMFleet) -> None:
     code, found = probed(fleet.first.url)
     assert code == 0 and (found["kind"], found["version"], found["tokenizer"]) == ("vllm", "0.32.0", "present")
     assert set(found["has"]) == set(Operation) and found["model"] == fleet.first.model
@@ -168,7 +168,7 @@ def test_abort_ends_what_runs_and_pauses_nothing(fleet: VLLMFleet) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_asleep_it_serves_nobody_and_awake_it_goes_on_as_before(fleet: VLLMFleet) -> None:
+def test_a_sleeping_engine_serves_nobody_and_continues_when_awake(fleet: VLLMFleet) -> None:
     before = fleet.tokens()
     assert acted(fleet.plane.sleep().wait()).calls == ("pause", "sleep")
     assert httpx.get(f"{fleet.first.url}/is_sleeping").json() == {"is_sleeping": True}
@@ -192,7 +192,7 @@ def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VLLM
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VLLMFleet) -> None:
+def test_a_session_records_the_workers_and_collects_their_traces(fleet: VLLMFleet) -> None:
     report = fleet.plane.start_profile(1, replicas=[0]).wait()
     assert acted(report).calls == ("start_profile",)
     assert conclusions(report)["0.1"] == Skipped(Reason.NOT_PRIMARY)
@@ -211,7 +211,7 @@ def test_session_records_the_workers_and_their_traces_are_brought_home(fleet: VL
 # --- servers that hang and die ----------------------------------------------------------------------------------------
 
 
-def test_hung_server_is_reported_by_the_deadline_and_the_other_goes_on(fleet: VLLMFleet) -> None:
+def test_a_hung_server_is_reported_by_the_deadline_and_the_other_continues(fleet: VLLMFleet) -> None:
     fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=1, timeout=6)
     assert report.status == "committed" and report.quarantined == (0,)
@@ -239,7 +239,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
     assert len(set(map(tuple, fleet.tokens()))) == 1
 
 
-def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet: VLLMFleet) -> None:
+def test_a_launched_server_is_restarted_and_ends_with_its_agent(fleet: VLLMFleet) -> None:
     assert fleet.sync("a").status == "committed"
     agent = fleet.agents[2]
     server = next(
@@ -257,6 +257,6 @@ def test_server_that_its_agent_launched_is_launched_again_and_ends_with_it(fleet
     assert alive == []
 
 
-def test_no_law_was_broken_in_the_whole_run_and_it_replays(fleet: VLLMFleet) -> None:
+def test_the_whole_run_broke_no_invariant_and_replays(fleet: VLLMFleet) -> None:
     assert list(verify(RunLog.read(fleet.folder / "run.db"))) == []
     assert replay_log(RunLog.read(fleet.folder / "run.db")).compared > 100

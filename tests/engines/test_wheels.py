@@ -93,7 +93,7 @@ async def test_a_call_that_a_release_has_is_answered_and_recorded() -> None:
     assert app.asked[1].body == {"num_steps": 3}
 
 
-async def test_what_a_server_reads_by_hand_is_taken_though_it_is_not_listed() -> None:
+async def test_a_parameter_that_a_server_reads_by_hand_is_accepted_though_it_is_not_listed() -> None:
     app = App(read("vllm", "0.13.0"))
     assert (await ask(app, "POST", "/wake_up?tags=weights&tags=kv_cache"))[0] == 200
     assert (await ask(app, "POST", "/collective_rpc", json={"method": "reload", "kwargs": {}}))[0] == 200
@@ -103,7 +103,7 @@ async def test_what_a_server_reads_by_hand_is_taken_though_it_is_not_listed() ->
 # --- in process -------------------------------------------------------------------------------------------------------
 
 
-async def test_an_object_in_process_records_what_it_is_told_and_refuses_other_words() -> None:
+async def test_an_object_in_process_records_its_calls_and_refuses_unknown_arguments() -> None:
     surface = read("vllm", "0.32.0")
     made = stand_in(surface, {"is_paused": True, "sleep": ValueError("not enabled")}, vllm_config="config")
     made.answers["wake_up"] = lambda **arguments: arguments
@@ -122,7 +122,7 @@ async def test_an_object_in_process_records_what_it_is_told_and_refuses_other_wo
 
 
 @pytest.mark.parametrize("version", wheels.RELEASES["sglang"])
-def test_request_classes_take_the_words_of_their_release(version: str) -> None:
+def test_request_classes_take_the_fields_of_their_release(version: str) -> None:
     module = request_module(read("sglang", version))
     made = module.UpdateWeightFromDiskReqInput(model_path="/m")
     assert (made.flush_cache, made.abort_all_requests) == (True, False)

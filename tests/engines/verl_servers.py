@@ -1,8 +1,8 @@
 """verl's rollout servers (0.9.1) as a control plane meets them: their methods and attributes, over engines in memory.
 
-The engines refuse what the real ones die of or say no to: memory released while requests run, or taken back twice, a
-profile stopped that never started. On a node rank above 0 there is no front end, and every method fails by that, as
-verl's did. `called` holds the names of all methods that were ever called.
+The engines refuse what kills the real ones or what those refuse: memory that is released while requests run or restored
+twice, a profile that is stopped before it started. On a node rank above 0 there is no front end, so every method fails,
+as verl's did. `called` holds the names of all methods that were ever called.
 """
 
 import gzip

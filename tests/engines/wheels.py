@@ -1,7 +1,7 @@
 """The released engines that the adapters are checked against, as source files: fetched, unpacked, never imported.
 
-`source("sglang", "0.5.23")` is a folder that holds the part of that release's wheel which its HTTP server, its request
-classes and its in-process control objects are written in. Nothing is installed and nothing is run; `surfaces.py` reads
+`source("sglang", "0.5.23")` is a folder with the part of that release's wheel that defines its HTTP server, its request
+classes and its in-process control objects. Nothing is installed and nothing is run; `surfaces.py` reads
 it. The folders lie in a cache (`wheels` under `ROLLOUTCTL_TEST_CACHE`, else under `~/.cache/rolloutctl-tests`), a few
 MB each; the wheels themselves are deleted once unpacked.
 

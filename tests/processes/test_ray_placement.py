@@ -152,7 +152,7 @@ def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
     assert called == [["start_profile", "stop_profile"], []]
 
 
-def test_what_ends_an_agent_for_good_is_told(plane: ControlPlane, tmp_path: Path, nodes: list[str]) -> None:
+def test_what_ends_an_agent_for_good_is_reported(plane: ControlPlane, tmp_path: Path, nodes: list[str]) -> None:
     def none(identity: Identity) -> Engine:
         raise EngineError(f"no engine for {identity.agent}")
 
@@ -188,7 +188,7 @@ def test_an_agent_without_a_bus_is_named_when_time_is_up(tmp_path: Path, nodes: 
         ([ReplicaNodes(["a" * 56])], "not one of this cluster's"),
     ],
 )
-def test_nothing_is_started_where_it_can_not_be(
+def test_nothing_is_started_where_it_cannot_run(
     cluster: Cluster, plane: ControlPlane, tmp_path: Path, replicas: list[ReplicaNodes], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""What a killed test run leaves behind is ended: its children, and what those have started, wherever they hide."""
+"""What a killed test run leaves behind is ended: its children, and what those have started, even if detached."""
 
 import subprocess
 import sys

@@ -1,9 +1,9 @@
-"""Scenarios: small texts that say what happens to a fleet, and the stage on which a controller has to live through it.
+"""Scenarios: small texts that say what happens to a fleet, and the stage on which a controller has to cope with it.
 
     attacks I1                         the invariant that a controller of today breaks here; `preconditions` where it
                                        asks an engine for what an engine dies of, P7 where it dies and leaves a mess
     also I2, I5                        what breaks there with it, if anything: no more and no less
-    seen ...                           where the trouble comes from, in words
+    seen ...                           where this was seen
     fleet 2x1                          replicas x nodes of each
     1000 trainer syncs 2               at this ms: what is asked, what goes wrong
     1000 engine 1 fails load           every load of replica 1's engine fails from now on

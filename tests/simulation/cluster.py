@@ -4,7 +4,7 @@ No sockets, no tasks, no sleep: a heap of (time, number, act) is the clock, and 
 drop, delay, crash and command. The same seed is the same run. Each seed also draws its own weather, so that some runs
 are only lossy, some only crash, and some have everything at once.
 
-    python -m tests.simulation.cluster 236      # run one seed and tell its story
+    python -m tests.simulation.cluster 236      # run one seed and print its story
 """
 
 from __future__ import annotations

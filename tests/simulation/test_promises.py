@@ -1,6 +1,6 @@
 """Fifteen hundred schedules of a whole cluster, with every promise checked after every step.
 
-A seed that fails is run alone, with its story, by `python -m tests.simulation.cluster SEED`.
+`python -m tests.simulation.cluster SEED` runs one seed alone, and prints its story.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The fixtures of the tests of the agent's shell: a small bus, a small engine, and an agent between them."""
+"""Fixtures for tests of the agent's shell: a small bus, a small engine, and an agent between them."""
 
 from collections.abc import AsyncIterator
 from functools import partial

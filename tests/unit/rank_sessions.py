@@ -1,4 +1,4 @@
-"""A training rank's profiler as an agent commands it, without a bus: from a thread of its own beside the test's."""
+"""A training rank's profiler, commanded as by an agent but without a bus, from a thread beside the test's own."""
 
 import gzip
 import json

@@ -133,7 +133,7 @@ async def test_a_late_joiner_is_brought_to_the_desired_state(tmp_path: Path, con
             assert agent.state.seq == 2
 
 
-async def test_a_second_agent_with_one_identity_is_turned_away_and_told_who_holds_it(
+async def test_a_second_agent_with_one_identity_is_turned_away_with_the_holders_name(
     tmp_path: Path, context: Context
 ) -> None:
     # The first agent must not be given up for dead because the machine was busy for a moment.
@@ -227,7 +227,7 @@ async def test_an_oversized_frame_disconnects_its_sender(tmp_path: Path, context
     [EpochStart(previous_epoch=0, logic=1), WeightSync(phase="prepare", version=1, source=Checkpoint("a"))],
     ids=["epoch", "phase of a sync"],
 )
-async def test_a_phase_of_a_sync_or_an_epoch_can_not_be_published(
+async def test_a_phase_of_a_sync_or_an_epoch_cannot_be_published(
     tmp_path: Path, context: Context, command: Command
 ) -> None:
     async with opened(tmp_path, context) as bus:
@@ -283,7 +283,7 @@ async def test_a_public_or_invalid_address_is_refused(tmp_path: Path, context: C
     RunLog.open(tmp_path / "run.db").close()  # and the log is free again
 
 
-async def test_a_bus_that_can_not_record_stops_publishing(tmp_path: Path, context: Context) -> None:
+async def test_a_bus_that_cannot_record_stops_publishing(tmp_path: Path, context: Context) -> None:
     log = RunLog.open(tmp_path / "run.db")
     async with (
         Bus("tcp://127.0.0.1:0", log, QUICK, context=context) as bus,

@@ -92,7 +92,7 @@ def test_a_drifting_clock_is_followed_within_the_error(drift_ppm: int) -> None:
         network.now_ns += 2 * S
 
 
-def test_the_exchange_with_the_shortest_ways_counts() -> None:
+def test_the_exchange_with_the_shortest_round_trip_counts() -> None:
     network = Network(5 * MS)
     network.exchange(10 * MS, 0, 0)
     reported = network.exchange(50_000, 3 * MS, 50_000)

@@ -180,7 +180,7 @@ def test_a_late_timer_never_leaves_a_deadline_in_the_past() -> None:
 # --- lives of a bus ---------------------------------------------------------------------------------------------------
 
 
-def test_a_life_begins_with_an_epoch_s_start() -> None:
+def test_a_life_begins_with_an_epoch_start() -> None:
     bus = Coordinator()
     assert bus.published == [EpochStart(previous_epoch=0, logic=1)]
     (published,) = bus.of(Publish)
@@ -289,7 +289,7 @@ def test_closing_in_the_middle_of_a_sync_aborts_it() -> None:
         (EpochStart(previous_epoch=0, logic=1), "epoch start"),
     ],
 )
-def test_a_command_in_a_few_words(body: Command, words: str) -> None:
+def test_a_command_has_a_short_description(body: Command, words: str) -> None:
     assert describe(body) == words
 
 

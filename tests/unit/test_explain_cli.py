@@ -45,7 +45,7 @@ def test_a_file_of_verl_is_printed_as_our_own_yaml_that_means_the_same() -> None
     assert [line.partition(":")[0] for line in shown.stderr.splitlines()] == ["warning"] * 3
 
 
-def test_a_file_of_verl_s_with_ranks_as_it_had_them_then() -> None:
+def test_a_file_of_verl_with_ranks_as_it_had_them_then() -> None:
     shown = explain(CONFIGS / "verl_pull_5025.yaml", "--verl", "--ranks", "replica", "--layout", "verl_step")
     assert "\n  replicas: [0-2]\n" in shown.stdout
     assert shown.stdout.endswith("traces in ./outputs/profile/rollout_step_<N>/agent_loop_replica_<R>/\n")
@@ -63,7 +63,7 @@ def test_a_wrong_value_ends_with_2_and_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [("--ranks", "replica"), ("--layout", "verl")])
-def test_options_for_verl_s_files_need_verl(options: tuple[str, ...]) -> None:
+def test_options_for_verls_files_need_verl(options: tuple[str, ...]) -> None:
     shown = explain(CONFIGS / "profiler.yaml", *options)
     assert shown.exit_code == 2
     assert "--ranks and --layout need --verl; our own YAML has keys for both." in shown.stderr

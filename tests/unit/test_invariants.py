@@ -214,7 +214,7 @@ def test_a_hole_in_the_log_is_no_violation(entries: tuple[LogEntry, ...], missin
             assert [str(violation) for violation in verify(left)] == [], f"without {hole} of {journal}"
 
 
-def test_checks_that_need_no_history_go_on_after_a_hole() -> None:
+def test_checks_that_need_no_history_continue_after_a_hole() -> None:
     left = tuple(entry for entry in TRAINED if not (entry.agent == "0.1" and entry.number == 2))
     assert broken(left, change(Answer, without_rule), "0.1") == {"I6"}
 

@@ -117,7 +117,7 @@ async def test_a_wrong_address_is_an_error_at_once(
             pass
 
 
-async def test_two_agents_can_not_share_a_journal(bus: Bus, context: Context, tmp_path: Path, run: Run) -> None:
+async def test_two_agents_cannot_share_a_journal(bus: Bus, context: Context, tmp_path: Path, run: Run) -> None:
     async with run():
         with pytest.raises(LogLocked):
             async with running(bus, context, Engine(), tmp_path):

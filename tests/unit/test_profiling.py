@@ -52,8 +52,8 @@ def test_a_trainer_that_jumps_leaves_no_session_open() -> None:
     assert walk(config, [2, 7]) == ["start 2 in 2", "stop 2 in 7"]
 
 
-def test_steps_of_a_plans_own_are_sessions_of_their_own() -> None:
-    """Whoever takes part in a session is decided by the step that it is named by."""
+def test_steps_of_a_single_plan_are_separate_sessions() -> None:
+    """The step that a session is named after decides who takes part in it."""
     actor = ProfilePlan(steps=frozenset({3, 4, 9}))
     config = ProfilerConfig(steps=(1, 2, 3, 4, 5), continuous=True, roles={"actor": actor})
     assert walk(config, [1, 2, 3, 4, 5]) == [

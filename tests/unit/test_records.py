@@ -431,7 +431,7 @@ def test_a_file_on_a_network_file_system_has_a_rollback_journal(path: Path, monk
         assert not path.with_name(path.name + "-wal").exists()
 
 
-def test_a_file_in_wal_mode_changes_over_on_a_network_file_system(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_wal_mode_is_converted_on_a_network_file_system(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(path, 10)
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = WAL")

@@ -149,7 +149,7 @@ def test_a_file_of_a_newer_format_is_refused_with_advice(path: Path, opened: Cal
         opened(path)
 
 
-def test_a_missing_file_can_not_be_read_and_an_empty_one_holds_nothing(path: Path) -> None:
+def test_a_missing_file_cannot_be_read_and_an_empty_one_holds_nothing(path: Path) -> None:
     with pytest.raises(LogError, match="no such file"):
         RecordReader.open(path)
     path.parent.mkdir()

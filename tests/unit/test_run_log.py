@@ -1,4 +1,4 @@
-"""The run's log: what it takes from agents and what it refuses, going on with it, and replaying one with holes."""
+"""The run's log: what it accepts from agents, how it is continued, and how one with holes is replayed."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_the_log_of_another_run_is_not_continued(tmp_path: Path) -> None:
         RunLog.open(tmp_path / "run.db", "other")
 
 
-def test_two_at_once_are_refused(tmp_path: Path) -> None:
+def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db"), pytest.raises(LogLocked):
         RunLog.open(tmp_path / "run.db")
 
@@ -102,7 +102,7 @@ def test_a_record_that_is_no_decision_is_reported_at_its_position(tmp_path: Path
     assert caught.value.position == 4
 
 
-def test_reading_goes_on_while_it_is_written(tmp_path: Path) -> None:
+def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db", "r") as log:
         state, effects = decide(log.state, events()[0])
         log.append(events()[0], effects, 1)
@@ -133,7 +133,7 @@ def test_recorded_decisions_are_known_after_a_restart(tmp_path: Path) -> None:
         assert log.append_batch("0.0", batch(3, 2), 1) == 4
 
 
-def test_a_hole_is_asked_for_and_stays_when_the_agent_has_nothing_older(tmp_path: Path) -> None:
+def test_a_hole_is_requested_and_stays_when_the_agent_has_nothing_older(tmp_path: Path) -> None:
     with RunLog.open(tmp_path / "run.db") as log:
         log.append_batch("0.0", batch(1, 2), 1)
         assert log.append_batch("0.0", batch(5, 2), 1) == 2  # not taken: go on after 2

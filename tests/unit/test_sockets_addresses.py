@@ -47,14 +47,14 @@ def test_insecure_binds_everywhere(context: Context) -> None:
     "address", ["", "5555", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:http", "ipc://",
                 "quic://127.0.0.1:1", "ipc:///nonexistent/folder/bus", "ipc:///" + "x" * 200]
 )  # fmt: skip
-def test_a_text_that_is_not_an_address_can_not_be_bound(context: Context, address: str) -> None:
+def test_a_text_that_is_not_an_address_cannot_be_bound(context: Context, address: str) -> None:
     with pytest.raises(BusAddressError, match="can't (bind|use).*An address looks like") as caught:
         bus_router(context, address)
     assert repr(address) in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["", "5555", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "quic://127.0.0.1:1"])
-def test_a_text_that_is_not_an_address_can_not_be_dialled(context: Context, address: str) -> None:
+def test_a_text_that_is_not_an_address_cannot_be_dialled(context: Context, address: str) -> None:
     with pytest.raises(BusAddressError, match="can't (dial|use)"):
         agent_dealer(context, address, b"a")
 

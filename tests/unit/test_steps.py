@@ -114,7 +114,7 @@ def test_the_finish_comes_after_the_last_profiled_step_wherever_its_session_bega
     assert bus.published == published
 
 
-def test_a_plan_that_can_not_be_recorded_is_reported_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_that_cannot_be_recorded_is_reported_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     refused = Failed(ErrorKind.UNSUPPORTED, "sglang 0.5.23 can't record memory, and it runs on a CPU.")
     bus = Bus(says=lambda action: refused if action == "check" else DONE)
     with caplog.at_level(logging.WARNING):
@@ -147,7 +147,7 @@ def test_a_warning_names_ranks_that_left_no_trace(caplog: pytest.LogCaptureFixtu
     assert "collect step 0 on agent 0.1: acted (stop_profile); no trace of ranks 1; the step goes on" in caplog.text
 
 
-def test_a_bus_that_can_not_publish_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bus_that_cannot_publish_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def publish(command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
         raise BusFaulted("the disk is full")
 

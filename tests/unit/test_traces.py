@@ -305,7 +305,7 @@ async def test_a_long_relocation_continues_in_the_background_and_the_hook_follow
         assert (tmp_path / "moved").read_text().count("rollout-replica4-globalrank1") == 2
 
 
-async def test_a_hook_that_takes_long_goes_on_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_hook_continues_without_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert WAIT_S >= 5
     monkeypatch.setattr("workers.traces.finish_hook.WAIT_S", 0.05)
     (tmp_path / "go").touch()
@@ -338,7 +338,7 @@ async def test_an_agent_without_a_hook_says_so(tmp_path: Path) -> None:
         await NodeTraces(tmp_path, FIRST).perform(finish(plan, 1))
 
 
-async def test_collecting_is_the_nodes_own_and_calls_no_engine(tmp_path: Path) -> None:
+async def test_each_node_collects_by_itself_and_calls_no_engine(tmp_path: Path) -> None:
     directory = written(tmp_path, ProfilePlan())
     found = await NodeTraces(tmp_path, SECOND).perform(CollectTraces(ProfileSession(1, ProfilePlan()), directory))
     assert ranks_of(found) == [18, 19]

@@ -1,4 +1,4 @@
-"""Training ranks in the fleet: what they are asked to do, and what they have no part in."""
+"""Training ranks in the fleet: what they are asked to do, and what does not involve them."""
 
 from controlplane.machine.events import Conclude
 from controlplane.machine.status import fleet_status

@@ -167,7 +167,7 @@ def test_rollouts_inherit_from_the_actor_as_in_verl() -> None:
     assert inherited.window is None
 
 
-def test_a_role_s_own_value_overrides_an_inherited_one() -> None:
+def test_a_roles_own_value_overrides_an_inherited_one() -> None:
     tree = actor(ranks=[4])
     tree["actor_rollout_ref"]["rollout"] = {"profiler": {"enable": False, "tool": "npu"}}
     tree["critic"] = {"profiler": {"enable": True, "tool": "nsys"}}
@@ -210,7 +210,7 @@ def test_a_file_from_a_verl_whose_ranks_were_replicas_is_recognized() -> None:
     assert warnings_of(composed) == []
 
 
-def test_the_reward_model_s_section_is_found_under_its_old_and_new_name() -> None:
+def test_the_reward_models_section_is_found_under_its_old_and_new_name() -> None:
     on = {"profiler": {"enable": True, "tool": "torch", "ranks": [2]}}
     steps = {"global_profiler": {"steps": [1]}}
     for key in ("reward", "reward_model"):
@@ -436,7 +436,7 @@ def test_an_impossible_window_is_an_error_in_a_section_that_is_switched_off_too(
     assert error_of(tree) == f"critic.profiler.tool_config.torch.step_end is 4 and step_start is 4: {EMPTY}"
 
 
-def test_an_npu_s_window_is_read_from_its_own_section() -> None:
+def test_an_npus_window_is_read_from_its_own_section() -> None:
     tools = {"npu": {"profile_token_start": 1, "profile_token_end": 3}, "torch": {"step_start": 7, "step_end": 3}}
     assert plan(tool="npu", tool_config=tools).window == Window(1, 3)
 
@@ -457,7 +457,7 @@ def test_an_npu_s_window_is_read_from_its_own_section() -> None:
         (["MEM", "cpu"], {"cpu", "memory"}, {"cpu", "memory"}),
     ],
 )
-def test_torch_s_activities(contents: list[str], engine: set[str], rank: set[str]) -> None:
+def test_activities_of_torch(contents: list[str], engine: set[str], rank: set[str]) -> None:
     config = read(actor(tool_config={"torch": {"contents": contents}})).config
     assert set[str](config.plan.activities) == engine
     assert set[str](config.roles["actor"].activities) == rank

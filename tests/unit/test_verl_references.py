@@ -37,7 +37,7 @@ def test_every_kind_of_reference_is_resolved(reference: str, monkeypatch: pytest
     assert read_verl_config(tree).config.steps == (1, 5)
 
 
-def test_references_within_a_text_are_put_into_it() -> None:
+def test_references_within_a_text_are_resolved_in_place() -> None:
     tree = {"trainer": {"name": "a"}, "global_profiler": {"save_path": r"/d/${trainer.name}/\${x}"}}
     assert ProfilerConfig.from_verl(tree).save_path == "/d/a/${x}"
 
@@ -58,7 +58,7 @@ def test_a_key_that_is_still_to_be_given_is_absent() -> None:
         ("${nothing", "no viable alternative at input"),
     ],
 )
-def test_a_reference_that_can_t_be_resolved_is_named(
+def test_a_reference_that_cannot_be_resolved_is_named(
     reference: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
@@ -96,7 +96,7 @@ def test_the_upper_tree_counts_and_null_leaves_the_section_below_it() -> None:
     assert overlaid(below, above) == {"a": {"x": 9, "y": 2, "w": 8}, "b": {"z": 3}, "c": None, "d": 5, "e": 7}
 
 
-def test_only_verl_s_configuration_needs_omegaconf() -> None:
+def test_only_verls_configuration_needs_omegaconf() -> None:
     code = """
 import sys
 sys.modules["omegaconf"] = None  # as if it were not installed

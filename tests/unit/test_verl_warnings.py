@@ -223,7 +223,7 @@ def test_a_strict_debugger_refuses_unknown_stages() -> None:
     )
 
 
-def test_a_file_of_our_own_is_told_from_one_of_verl() -> None:
+def test_a_file_of_ours_is_distinguished_from_one_of_verl() -> None:
     assert error_of({"steps": [1], "rollout": {"ranks": [0]}}) == (
         "rollout is a key of our own YAML, and none of verl's sections is there: read the file with "
         "ProfilerConfig.from_yaml, or without --verl"

@@ -41,7 +41,7 @@ ONLY_0: dict[str, Outcome] = {"0": DONE, "1": NO, "2": NO}
 # --- committed --------------------------------------------------------------------------------------------------------
 
 
-def test_a_sync_goes_from_prepare_over_load_to_commit() -> None:
+def test_a_sync_goes_from_prepare_through_load_to_commit() -> None:
     bus = fleet()
     ticket = bus.sync(1)
     seen = [phase(bus)]
@@ -88,7 +88,7 @@ def test_a_replica_that_takes_no_part_is_neither_counted_nor_quarantined(skip: S
 # --- dropping out -----------------------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_can_not_prepare_is_quarantined_before_the_others_load() -> None:
+def test_a_replica_that_cannot_prepare_is_quarantined_before_the_others_load() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, BUT_2)
@@ -101,7 +101,7 @@ def test_a_replica_that_can_not_prepare_is_quarantined_before_the_others_load() 
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1), (2,))
 
 
-def test_a_replica_that_can_not_load_is_quarantined_by_the_commit() -> None:
+def test_a_replica_that_cannot_load_is_quarantined_by_the_commit() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL, BUT_2)

@@ -70,7 +70,7 @@ def test_another_minor_version_is_read_and_another_major_version_is_not() -> Non
         ({"type": "x" * 500}, "x" * 64),
     ],
 )
-def test_a_command_that_can_not_be_read_becomes_an_unknown_command(body: object, tag: str) -> None:
+def test_a_command_that_cannot_be_read_becomes_an_unknown_command(body: object, tag: str) -> None:
     assert wire.decode_command(Raw(wire.encode(body))) == UnknownCommand(tag)
 
 

@@ -1,4 +1,4 @@
-"""Our own YAML for profiling: every plan can be written and read back; and each error in full."""
+"""Our own YAML for profiling: every plan can be written and read back, and each error is shown in full."""
 
 import re
 from pathlib import Path
@@ -287,7 +287,7 @@ def test_an_unknown_key_is_named_with_those_that_are_known(key: str, meant: str,
     assert error_of(tree) == f"{key} is unknown; did you mean {meant}?; allowed are {allowed}"
 
 
-def test_a_file_of_verl_is_told_from_one_of_our_own() -> None:
+def test_a_file_of_verl_is_distinguished_from_one_of_ours() -> None:
     advice = "read the file with ProfilerConfig.from_verl, or with --verl"
     assert error_of({"global_profiler": {}}) == f"global_profiler is a key of verl: {advice}"
 
@@ -331,7 +331,7 @@ def test_a_key_without_effect_is_an_error(key: str, value: object, tool: str, re
         (3, "the source is 3: allowed is a mapping, a file or YAML text"),
     ],
 )
-def test_a_source_that_can_t_be_read(source: object, text: str) -> None:
+def test_a_source_that_cannot_be_read(source: object, text: str) -> None:
     assert re.match(text, error_of(source), re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Small configurations in verl's layout, and what is made of them."""
+"""Small configurations in verl's layout, and readers for them."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -5,7 +5,7 @@
 Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, in the task that
 read it. Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either:
 a message that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not
-answered, the next head shows a gap again, and an upload continues from where the bus says.
+answered, the next head shows a hole again, and an upload continues from where the bus says.
 
 Nothing about commands or engines is decided here: only when to say hello, and when the bus has been silent for a lease.
 """

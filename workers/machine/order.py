@@ -1,7 +1,7 @@
 """Rules 1 to 3 of the decision table: is a command from the current epoch, new, and next in line?
 
 A command that one of these rules stops does not move the position. One that passes them moves it and joins the queue.
-One that leaves a gap waits in the reorder buffer until the missing commands have been sent again.
+One that leaves a hole waits in the reorder buffer until the missing commands have been sent again.
 
 The functions append to `effects` and return the next state.
 """

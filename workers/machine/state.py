@@ -108,7 +108,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         joined: A snapshot was applied in this incarnation.
         diverged: The lease expired or two histories exist. Only a snapshot helps.
         queue: Commands in order, not decided yet.
-        reorder_buffer: Commands behind a gap.
+        reorder_buffer: Commands behind a hole.
         resend_from: First seq of the pending resend request; 0 if none.
         activity: Engine calls that are being made.
         calls_made: Number of calls begun so far; the last `call_id`.

@@ -1,6 +1,6 @@
 """SGLang's kernels, which have no build for a plain CPU: every name is there, and raises when it is called.
 
-The two torch ops are those that SGLang calls on its way up.
+The two torch ops are those that SGLang calls while it starts.
 """
 
 from typing import NoReturn

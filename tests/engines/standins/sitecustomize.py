@@ -1,11 +1,11 @@
-"""What SGLang imports on its way up and never uses when it serves a text model on a CPU: torchvision and torchaudio.
+"""What SGLang imports while it starts and never uses when it serves a text model on a CPU: torchvision and torchaudio.
 
-Python imports this by itself when the folder is on PYTHONPATH. Whoever asks whether they are installed is told no.
+Python imports this by itself when the folder is on PYTHONPATH. A check whether they are installed still says no.
 
 SGLang's scheduler puts a span around each batch while a profiler records, and ends one profile and begins the next
 within it. With the torch that it is released with (2.14.1) that is fine; torch 2.13, the newest with a build for plain
-CPUs, writes into memory that the first one has freed, and as often as not takes the scheduler down. So here there are
-no such spans.
+CPUs, writes into memory that the first one has freed, and kills the scheduler about half of the time. So there are no
+such spans here.
 """
 
 import contextlib
