@@ -103,9 +103,9 @@ def http_agents(first: int, count: int, ports: str) -> None:
         return app
 
     async def serve() -> None:
-        mine = [int(port) for port in ports.split(",")][first : first + count]
+        own_ports = [int(port) for port in ports.split(",")][first : first + count]
         servers = []
-        for number, port in enumerate(mine, first):
+        for number, port in enumerate(own_ports, first):
             config = uvicorn.Config(application(number), port=port, log_level="error", access_log=False)
             servers.append(uvicorn.Server(config))
         await asyncio.gather(*(server._serve() for server in servers))

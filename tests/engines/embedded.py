@@ -139,9 +139,9 @@ class VLLM(Rollout):
 
         self._requests += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        async for told in self._engine.generate({"prompt_token_ids": PROMPT}, sampling, f"request-{self._requests}"):
-            output = told.outputs[0]
-            yield Answer(list(output.token_ids), output.finish_reason or "", told.num_cached_tokens or 0)
+        async for reply in self._engine.generate({"prompt_token_ids": PROMPT}, sampling, f"request-{self._requests}"):
+            output = reply.outputs[0]
+            yield Answer(list(output.token_ids), output.finish_reason or "", reply.num_cached_tokens or 0)
 
     async def round_trip(self) -> None:
         await self._engine.is_paused()
@@ -181,9 +181,9 @@ class SGLang(Rollout):
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
         chunks = await self._engine.async_generate(input_ids=PROMPT, sampling_params=sampling, stream=True)
         async for chunk in chunks:
-            told = chunk["meta_info"]
-            finish = (told.get("finish_reason") or {}).get("type", "")
-            yield Answer(list(chunk["output_ids"]), finish, told.get("cached_tokens", 0))
+            meta = chunk["meta_info"]
+            finish = (meta.get("finish_reason") or {}).get("type", "")
+            yield Answer(list(chunk["output_ids"]), finish, meta.get("cached_tokens", 0))
 
     async def round_trip(self) -> None:
         await self._engine.tokenizer_manager.get_internal_state()
@@ -329,30 +329,30 @@ class Trainer:
 
 
 async def seen_from_elsewhere(rollout: Rollout) -> str:
-    """What is said to an agent that runs in another thread, with a loop of its own."""
-    said: list[str] = []
+    """Return the error of an agent that runs in another thread, on its own loop."""
+    errors: list[str] = []
 
     def elsewhere() -> None:
         try:
             asyncio.run(rollout.adapter.open())
         except EngineError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     await asyncio.to_thread(thread.join)
-    return said[0] if said else ""
+    return errors[0] if errors else ""
 
 
 async def seen_when_dead(rollout: VLLM) -> dict[str, object]:
-    """What the front says of an engine whose core was killed."""
+    """Return what the adapter and the front end report about an engine whose core was killed."""
     rollout.kill()
-    said = ""
+    message = ""
     try:
         await rollout.front.call("sleep", level=0)  # vLLM ends it when it finds that nobody will answer
     except EngineError as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"dead": [(await rollout.adapter.observe()).tokenizer, await rollout.front.methods(), said]}
+        message = f"{type(error).__name__}: {error}"
+    return {"dead": [(await rollout.adapter.observe()).tokenizer, await rollout.front.methods(), message]}
 
 
 @asynccontextmanager

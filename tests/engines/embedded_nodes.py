@@ -27,8 +27,8 @@ from workers.traces.node import NodeTraces
 NODES = 2
 
 
-def told(outcome: object) -> list[object]:
-    """A conclusion as JSON: what it is, and what there is to say of it."""
+def as_json(outcome: object) -> list[object]:
+    """Return a conclusion as JSON: its kind, and its details."""
     match outcome:
         case Acted():
             return ["acted", list(outcome.calls), [trace.path for trace in outcome.traces]]
@@ -38,7 +38,7 @@ def told(outcome: object) -> list[object]:
 
 
 async def everybody_is_there(bus: Bus) -> None:
-    """Both agents have told what engine they have."""
+    """Wait until both agents have reported their engines."""
 
     def there(_: object) -> bool:
         seen = [agent.status.tokenizer for agent in bus.status().agents if agent.status is not None]
@@ -65,8 +65,8 @@ async def tried(trainer: Trainer) -> dict[str, Any]:
         "collect": ProfileCommand(action="collect", step=3, plan=plan),
     }
     for name, command in commands.items():
-        said = await trainer.conclusions(command)
-        outcomes[name] = {agent: told(outcome) for agent, outcome in said.items()}
+        conclusions = await trainer.conclusions(command)
+        outcomes[name] = {agent: as_json(outcome) for agent, outcome in conclusions.items()}
         if name == "start":
             await rollout.generate()
     return {"tokens": tokens, "outcomes": outcomes}

@@ -46,10 +46,10 @@ class Found(NamedTuple):
 
     @property
     def contents(self) -> frozenset[str]:
-        """In the words of a configuration; modules come with stacks."""
+        """The contents as a configuration names them; modules come with stacks."""
         assert self.stacks == self.modules
         held = {"stack": self.stacks, "shapes": self.shapes, "memory": self.memory}
-        return frozenset(one for one, is_there in held.items() if is_there)
+        return frozenset(content for content, is_there in held.items() if is_there)
 
 
 def torch_plan(
@@ -70,18 +70,20 @@ def work(generate: Generate) -> None:
         generate([next(_fresh) % 250 + 1] * length, 2)
 
 
-def of_rank(said: Acted, rank: int | None, kind: str = ".trace.json") -> list[Trace]:
-    """Those of an outcome's traces that are of this rank; None for a front end's."""
-    return [trace for trace in said.traces if trace.rank == rank and kind in trace.path and "merged-" not in trace.path]
+def of_rank(outcome: Acted, rank: int | None, kind: str = ".trace.json") -> list[Trace]:
+    """Return an outcome's traces of one rank; None for those of a front end."""
+    return [
+        trace for trace in outcome.traces if trace.rank == rank and kind in trace.path and "merged-" not in trace.path
+    ]
 
 
 def look(root: Path, trace: Trace) -> Found:
-    """What is in a trace. root: what its path is relative to."""
+    """Return what is in a trace, whose path is relative to `root`."""
     return look_into(root / trace.path)
 
 
 def look_into(file: Path) -> Found:
-    """What is in a trace."""
+    """Return what is in the file of a trace."""
     events = sorted(read_events(file), key=lambda event: float(str(event.get("ts", 0))))
     arguments = [event["args"] for event in events if isinstance(event.get("args"), dict)]
     return Found(
@@ -94,7 +96,7 @@ def look_into(file: Path) -> Found:
 
 
 def read_events(file: Path) -> Events:
-    """Of a trace, packed or not."""
+    """Read the events of a trace, compressed or not."""
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     found: Events = json.loads(raw)["traceEvents"]
     return found
@@ -109,10 +111,10 @@ def _passes(events: Iterable[dict[str, object]]) -> list[str]:
     return [_pass(match.groupdict()) for match in found if match]
 
 
-def _pass(said: dict[str, str]) -> str:
-    if said["prompts"] not in ("0", "DECODE"):
-        return f"P{said['tokens']}"
-    return "-" if said.get("going_on") == "0" else "D"
+def _pass(step: dict[str, str]) -> str:
+    if step["prompts"] not in ("0", "DECODE"):
+        return f"P{step['tokens']}"
+    return "-" if step.get("going_on") == "0" else "D"
 
 
 def _tiny_pass(forward: dict[str, object], events: Events) -> str:

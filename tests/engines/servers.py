@@ -295,8 +295,8 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)
-                asked = re.match(rb"[A-Z]+ (/[^ ?]*)", data) if watched else None
-                if asked and (act := self.on.pop(asked[1].decode(), None)) is not None:
+                request = re.match(rb"[A-Z]+ (/[^ ?]*)", data) if watched else None
+                if request and (act := self.on.pop(request[1].decode(), None)) is not None:
                     act()
         for end in (source, sink):
             with suppress(OSError):

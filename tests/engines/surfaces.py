@@ -82,17 +82,19 @@ def read(kind: wheels.Kind, version: str) -> Surface:
             if module.name != "vllm.entrypoints.api_server":  # an example beside the real server
                 reader.read_app(module, "build_app")
     found = dict(reader.shapes)
-    requests = one_holding(tree, REQUESTS[kind])
+    requests = module_defining(tree, REQUESTS[kind])
     if requests is not None:
-        found = {name: one for name, one in requests.definitions.items() if isinstance(one.node, ast.ClassDef)} | found
-    engine = one_holding(tree, ENGINE[kind])
+        found = {
+            name: entry for name, entry in requests.definitions.items() if isinstance(entry.node, ast.ClassDef)
+        } | found
+    engine = module_defining(tree, ENGINE[kind])
     assert engine is not None, f"{kind} {version} has no class {ENGINE[kind]}"
     definition = engine.definitions[ENGINE[kind]]
     return Surface(
         kind,
         version,
         tuple(reader.routes),
-        MappingProxyType({name: read_shape(tree, one) for name, one in found.items()}),
+        MappingProxyType({name: read_shape(tree, entry) for name, entry in found.items()}),
         "" if requests is None else requests.name,
         ENGINE[kind],
         MappingProxyType(read_methods(tree, definition)),
@@ -100,8 +102,8 @@ def read(kind: wheels.Kind, version: str) -> Surface:
     )
 
 
-def one_holding(tree: Tree, name: str) -> Module | None:
-    """The one module that defines a class of this name. None: it has not come yet, or is gone."""
+def module_defining(tree: Tree, name: str) -> Module | None:
+    """Return the module that defines a class of this name; None if this release has none."""
     modules = tree.holding(rf"^class {name}\b")
     assert len(modules) < 2, f"{name} is defined in {[module.name for module in modules]}: say which one is meant"
     return modules[0] if modules else None

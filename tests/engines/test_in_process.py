@@ -141,8 +141,8 @@ def test_a_window_holds_its_forward_steps(seen: Seen) -> None:
 
 def test_the_engine_has_every_operation_and_each_was_called(seen: Seen) -> None:
     assert seen.report["operations"] == ["abort", "flush", "load", "pause", "profile", "resume", "sleep", "wake"]
-    asked = {"flush", "pause", "resume", "abort", "sleep", "wake", "start_profile", "stop_profile"}
-    assert asked == set(seen.report["calls"])
+    expected = {"flush", "pause", "resume", "abort", "sleep", "wake", "start_profile", "stop_profile"}
+    assert expected == set(seen.report["calls"])
     assert seen.report["engine"].startswith(seen.kind)
 
 
@@ -155,9 +155,9 @@ def test_a_dead_engine_is_reported_as_gone(seen: Seen) -> None:
     if seen.kind == "sglang":
         assert "dead" not in seen.report  # SGLang ends the whole process with its scheduler
         return
-    tokenizer, methods, said = seen.report["dead"]
+    tokenizer, methods, message = seen.report["dead"]
     assert (tokenizer, methods) == ("unknown", None)
-    assert said.startswith("Unanswered: ") and "EngineDeadError" in said
+    assert message.startswith("Unanswered: ") and "EngineDeadError" in message
 
 
 # --- one replica over two nodes ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ CASES: list[tuple[str, str, tuple[str, ...], Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("package", "file", "names", "stand_in"), CASES, ids=lambda one: str(one)[-40:])
+@pytest.mark.parametrize(("package", "file", "names", "stand_in"), CASES, ids=lambda value: str(value)[-40:])
 def test_a_stand_in_takes_what_the_package_takes(
     sources: dict[str, Path], package: str, file: str, names: tuple[str, ...], stand_in: Callable[..., Any]
 ) -> None:

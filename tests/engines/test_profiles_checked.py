@@ -97,9 +97,9 @@ def test_vllm_is_not_asked_for_what_it_was_not_launched_for(
         on_vllm(plan, records)
 
 
-@pytest.mark.parametrize(("device", "asked"), [("cuda", "cuda"), ("npu", "npu"), ("cpu", "cpu")])
-def test_vllm_records_what_its_device_does(device: str, asked: Activity) -> None:
-    on_vllm(activities("cpu", asked), TORCH, device=device)
+@pytest.mark.parametrize(("device", "activity"), [("cuda", "cuda"), ("npu", "npu"), ("cpu", "cpu")])
+def test_vllm_records_what_its_device_does(device: str, activity: Activity) -> None:
+    on_vllm(activities("cpu", activity), TORCH, device=device)
 
 
 # --- SGLang -----------------------------------------------------------------------------------------------------------

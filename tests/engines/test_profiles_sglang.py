@@ -205,8 +205,8 @@ def test_steps_in_verls_directories_overwrite_nothing_and_are_relocated(bench: B
 
 def test_a_foreign_session_survives_our_start_and_stop(bench: Bench) -> None:
     foreign = bench.root.parent / "foreign"
-    asked = {"output_dir": str(foreign), "activities": ["CPU"], "with_stack": False}
-    httpx.post(f"{bench.url}/start_profile", json=asked).raise_for_status()
+    arguments = {"output_dir": str(foreign), "activities": ["CPU"], "with_stack": False}
+    httpx.post(f"{bench.url}/start_profile", json=arguments).raise_for_status()
     Bench.step += 1
     refused = failed(bench.plane.start_profile(bench.step, replicas=[0]).wait())
     assert refused.error is ErrorKind.ENGINE_ERROR and "did not start" in refused.message

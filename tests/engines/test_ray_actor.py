@@ -96,13 +96,13 @@ async def bench(kind: type[Server], *given: Any, folder: Path, **options: Any) -
 
 @pytest.fixture(scope="module")
 def servers(cluster: None) -> dict[type[Server], Any]:
-    """One of each kind, for all others. Each test has it made anew by `anew`."""
+    """One of each kind, for all other tests. `fresh` initializes it again for each test."""
     kinds = (SGLangHttpServer, vLLMHttpServer)
     return {kind: ray.remote(kind).options(num_cpus=0).remote("hybrid") for kind in kinds}
 
 
 @asynccontextmanager
-async def anew(server: Any, folder: Path, *given: Any) -> AsyncIterator[Bench]:
+async def fresh(server: Any, folder: Path, *given: Any) -> AsyncIterator[Bench]:
     made = Bench(server, folder)
 
     def make(server: Any) -> None:
@@ -118,20 +118,20 @@ async def anew(server: Any, folder: Path, *given: Any) -> AsyncIterator[Bench]:
 
 @pytest.fixture
 async def sglang(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterator[Bench]:
-    async with anew(servers[SGLangHttpServer], tmp_path, "hybrid") as made:
+    async with fresh(servers[SGLangHttpServer], tmp_path, "hybrid") as made:
         yield made
 
 
 @pytest.fixture
 async def vllm(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterator[Bench]:
-    async with anew(servers[vLLMHttpServer], tmp_path, "hybrid", 0, 0, str(tmp_path / "save")) as made:
+    async with fresh(servers[vLLMHttpServer], tmp_path, "hybrid", 0, 0, str(tmp_path / "save")) as made:
         yield made
 
 
 @pytest.fixture
 async def profiled(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterator[Bench]:
     """SGLang's, with a profiler of verl's."""
-    async with anew(servers[SGLangHttpServer], tmp_path, "colocated", 0, 0, str(tmp_path / "save")) as made:
+    async with fresh(servers[SGLangHttpServer], tmp_path, "colocated", 0, 0, str(tmp_path / "save")) as made:
         yield made
 
 
@@ -353,10 +353,10 @@ async def test_an_actor_that_is_not_a_server_of_verl_is_an_error(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("before", "said"),
+    ("before", "message"),
     [("", "in no Ray cluster"), ("import sys; sys.modules['ray'] = None", "pip install 'rolloutctl[ray]'")],
 )
-def test_a_process_without_ray_gets_advice(before: str, said: str) -> None:
+def test_a_process_without_ray_gets_advice(before: str, message: str) -> None:
     code = f"""
 {before}
 import anyio
@@ -368,7 +368,7 @@ anyio.run(VerlEngine("any", Identity(replica=0, node_rank=0), traces=Path()).ope
 """
     done = python("-c", code)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("schemas.errors.EngineError: ") and said in last
+    assert last.startswith("schemas.errors.EngineError: ") and message in last
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -498,8 +498,8 @@ async def test_one_profile_is_broadcast_to_both_nodes_of_a_replica(profiled: Ben
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
 
-        async def run(place: Identity, one: Bench) -> None:
-            engine = VerlEngine(one.server, place, traces=tmp_path / "traces")
+        async def run(place: Identity, bench: Bench) -> None:
+            engine = VerlEngine(bench.server, place, traces=tmp_path / "traces")
             async with Agent(bus=address, identity=place, engine=engine, state_dir=tmp_path, config=quick) as agent:
                 await agent.run()
 

@@ -175,11 +175,11 @@ async def bring(place: Router, there: bool) -> None:
             await anyio.lowlevel.checkpoint()
 
 
-def asked(server: HttpServer) -> list[tuple[str, str, str | None]]:
+def received(server: HttpServer) -> list[tuple[str, str, str | None]]:
     return [(request.verb, request.path, request.token) for request in server.requests]
 
 
-async def until_asked(server: HttpServer, more: int) -> None:
+async def until_received(server: HttpServer, more: int) -> None:
     enough = len(server.requests) + more
     await until(lambda: len(server.requests) >= enough)
 
@@ -198,8 +198,8 @@ async def test_requests_go_to_registered_workers(router: RouterProcess, worker: 
     async with placed(router, worker, worker_key="engine-key") as place:
         await bring(place, True)
         assert router.generate().json() == {"text": worker.url}
-        assert ("POST", "/generate", "engine-key") in asked(worker)
-        assert ("GET", "/health", None) in asked(worker)
+        assert ("POST", "/generate", "engine-key") in received(worker)
+        assert ("GET", "/health", None) in received(worker)
         await bring(place, True)  # there already
         (worker_id,) = router.workers(worker).values()
         assert router.add(worker.url) == worker_id
@@ -226,13 +226,13 @@ async def test_a_worker_is_added_only_once_it_is_healthy(router: RouterProcess, 
     worker.healthy = False
     async with placed(router, worker) as place:
         assert await place.step(lambda there: True) is None
-        await until_asked(worker, 1)
+        await until_received(worker, 1)
         assert await place.step(lambda there: True) is None
         assert await place.step(lambda there: False) is None  # a running job can't be cancelled
         assert router.workers(worker) == {}
         worker.healthy = True
         await bring(place, False)  # so it is added, and then removed
-    assert ("GET", "/server_info", None) in asked(worker) and router.workers(worker) == {}
+    assert ("GET", "/server_info", None) in received(worker) and router.workers(worker) == {}
 
 
 @pytest.mark.engine_sglang
@@ -430,7 +430,7 @@ async def test_a_failing_router_is_logged_once_and_retried(
     failing.reply = reply
     async with following(Router(failing.url, "http://engine:1", poll_s=0.01), bus, context, tmp_path) as agent:
         await bus.admit()
-        await until_asked(failing, 5)
+        await until_received(failing, 5)
         (warning,) = logged(caplog, logging.WARNING)
         assert says in warning
         bus.publish(PAUSE)  # the agent carries on
@@ -469,7 +469,7 @@ async def test_an_agent_that_ends_does_not_wait_for_a_hanging_router(
         await bus.admit()
         await until_taken(failing)
         failing.hangs.clear()
-        await until_asked(failing, 1)
+        await until_received(failing, 1)
     (warning,) = logged(caplog, logging.WARNING)
     assert "did not remove" in warning
 

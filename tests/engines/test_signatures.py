@@ -190,10 +190,10 @@ async def test_an_engine_that_is_shut_down_is_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 async def test_two_engines_in_one_process_are_distinguished(kind: wheels.Kind, tmp_path: Path) -> None:
     async with (
-        in_process(kind, LATEST[kind], tmp_path / "a") as one,
-        in_process(kind, LATEST[kind], tmp_path / "b") as other,
+        in_process(kind, LATEST[kind], tmp_path / "a") as first,
+        in_process(kind, LATEST[kind], tmp_path / "b") as second,
     ):
-        seen = {(await bench.adapter.observe()).instance for bench in (one, one, other)}
+        seen = {(await bench.adapter.observe()).instance for bench in (first, first, second)}
     assert len(seen) == 2
 
 

@@ -87,7 +87,7 @@ def _broken(folder: Path, how: str) -> None:
     tensors = weights(2)
     match how:
         case "wrong dtype":
-            tensors = {name: one.to(torch.bfloat16) for name, one in tensors.items()}
+            tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
         case "wrong shape":
             tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :128].contiguous()
         case "missing tensor":

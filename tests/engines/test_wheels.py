@@ -79,7 +79,7 @@ async def test_a_call_that_a_release_does_not_have_is_refused(
     app = App(read(kind, version))
     seen, text = await ask(app, verb, path, **what)
     assert (seen, words in text) == (status, True), text
-    assert [asked.status for asked in app.asked] == [status]
+    assert [request.status for request in app.asked] == [status]
 
 
 async def test_a_call_that_a_release_has_is_answered_and_recorded() -> None:

@@ -148,8 +148,8 @@ class Server:
             os._exit(1)
 
     def _profiles(self) -> bool:
-        mine = self.profiler_controller
-        return mine.check_enable() and mine.check_this_rank() and mine.is_discrete_mode()
+        controller = self.profiler_controller
+        return controller.check_enable() and controller.check_this_rank() and controller.is_discrete_mode()
 
     def _traces(self) -> str:
         return f"{self.profiler_controller.config.save_path}/agent_loop_rollout_replica_{self.replica_rank}"

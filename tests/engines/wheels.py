@@ -108,10 +108,10 @@ def unpack(wheel: Path, into: Path, parts: tuple[str, ...]) -> None:
 
 
 def fetch_all() -> None:
-    """Have every release of `RELEASES`, several at a time."""
+    """Fetch every release of `RELEASES`, several at a time."""
     every = [(kind, version) for kind, versions in RELEASES.items() for version in versions]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda one: source(*one), every))
+        list(pool.map(lambda release: source(*release), every))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Node:
         folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
         self._command = ["-m", "controlplane.cli", "agent", "--bus", bus, "--engine", "tiny", *place, *options]
         self._command += [str(word) for option in folders.items() for word in option]
-        self._said = folder / f"{replica}.{node_rank}.log"
+        self._log = folder / f"{replica}.{node_rank}.log"
         self.start()
 
     def __enter__(self) -> Self:
@@ -43,7 +43,7 @@ class Node:
         self.process.wait()
 
     def start(self) -> None:
-        with self._said.open("ab") as log:
+        with self._log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, *self._command], stderr=log)
 
     def end(self, with_signal: signal.Signals) -> int:
@@ -51,8 +51,8 @@ class Node:
         return self.process.wait(60)
 
     @property
-    def said(self) -> str:
-        return self._said.read_text()
+    def output(self) -> str:
+        return self._log.read_text()
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def plane(tmp_path: Path) -> Iterator[ControlPlane]:
 
 
 def lives(plane: ControlPlane) -> dict[str, str]:
-    return {one.agent: one.state for one in plane.status().agents}
+    return {agent.agent: agent.state for agent in plane.status().agents}
 
 
 @pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -74,7 +74,7 @@ def test_it_joins_answers_and_leaves(plane: ControlPlane, tmp_path: Path, ended_
         assert node.end(ended_by) == code
         assert plane.flush(timeout=10).wait().outcomes == ()  # it said that it leaves, so nobody waits for it
         assert lives(plane) == {"0.1": "left"}
-        assert "Traceback" not in node.said and "shutting down" in node.said
+        assert "Traceback" not in node.output and "shutting down" in node.output
 
 
 def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> Non
         done = rolloutctl(*words, "--json", "--bus", plane.address)
         assert done.returncode == 0, done.stderr + done.stdout
         outcomes = json.loads(done.stdout)["outcomes"]
-        return {one["agent"]: ",".join(one["conclusion"].get("calls", ())) for one in outcomes}
+        return {outcome["agent"]: ",".join(outcome["conclusion"].get("calls", ())) for outcome in outcomes}
 
     with ExitStack() as stack:
         stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front))
@@ -144,7 +144,7 @@ def test_a_place_that_is_taken_ends_the_second_one(plane: ControlPlane, tmp_path
         plane.wait_for_agents(1, timeout=60).wait()
         second = stack.enter_context(Node(plane.address, other, 0, 1))
         assert second.process.wait(60) == 3
-        last = second.said.splitlines()[-1]
+        last = second.output.splitlines()[-1]
         assert re.match(r"rolloutctl: agent 0\.1 is running as incarnation \w+ on .*, pid \d+\. Two agents can't", last)
         assert plane.flush().wait().skipped == ("0.1",)
 
@@ -154,7 +154,7 @@ def test_one_journal_is_for_one_process(plane: ControlPlane, tmp_path: Path) -> 
         plane.wait_for_agents(1, timeout=60).wait()
         with Node(plane.address, tmp_path, 0, 1) as second:
             assert second.process.wait(60) == 3
-            assert "agent-0.1.db" in second.said.splitlines()[-1]
+            assert "agent-0.1.db" in second.output.splitlines()[-1]
 
 
 def test_an_engine_without_its_packages_is_one_clear_line(tmp_path: Path) -> None:
@@ -170,13 +170,13 @@ def test_an_engine_without_its_packages_is_one_clear_line(tmp_path: Path) -> Non
         "--state-dir",
         str(tmp_path),
     ]
-    said = python("-c", code, *words)
-    assert said.returncode == 3
-    assert said.stderr.startswith("rolloutctl: the tiny engine needs torch") and "rolloutctl[torch]" in said.stderr
+    done = python("-c", code, *words)
+    assert done.returncode == 3
+    assert done.stderr.startswith("rolloutctl: the tiny engine needs torch") and "rolloutctl[torch]" in done.stderr
 
 
 def test_an_agent_without_a_bus_says_what_it_waits_for(tmp_path: Path) -> None:
     with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1) as node:
-        while "waits: nobody listens at" not in node.said:
+        while "waits: nobody listens at" not in node.output:
             assert node.process.poll() is None
         assert node.end(signal.SIGTERM) == 0

@@ -165,7 +165,7 @@ class Stage(World):
                 }
                 assert seen[state[0]], f"{text}; it holds {engine.weights}, generating: {engine.generating}"
             case ["report", version, status, *rest]:
-                report = next((one for one in reversed(self._syncs()) if one.version == int(version)), None)
+                report = next((sync for sync in reversed(self._syncs()) if sync.version == int(version)), None)
                 assert report is not None, f"{text}; there is none"
                 out = (int(rest[1]),) if rest else ()
                 assert (report.status, report.quarantined) == (status, out), f"{text}; it is {report}"
@@ -183,14 +183,14 @@ class Stage(World):
 
     def _syncs(self) -> list[SyncReport]:
         effects = (effect for _, decided in self.log.records for effect in coordinator_effects_decoder.decode(decided))
-        reports = (one.report for one in effects if isinstance(one, Conclude))
-        return [one for one in reports if isinstance(one, SyncReport)]
+        reports = (effect.report for effect in effects if isinstance(effect, Conclude))
+        return [report for report in reports if isinstance(report, SyncReport)]
 
     def _last_word(self, agent: str) -> str | None:
         for (_, _), report in sorted(self.promises.concluded.items(), key=lambda item: -item[0][1]):
-            for one in report.outcomes:
-                if one.agent == agent:
-                    match one.conclusion:
+            for outcome in report.outcomes:
+                if outcome.agent == agent:
+                    match outcome.conclusion:
                         case Acted():
                             return "acted"
                         case Skipped(reason=reason):

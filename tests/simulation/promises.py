@@ -235,16 +235,16 @@ class Promises:
     def _pursued(self, process: Process, engine: Engine, lost: bool) -> None:
         """P4: an agent that reports ready has brought about what it still pursues."""
         state, name = process.state, process.peer
-        mine = still_desired(state.desired, state.suppressed)
-        wanted = mine.profile.step if mine.profile is not None else None
+        pursued = still_desired(state.desired, state.suppressed)
+        wanted = pursued.profile.step if pursued.profile is not None else None
         if Operation.SLEEP in engine.temper.lacks:
-            mine = replace(mine, asleep=frozenset())
+            pursued = replace(pursued, asleep=frozenset())
         if Operation.PROFILE in engine.temper.lacks:
             wanted = None
-        stuck = engine.unable and mine.committed is not None
-        if not engine.generating and mine.serving and not (lost or stuck):
+        stuck = engine.unable and pursued.committed is not None
+        if not engine.generating and pursued.serving and not (lost or stuck):
             self.broken("P4 late joiner", f"{name} says it serves, and is paused")
-        if engine.asleep != mine.asleep:
+        if engine.asleep != pursued.asleep:
             self.broken("P4 late joiner", f"{name} says it is as desired, asleep is {sorted(engine.asleep)}")
         if engine.session_step != wanted:
             self.broken("P4 late joiner", f"{name}: session {engine.session_step} is open, desired is {wanted}")

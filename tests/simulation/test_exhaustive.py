@@ -96,7 +96,7 @@ def step(situation: Situation, event: events.Event, machine: AgentDecide) -> Sit
     check(situation, event, state, effects)
     answered = situation.answered
     for effect in effects:
-        if isinstance(effect, events.Answer) and not _said_of_a_copy(effect):
+        if isinstance(effect, events.Answer) and not _answers_a_copy(effect):
             key = (effect.epoch, effect.seq, effect.outcome)
             answered = answered if key in answered else (*answered, key)
     calling = next((effect for effect in effects if isinstance(effect, events.Perform)), situation.calling)
@@ -106,7 +106,7 @@ def step(situation: Situation, event: events.Event, machine: AgentDecide) -> Sit
     return replace(situation, state=state, durable=durable, calling=calling, answered=answered)
 
 
-def _said_of_a_copy(answer: events.Answer) -> bool:
+def _answers_a_copy(answer: events.Answer) -> bool:
     return answer.outcome in (Skipped(Reason.STALE_EPOCH), Skipped(Reason.SUPERSEDED))
 
 
@@ -135,7 +135,7 @@ def check(situation: Situation, event: events.Event, state: AgentState, effects:
             assert effect.call_id > before.calls_made, "P5: a call is made again"
             cause = state.activity.trigger if state.activity is not None else None
             assert cause is None or not _answered(situation, cause), "P5: what was answered is done again"
-        if isinstance(effect, events.Answer) and not _said_of_a_copy(effect):
+        if isinstance(effect, events.Answer) and not _answers_a_copy(effect):
             others = {
                 outcome for epoch, seq, outcome in situation.answered if (epoch, seq) == (effect.epoch, effect.seq)
             }

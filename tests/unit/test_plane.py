@@ -191,9 +191,9 @@ def test_a_broadcast_needs_a_manifest_and_one_can_be_made_of_names_and_shapes(pl
 
 
 def test_nothing_is_sent_when_no_replica_prepared(plane: ControlPlane, tmp_path: Path) -> None:
-    asked: list[tuple[int, ...]] = []
-    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=asked.append, timeout=1).wait()
-    assert report.status == "aborted" and asked == []
+    sent: list[tuple[int, ...]] = []
+    report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=sent.append, timeout=1).wait()
+    assert report.status == "aborted" and sent == []
 
 
 def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:

@@ -65,15 +65,15 @@ if not CUDA:
     ]
 
 
-@pytest.mark.parametrize(("asked", "why"), REFUSED)
+@pytest.mark.parametrize(("refused", "why"), REFUSED)
 def test_a_plan_that_cannot_be_honoured_here_is_refused_with_a_reason(
-    rank: Commanded, tmp_path: Path, asked: ProfilePlan, why: str
+    rank: Commanded, tmp_path: Path, refused: ProfilePlan, why: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=why):
-        rank.ask(CheckProfile(asked)).result(60)
+        rank.ask(CheckProfile(refused)).result(60)
     with pytest.raises(UnsupportedError, match=why):
-        rank.start(asked)
-    config = ProfilerConfig(roles={"actor": asked}, steps=(500,), save_path=str(tmp_path))
+        rank.start(refused)
+    config = ProfilerConfig(roles={"actor": refused}, steps=(500,), save_path=str(tmp_path))
     with pytest.raises(UnsupportedError, match=why):
         TrainingRank(**RANK, state_dir=tmp_path, profiler=config)
 
@@ -220,8 +220,8 @@ if CUDA:
 
 def test_an_npu_stage_is_a_profile_of_its_own(rank: Commanded, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = ascend_stand_ins.npu(monkeypatch)
-    asked = plan("npu", Npu(level="level1"), activities=frozenset({"cpu", "npu"}), with_stack=True)
-    rank.start(asked)
+    npu_plan = plan("npu", Npu(level="level1"), activities=frozenset({"cpu", "npu"}), with_stack=True)
+    rank.start(npu_plan)
     with pytest.raises(ZeroDivisionError), annotate("update"):
         raise ZeroDivisionError
     with annotate("log_prob"):

@@ -170,7 +170,7 @@ def test_a_step_starts_when_all_agents_record_and_ends_when_all_have_written() -
     """Whatever is generated in a profiled step is in its trace, and nothing of the next step is."""
     bus = Bus(held=["start", "stop"])
     course: list[str] = []
-    asked = threading.Semaphore(0)
+    published = threading.Semaphore(0)
 
     def trainer() -> None:
         with Step(profiling, 0):
@@ -180,16 +180,16 @@ def test_a_step_starts_when_all_agents_record_and_ends_when_all_have_written() -
     def publish(command: ProfileCommand, target: Target, timeout_ms: int) -> Ticket[Report]:
         ticket = bus.publish(command, target, timeout_ms)
         if command.action in bus.held:
-            asked.release()
+            published.release()
         return ticket
 
     profiling = Profiling(ProfilerConfig(steps=(0,)), publish, lambda: FLEET)
     thread = threading.Thread(target=trainer)
     thread.start()
-    asked.acquire()
+    published.acquire()
     course.append("recording")
     bus.let_go()
-    asked.acquire()
+    published.acquire()
     course.append("written")
     bus.let_go()
     thread.join()

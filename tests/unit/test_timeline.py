@@ -210,8 +210,8 @@ def test_replicas_that_are_profiled_separately_have_separate_sessions(written: W
 
     def command(action: Literal["start", "stop"], step: int, at_ms: float) -> None:
         replica = step % 2
-        asked = ProfileCommand(action=action, step=step)
-        seq = written.issue(peers[replica], at_ms, at_ms + 1, asked, frozenset([replica]))
+        profile = ProfileCommand(action=action, step=step)
+        seq = written.issue(peers[replica], at_ms, at_ms + 1, profile, frozenset([replica]))
         written.answer(peers[replica], seq, at_ms + 2, at_ms + 5, Acted(calls=("profile",)))
 
     command("start", 2, 10)

@@ -321,18 +321,18 @@ def test_a_training_rank_makes_no_trace_of_prefill_and_decode() -> None:
 
 def test_ranks_of_rollouts_are_global_ranks_or_replicas() -> None:
     tree = rollout(ranks=[0, 8])
-    asked = ProfilerConfig.from_verl(tree).plan
-    assert (asked.ranks, asked.replicas) == (frozenset({0, 8}), None)
-    asked = ProfilerConfig.from_verl(tree, ranks="replica").plan
-    assert (asked.ranks, asked.replicas) == (None, frozenset({0, 8}))
+    parsed = ProfilerConfig.from_verl(tree).plan
+    assert (parsed.ranks, parsed.replicas) == (frozenset({0, 8}), None)
+    parsed = ProfilerConfig.from_verl(tree, ranks="replica").plan
+    assert (parsed.ranks, parsed.replicas) == (None, frozenset({0, 8}))
 
 
 @pytest.mark.parametrize("unit", ["global", "replica"])
 def test_without_ranks_the_replica_of_rank_0_is_profiled_and_with_all_ranks_every_replica(unit: Any) -> None:
-    asked = ProfilerConfig.from_verl(rollout(), ranks=unit).plan
-    assert (asked.ranks, asked.replicas) == (None, frozenset({0}))
-    asked = ProfilerConfig.from_verl(rollout(all_ranks=True), ranks=unit).plan
-    assert (asked.ranks, asked.replicas) == (None, None)
+    parsed = ProfilerConfig.from_verl(rollout(), ranks=unit).plan
+    assert (parsed.ranks, parsed.replicas) == (None, frozenset({0}))
+    parsed = ProfilerConfig.from_verl(rollout(all_ranks=True), ranks=unit).plan
+    assert (parsed.ranks, parsed.replicas) == (None, None)
     assert ProfilerConfig.from_verl(actor(), ranks=unit).roles["actor"].ranks == frozenset({0})
 
 
@@ -478,24 +478,24 @@ def test_an_npu_records_what_is_listed_and_everything_for_null() -> None:
 @pytest.mark.parametrize("by_stage", ["profile-by-stage", "profile_by_stage"])
 @pytest.mark.parametrize("merge", ["merge-profiles", "merge_profiles"])
 def test_both_spellings_of_stages_and_merging(by_stage: str, merge: str) -> None:
-    asked = plan({"contents": [by_stage, merge], "step_end": 2})
-    assert asked.by_stage and asked.merge
-    assert plan({"profile_by_stage": True, "merge_profiles": True, "step_end": 2}) == asked
+    parsed = plan({"contents": [by_stage, merge], "step_end": 2})
+    assert parsed.by_stage and parsed.merge
+    assert plan({"profile_by_stage": True, "merge_profiles": True, "step_end": 2}) == parsed
 
 
 @pytest.mark.parametrize(("tool", "kind"), [("torch", TorchContent), ("npu", NpuContent)])
 def test_every_content_is_read_for_its_tool(tool: str, kind: Any) -> None:
     contents = sorted(content for literal in get_args(kind) for content in get_args(literal) or (literal,))
-    asked = plan(tool=tool, tool_config={tool: {"contents": contents, "num_steps": 1}})
-    flags = (asked.with_stack, asked.with_modules, asked.record_shapes, asked.by_stage, asked.merge)
+    parsed = plan(tool=tool, tool_config={tool: {"contents": contents, "num_steps": 1}})
+    flags = (parsed.with_stack, parsed.with_modules, parsed.record_shapes, parsed.by_stage, parsed.merge)
     assert flags == (True,) * 5
-    assert asked.activities == {"cpu", "memory", {"torch": "cuda", "npu": "npu"}[tool]}
+    assert parsed.activities == {"cpu", "memory", {"torch": "cuda", "npu": "npu"}[tool]}
 
 
 @pytest.mark.parametrize("tool", ["nsys", "torch_memory", "precision_debugger"])
 def test_a_tool_that_no_engine_runs_stays_in_the_plan(tool: str) -> None:
-    asked = plan(tool=tool)
-    assert (asked.enabled, asked.tool) == (True, tool)
+    parsed = plan(tool=tool)
+    assert (parsed.enabled, parsed.tool) == (True, tool)
 
 
 def test_a_schedule_is_on_when_it_records_something() -> None:

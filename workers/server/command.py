@@ -74,8 +74,8 @@ def profiled_command(
     Args:
         traces: Root of this node's session directories.
     """
-    asked = profile_skip_reason(plan, None, identity) is None
-    if kind == "sglang" or not asked or _Options(kind, command).begins("--profiler-config"):
+    profiled = profile_skip_reason(plan, None, identity) is None
+    if kind == "sglang" or not profiled or _Options(kind, command).begins("--profiler-config"):
         return tuple(command)
     chosen = {
         "profiler": "torch",

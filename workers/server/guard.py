@@ -208,7 +208,7 @@ class Guard:
         SIGTERM once it is gone, and what is there after the grace period is killed.
         """
         over = time.monotonic() + self._order.grace_s
-        asked: set[psutil.Process] = set()
+        terminated: set[psutil.Process] = set()
         while self._reap():
             now, tree = time.monotonic(), self._me.children(recursive=True)
             if now >= over + KILL_S:
@@ -217,8 +217,8 @@ class Guard:
                 with suppress(psutil.NoSuchProcess):
                     if now >= over:
                         process.kill()
-                    elif process not in asked and self._server_pid in (None, process.pid):
-                        asked.add(process)
+                    elif process not in terminated and self._server_pid in (None, process.pid):
+                        terminated.add(process)
                         process.terminate()
             self._wait(min(POLL_S, over - now) if now < over else POLL_S)
         return ""

@@ -44,8 +44,8 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: S
     parameters, window = launch.methods["start_profile"], plan.window
     arguments: dict[str, object] = {"output_dir": str(traces / directory), **trace_contents(plan)}
     if window is not None and window.end is not None:
-        one_more = records_one_short(launch.version) and not plan.by_stage
-        arguments["num_steps"] = window.end + (1 if one_more else 0)
+        extra_step = records_one_short(launch.version) and not plan.by_stage
+        arguments["num_steps"] = window.end + (1 if extra_step else 0)
     if plan.by_stage:
         arguments["profile_by_stage"] = True
     if plan.merge:
