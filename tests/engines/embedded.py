@@ -58,7 +58,7 @@ TURNS: Final = 8
 
 
 class Answer(NamedTuple):
-    """What became of a request. cached: tokens of the prompt that were not computed again."""
+    """The answer to a request. `cached` is the number of prompt tokens that were not computed again."""
 
     tokens: list[int]
     finish: str
@@ -75,7 +75,7 @@ class Request:
 
 
 class Rollout(ABC):
-    """An engine as a trainer uses it: the side that the agent has nothing to do with."""
+    """An engine as a trainer uses it, without the agent."""
 
     front: EngineClient
     adapter: VLLMEngine | SGLangEngine
@@ -88,7 +88,7 @@ class Rollout(ABC):
 
     @abstractmethod
     async def round_trip(self) -> None:
-        """To the scheduler and back, behind everything that was sent before."""
+        """Go to the scheduler and back, behind everything that was sent before."""
 
     async def generate(self, count: int = SHORT) -> Answer:
         request = Request()
@@ -190,7 +190,7 @@ class SGLang(Rollout):
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
+    """Return a port of the loopback that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
@@ -204,20 +204,20 @@ class Trainer:
         self.calls: list[str] = []
 
     async def command(self, command: Command) -> Acted:
-        """The outcome, when the agent of node rank 0 has acted and nobody failed."""
+        """Return the outcome of node rank 0, after checking that it acted and nobody failed."""
         outcome = (await self.conclusions(command))["0.0"]
         assert isinstance(outcome, Acted), f"{command}: {outcome}"
         self.calls += outcome.calls
         return outcome
 
     async def conclusions(self, command: Command) -> dict[str, Conclusion]:
-        """What became of it, by agent, when nobody failed."""
+        """Return the outcomes by agent, after checking that nobody failed."""
         report = await self.bus.publish(command, Target(), 60_000)
         report.raise_for_failures()
         return {outcome.agent: outcome.conclusion for outcome in report.outcomes}
 
     async def sync(self, version: int, seed: int, way: str = "checkpoint") -> None:
-        """New weights, all over the fleet."""
+        """Sync new weights to the whole fleet."""
         path, tensors = f"v{version}", weights(seed)
         manifest = build_manifest(save_weights(self.folder / "checkpoints" / path, tensors), content=True)
         source: Source = Checkpoint(path, as_tensors=way == "tensors")
@@ -288,7 +288,7 @@ class Trainer:
         return {"running": [before, after]}
 
     async def abort(self) -> dict[str, object]:
-        """How requests end that are aborted."""
+        """Return how requests end that are aborted."""
         requests = [Request(), Request()]
         async with anyio.create_task_group() as tasks:
             for request in requests:

@@ -45,7 +45,7 @@ RECIPES: Final = {
 
 
 def python(engine: str) -> Path:
-    """The interpreter of the environment with `vllm`, `sglang` or `router`; built first if need be."""
+    """Return the interpreter of the environment with `vllm`, `sglang` or `router`. Builds it if it is missing."""
     recipe = [sys.version, *RECIPES[engine]]
     name = f"{engine}-{hashlib.sha256(' '.join(recipe).encode()).hexdigest()[:12]}"
     place = CACHE / name

@@ -86,7 +86,7 @@ class Attached:
 
 @dataclass
 class OverHTTP(Attached):
-    """An adapter and the server that it speaks to."""
+    """An adapter and the server that it calls."""
 
     app: App
 
@@ -103,7 +103,7 @@ class InProcess(Attached):
 
 
 def save_tensor(directory: Path) -> Path:
-    """Write a checkpoint of one number."""
+    """Write a checkpoint that holds a single number."""
     directory.mkdir(parents=True)
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
@@ -124,7 +124,7 @@ async def over_http(kind: wheels.Kind, version: str, folder: Path) -> AsyncItera
     await client._client.aclose()  # the same client, with another way to the server
     client._client = httpx.AsyncClient(transport=app, base_url=client.where)
     adapter = await _opened(kind, client, folder)
-    yield OverHTTP(client, adapter, lambda: [request.path for request in app.asked], app)
+    yield OverHTTP(client, adapter, lambda: [request.path for request in app.requests], app)
     await adapter.close()
 
 

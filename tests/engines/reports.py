@@ -7,7 +7,7 @@ from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed
 from schemas.reports import Report
 
 BUS = BusConfig(head_interval_ms=200, heartbeat_ms=300, agent_timeout_ms=3_000, retransmit_ms=500)
-"""Quick enough for tests, on a machine that has much else to do."""
+"""Short enough for tests, and long enough for a busy machine."""
 
 
 def conclusions(report: Report) -> dict[str, Conclusion]:
@@ -30,7 +30,7 @@ def failed(report: Report, agent: str = "0.0") -> Failed:
 
 
 def refuses(plane: ControlPlane, step: int, plan: ProfilePlan, why: str, replica: int = 0) -> None:
-    """Node rank 0 refuses a plan in these words, both when it is asked to check it and to start it."""
+    """Check that node rank 0 refuses a plan with this message, both in a check and in a start."""
     check = ProfileCommand(action="check", step=step, plan=plan)
     checked = plane.publish(check, replicas=[replica]).wait()
     started = plane.start_profile(step, plan, replicas=[replica]).wait()

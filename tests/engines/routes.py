@@ -39,7 +39,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Route:
-    """One handler at one path. query_by_hand: parameters that openapi.json does not list."""
+    """One handler at one path. `query_by_hand` has the parameters that openapi.json does not list."""
 
     path: str
     methods: frozenset[str]
@@ -60,7 +60,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece of code stands: its module, what the functions around it import, the conditions it is under."""
+    """The place of a piece of code: its module, the imports of the functions around it, and its conditions."""
 
     module: Module
     local: Imports
@@ -80,7 +80,7 @@ class Reader:
         self._called: set[tuple[str, int, tuple[str, ...]]] = set()
 
     def read_app(self, module: Module, *functions: str) -> None:
-        """Read the app that `module` makes at its top or in one of `functions`."""
+        """Read the app that `module` creates at its top level or in one of `functions`."""
         place = Place(module, {})
         for handler, mark, conditions in declared(module):
             if mark.owner == "app":
@@ -92,7 +92,7 @@ class Reader:
     # --- from the app to its routers ---
 
     def _function(self, found: Definition | None, place: Place) -> None:
-        """Read what a function that was handed the app does with it."""
+        """Read what a function that gets the app does with it."""
         if found is None or not isinstance(found.node, Handler):
             return
         key = (found.module.name, found.node.lineno, place.conditions)

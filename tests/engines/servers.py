@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def free_port() -> int:
-    """A port of the loopback that is free now."""
+    """Return a port of the loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -88,7 +88,7 @@ class Process:
         return []
 
     def kill(self) -> None:
-        """SIGKILL for all of them."""
+        """Send SIGKILL to all of them."""
         family = self.family()
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -239,7 +239,7 @@ def environment(kind: str) -> dict[str, str]:
 
 
 class AgentProcess(Process):
-    """`rolloutctl agent` on one node."""
+    """`rolloutctl agent` on one node, as a process."""
 
     def __init__(self, bus: str, folder: Path, place: str, nnodes: int, *options: str) -> None:
         replica, node_rank = place.split(".")
@@ -257,7 +257,7 @@ class AgentProcess(Process):
 
 
 def probed(url: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and output of `rolloutctl engine probe URL --json`."""
+    """Return exit code and output of `rolloutctl engine probe URL --json`."""
     done = rolloutctl("engine", "probe", url, "--json")
     return done.returncode, json.loads(done.stdout)
 

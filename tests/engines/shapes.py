@@ -9,26 +9,30 @@ from typing import Literal, NamedTuple
 from tests.engines.sources import Definition, Module, Tree, called, dotted
 
 REQUIRED = inspect.Parameter.empty
-"""The default of what has none."""
+"""Stands for the default of a field that has none."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A default that is no literal, as it is written: `ProfileReqType.START_PROFILE`, `uuid.uuid4()`."""
+    """A default that is not a literal, as it is written: `ProfileReqType.START_PROFILE`, `uuid.uuid4()`."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Made:
-    """A default that is made anew each time, by calling what is written: `list`, `lambda: ['all']`."""
+    """A default that is created each time by calling what is written: `list`, `lambda: ['all']`."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a body, or one query parameter. type: as written, one alias resolved; empty when not written."""
+    """One field of a body, or one query parameter.
+
+    Attributes:
+        type: As written, with one alias resolved; empty if none is written.
+    """
 
     name: str
     type: str = ""
@@ -67,7 +71,12 @@ class Method:
 
 
 class Annotation(NamedTuple):
-    """A type taken apart. core: without `Annotated` and `Optional`; extras: what `Annotated` adds."""
+    """A type taken apart.
+
+    Attributes:
+        core: The type without `Annotated` and `Optional`.
+        extras: What `Annotated` adds.
+    """
 
     core: ast.expr | None
     optional: bool
@@ -75,7 +84,7 @@ class Annotation(NamedTuple):
 
 
 def literal(node: ast.expr) -> object:
-    """The value of a default: what it is if it is a literal, else its words."""
+    """Return the value of a default if it is a literal, else its source text."""
     try:
         value: object = ast.literal_eval(node)
     except ValueError:

@@ -28,8 +28,8 @@ from tests.engines.shapes import Expression, Field, Made, Method, Shape
 from tests.engines.surfaces import Surface, openapi
 
 
-class Asked(NamedTuple):
-    """One request as the server saw it. body: as JSON, None when empty.   status: what it answered."""
+class ReceivedRequest(NamedTuple):
+    """One request as the server received it, its body as JSON (None if empty), and the status of the answer."""
 
     method: str
     path: str
@@ -39,14 +39,14 @@ class Asked(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer with a status of its own. body: bytes and str go out as they are, all else as JSON."""
+    """An answer with a status of its own. In the body, bytes and str are sent as they are, all else as JSON."""
 
     status: int
     body: Any = None
 
 
 Answer = Reply | Callable[..., Any] | Any
-"""What a test says about a route or a method: a value, a `Reply`, an exception to raise, or a function that gives one.
+"""The answer of a route or method: a value, a `Reply`, an exception to raise, or a function that gives one.
 
 A function gets what was asked: the JSON body, or a method's arguments by name. It may be async.
 """
@@ -59,7 +59,7 @@ class App(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, surface: Surface, answers: Mapping[str, Answer] | None = None) -> None:
-        self.asked: list[Asked] = []
+        self.requests: list[ReceivedRequest] = []
         self.answers: dict[str, Answer] = {"/openapi.json": openapi(surface), **(answers or {})}
         self._surface = surface
         listing = Route("/openapi.json", frozenset({"GET"}), "openapi")
@@ -72,7 +72,7 @@ class App(httpx.AsyncBaseTransport):
         if reply is None:
             answer = await given(self.answers.get(path, {}), (body,), {})
             reply = answer if isinstance(answer, Reply) else Reply(200, answer)
-        self.asked.append(Asked(method, path, query, body, reply.status))
+        self.requests.append(ReceivedRequest(method, path, query, body, reply.status))
         if isinstance(reply.body, bytes | str):
             return httpx.Response(reply.status, content=reply.body)
         return httpx.Response(reply.status, json=reply.body)
@@ -80,7 +80,7 @@ class App(httpx.AsyncBaseTransport):
     def _refusal(
         self, method: str, path: str, query: tuple[tuple[str, str], ...], raw: bytes
     ) -> tuple[Reply | None, Any]:
-        """(why this release would not do what is asked or None, the body as JSON)."""
+        """Return why this release would not serve the request, or None; and the body as JSON."""
         try:
             body = json.loads(raw) if raw else None
         except ValueError as error:
@@ -119,7 +119,7 @@ def path_pattern(path: str) -> re.Pattern[str]:
 
 
 def query_faults(route: Route, query: tuple[tuple[str, str], ...]) -> Iterator[str]:
-    """What is wrong with a query string, a sentence each."""
+    """Return what is wrong with a query string, one sentence for each problem."""
     fields = (*route.query, *route.query_by_hand)
     many = {field.name for field in fields if field.type.startswith("list")}
     names = [name for name, _ in query]
@@ -146,7 +146,7 @@ def faults(what: str, fields: tuple[Field, ...], values: Mapping[str, Any], stri
 
 
 def type_of(text: str) -> Any:
-    """A written type as one that values can be checked against; Any for what is not plain."""
+    """Return a type as written in source as one to check values against; Any if it is not a plain one."""
     built = built_type(ast.parse(text, mode="eval").body) if text else Any
     try:
         msgspec.json.Decoder(built)
@@ -179,7 +179,7 @@ def built_type(node: ast.expr) -> Any:
 
 
 async def given(answer: Answer, args: tuple[object, ...], named: Mapping[str, object]) -> Any:
-    """What an answer comes to: raised, called, awaited, or as it is."""
+    """Resolve an answer: raise it, call it, await it, or return it as it is."""
     if isinstance(answer, BaseException):
         raise answer
     if callable(answer):
@@ -191,14 +191,20 @@ async def given(answer: Answer, args: tuple[object, ...], named: Mapping[str, ob
 
 
 class Called(NamedTuple):
-    """One call of a method. arguments: by name, those that were given."""
+    """One call of a method, with the arguments that were given, by name."""
 
     method: str
     arguments: dict[str, object]
 
 
 class StandIn(NamedTuple):
-    """engine: has the release's methods and nothing else.   calls: in order.   answers: by method; else None."""
+    """A stand-in and its record.
+
+    Attributes:
+        engine: Has the release's methods and nothing else.
+        calls: The calls, in order.
+        answers: By method; None for any other.
+    """
 
     engine: Any
     calls: list[Called]
@@ -264,7 +270,7 @@ def request_module(surface: Surface) -> ModuleType:
 
 
 def request_class(shape: Shape, module: ModuleType) -> type:
-    """A class with the constructor of `shape`. Values are not checked, as the engines' own classes do not."""
+    """Return a class with the constructor of `shape`. It does not check values, as the engines' classes don't."""
     if shape.form == "struct":
         keyword_only = any(field.keyword_only for field in shape.fields)
         fields = [
@@ -284,7 +290,7 @@ def dataclass_field(field: Field, module: ModuleType) -> tuple[str, Any, Any]:
 
 
 def maker(field: Field, module: ModuleType) -> Callable[[], Any]:
-    """What makes the default of a field."""
+    """Return what creates the default of a field."""
     default = field.default
     if isinstance(default, Made):
         empty: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set}

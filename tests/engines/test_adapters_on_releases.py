@@ -43,7 +43,7 @@ async def test_every_call_fits_the_release(
             ignores = kind == "vllm" and wheels.number(version) < (0, 17)
             refused = [
                 request
-                for request in engine.app.asked
+                for request in engine.app.requests
                 if request.status != 200 and not (ignores and request.path == "/sleep")
             ]
             assert refused == []

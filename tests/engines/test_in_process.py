@@ -41,7 +41,7 @@ NODES = {
 
 
 class Seen(NamedTuple):
-    """What the program reported, and where it worked."""
+    """What the program reported, and the folder that it worked in."""
 
     kind: str
     folder: Path

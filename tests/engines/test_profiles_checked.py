@@ -16,14 +16,14 @@ from workers.engines.vllm.profile import profile_arguments as vllm_arguments
 BOUNDED = frozenset({"profile_prefix", "delay_iterations", "max_iterations"})
 """What a start takes from vLLM 0.32 on."""
 IDENTIFIED = frozenset({"output_dir", "profile_id", "profile_prefix", "merge_profiles"})
-"""Of what a start takes from SGLang 0.5.15 on."""
+"""Some of what a start takes from SGLang 0.5.15 on."""
 TORCH = {"profiler": "torch", "torch_profiler_dir": "/traces"}
 
 
 def on_vllm(
     plan: ProfilePlan, records: Mapping[str, object], *, device: str = "cuda", takes: frozenset[str] = BOUNDED
 ) -> dict[str, object]:
-    """What a vLLM with this profiler is sent."""
+    """Return what a vLLM with this profiler is sent."""
     info = {"version": "0.x", "vllm_config": {"profiler_config": records, "device_config": {"device": device}}}
     methods = {"start_profile": takes, "stop_profile": frozenset[str]()}
     return vllm_arguments(plan, "step_1/replica_0", read_vllm(info, methods))
@@ -32,7 +32,7 @@ def on_vllm(
 def on_sglang(
     plan: ProfilePlan, *, device: str = "cuda", version: str = "0.5.23", takes: frozenset[str] = IDENTIFIED
 ) -> dict[str, object]:
-    """What an SGLang on this device is sent."""
+    """Return what an SGLang on this device is sent."""
     launch = read_sglang({"version": version, "device": device}, {"start_profile": takes})
     return sglang_arguments(plan, "step_1/replica_0", Path("/traces"), launch)
 

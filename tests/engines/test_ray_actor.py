@@ -53,12 +53,12 @@ class Bench:
         self.engine = VerlEngine(server, identity, traces=folder / "traces")
 
     def within(self, look: Callable[[Any], Any]) -> Any:
-        """Have the actor itself run a function of its server."""
+        """Run a function of the server inside the actor."""
         return ray.get(self.server.__ray_call__.remote(look))
 
     @property
     def called(self) -> list[str]:
-        """The methods that were called since this was last asked."""
+        """Return the methods that were called since the last time."""
 
         def take(server: Server) -> list[str]:
             called, server.called = server.called, []
@@ -71,7 +71,7 @@ class Bench:
         return await self.engine.perform(call, timeout_s)
 
     async def refuses(self, call: events.EngineCall, *words: str) -> None:
-        """The call is refused in these words, and no method of the server was called."""
+        """Check that the call is refused with this message, and that no method of the server was called."""
         with pytest.raises(EngineError) as refusal:
             await self.do(call, 0.0)
         assert all(word in str(refusal.value) for word in words), str(refusal.value)
@@ -80,7 +80,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(kind: type[Server], *given: Any, folder: Path, **options: Any) -> AsyncIterator[Bench]:
-    """A server of its own, for tests that end it or see it launch: an actor takes a second to start."""
+    """A separate server, for tests that end it or watch it launch. An actor takes a second to start."""
     server = ray.remote(kind).options(num_cpus=0, **options).remote(*given)
     made = Bench(server, folder)
     await made.engine.open()
@@ -130,7 +130,7 @@ async def vllm(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterato
 
 @pytest.fixture
 async def profiled(servers: dict[type[Server], Any], tmp_path: Path) -> AsyncIterator[Bench]:
-    """SGLang's, with a profiler of verl's."""
+    """The SGLang server, with verl's profiler."""
     async with fresh(servers[SGLangHttpServer], tmp_path, "colocated", 0, 0, str(tmp_path / "save")) as made:
         yield made
 

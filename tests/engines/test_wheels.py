@@ -79,7 +79,7 @@ async def test_a_call_that_a_release_does_not_have_is_refused(
     app = App(read(kind, version))
     seen, text = await ask(app, verb, path, **what)
     assert (seen, words in text) == (status, True), text
-    assert [request.status for request in app.asked] == [status]
+    assert [request.status for request in app.requests] == [status]
 
 
 async def test_a_call_that_a_release_has_is_answered_and_recorded() -> None:
@@ -89,15 +89,15 @@ async def test_a_call_that_a_release_has_is_answered_and_recorded() -> None:
     assert await ask(app, "POST", "/start_profile", json={"num_steps": 3}) == (200, '{"started":3}')
     assert await ask(app, "GET", "/v1/models/a/b") == (200, "{}")
     assert (await ask(app, "GET", "/openapi.json"))[0] == 200
-    assert app.asked[0] == ("POST", "/flush_cache", (("timeout", "2.5"),), None, 400)
-    assert app.asked[1].body == {"num_steps": 3}
+    assert app.requests[0] == ("POST", "/flush_cache", (("timeout", "2.5"),), None, 400)
+    assert app.requests[1].body == {"num_steps": 3}
 
 
 async def test_a_parameter_that_a_server_reads_by_hand_is_accepted_though_it_is_not_listed() -> None:
     app = App(read("vllm", "0.13.0"))
     assert (await ask(app, "POST", "/wake_up?tags=weights&tags=kv_cache"))[0] == 200
     assert (await ask(app, "POST", "/collective_rpc", json={"method": "reload", "kwargs": {}}))[0] == 200
-    assert app.asked[0].query == (("tags", "weights"), ("tags", "kv_cache"))
+    assert app.requests[0].query == (("tags", "weights"), ("tags", "kv_cache"))
 
 
 # --- in process -------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def command(
     origin: int | None = None,
     target: Target | None = None,
 ) -> CommandReceived:
-    """Return a command as it is received. origin: epoch of the record; None for that of the sender."""
+    """Return a command as it is received. `origin` is the epoch of the record; None for that of the sender."""
     return CommandReceived(
         at_ms=at_ms,
         epoch=epoch,

@@ -32,7 +32,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Engine:
-    """An engine of a few fields. gate: each call waits for it, so that a test can keep one in flight."""
+    """An engine of a few fields. Each call waits for `gate`, so that a test can keep it in flight."""
 
     def __init__(self) -> None:
         self.tokenizer = "present"

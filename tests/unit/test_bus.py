@@ -69,7 +69,7 @@ async def reached(bus: Bus, holds: Callable[[CoordinatorState], bool]) -> Coordi
 
 
 def outcomes(report: Report) -> dict[str, str]:
-    """Each agent's outcome in one word."""
+    """Return each agent's outcome in one word."""
     return {outcome.agent: kind_and_reason(outcome.conclusion)[1] or "acted" for outcome in report.outcomes}
 
 

@@ -1,4 +1,4 @@
-"""The steps of a trainer: what is published around them, what follows an answer, and what never holds them up."""
+"""The steps of a trainer: what is published around them, what follows an answer, and what never delays them."""
 
 import logging
 import re
@@ -21,7 +21,7 @@ FLEET = (Identity(replica=0, node_rank=0, nnodes=2), Identity(replica=0, node_ra
 
 
 class Bus:
-    """Publishes, and answers as it is told; what is `held` is answered when it is let go."""
+    """Publishes commands and answers them; those that are `held` are answered when they are released."""
 
     def __init__(self, held: Iterable[str] = (), says: Callable[[str], Conclusion] = lambda _: DONE) -> None:
         self.published: list[str] = []

@@ -275,7 +275,7 @@ def test_a_hook_for_all_ranks_drops_the_ranks_beside_it() -> None:
 
 def test_other_objects_of_a_trainer_are_left_alone() -> None:
     class Array:
-        """As numpy's: whether it is equal to something is no yes or no."""
+        """Like numpy's: comparing it yields no bool."""
 
         __hash__ = None  # type: ignore[assignment]
 
