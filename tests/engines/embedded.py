@@ -153,7 +153,7 @@ class VLLM(Rollout):
 
 
 class SGLang(Rollout):
-    """SGLang's Engine and its tokenizer manager. meet: HOST:PORT where the nodes of one engine find each other."""
+    """SGLang's Engine and its tokenizer manager. The nodes of one engine find each other at `meet`, HOST:PORT."""
 
     ways = ("checkpoint", "tensors", "broadcast")
 

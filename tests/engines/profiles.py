@@ -55,7 +55,7 @@ class Found(NamedTuple):
 def torch_plan(
     *contents: str, window: tuple[int, int] | None = None, discrete: bool = True, ranks: tuple[int, ...] = ()
 ) -> ProfilePlan:
-    """The plan that verl's configuration stands for. ranks: none for all of them."""
+    """Return the plan that verl's configuration expresses. Without `ranks` it selects all of them."""
     tool: dict[str, object] = {"contents": list(contents), "discrete": discrete}
     if window is not None:
         tool |= {"step_start": window[0], "step_end": window[1]}
@@ -140,7 +140,7 @@ def within(passes: list[str], window: tuple[int, int] | None) -> list[str]:
 
 
 class Row(NamedTuple):
-    """One line of a table. refused: what an engine that can't do it says, by engine."""
+    """One row of a table. `refused` has the message of each engine that can't do it."""
 
     window: tuple[int, int] | None
     contents: tuple[str, ...]

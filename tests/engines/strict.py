@@ -130,7 +130,7 @@ def query_faults(route: Route, query: tuple[tuple[str, str], ...]) -> Iterator[s
 
 
 def faults(what: str, fields: tuple[Field, ...], values: Mapping[str, Any], strict: bool) -> Iterator[str]:
-    """Unknown, missing and mistyped names. strict: a number is not also accepted as text, as it is in a query."""
+    """Return unknown, missing and mistyped names. If `strict`, a number as text is mistyped; in a query it is not."""
     known = {field.name: field for field in fields}
     for name in values:
         if name not in known:

@@ -22,7 +22,13 @@ class RolloutMode(Enum):
 
 
 class Engine:
-    """What both engines hold. requests: in flight, by id.   prefixes: in the cache.   released: regions of memory."""
+    """What both engines hold.
+
+    Attributes:
+        requests: Requests in flight, by id.
+        prefixes: Prefixes in the cache.
+        released: Released regions of memory.
+    """
 
     def __init__(self) -> None:
         self.requests: dict[str, object] = {}
@@ -218,7 +224,7 @@ class SGLangHttpServer(Server):
 
 
 class vLLMHttpServer(Server):
-    """level: of its sleep. answer: what `abort_all_requests` returns."""
+    """vLLM's server, with a sleep level. `abort_all_requests` returns `answer`."""
 
     def __init__(self, mode: str, node_rank: int = 0, replica_rank: int = 0, save_path: str | None = None) -> None:
         super().__init__(mode, node_rank, replica_rank, save_path)

@@ -132,7 +132,7 @@ class NaiveTrainer:
             self._call(node, call)
 
     def _call(self, engine: Any, call: Call) -> None:
-        """Make a call. engine: None on a node without one, since nobody checks before the call."""
+        """Make a call. `engine` is None on a node without one, since nobody checks before the call."""
         for _ in range(2 if self._repeats else 1):  # the reply was lost, so the call is repeated
             self._calls += 1
             attempt, took_ms = engine.begin(call, self._calls)

@@ -122,7 +122,7 @@ def _step(place: str, line: str, fleet: str, since_ms: int) -> Step:
 
 
 class StageEngine(Engine):
-    """An engine that misbehaves on cue. cues: by call, `fails`, `hangs` or `fakes` (says yes, and does nothing)."""
+    """An engine that misbehaves on cue: a call `fails`, `hangs` or `fakes` (reports success, and does nothing)."""
 
     cues: dict[str, str]
 

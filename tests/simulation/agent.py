@@ -61,7 +61,7 @@ class Slot:
         return self.identity.agent
 
     def start(self, launches: bool = True) -> None:
-        """Begin an incarnation. launches: an embedded engine is launched with it."""
+        """Begin an incarnation. If it `launches`, an embedded engine is launched with it."""
         if self.process is not None:
             return
         self.incarnations += 1

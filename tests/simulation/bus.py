@@ -26,7 +26,7 @@ event_decoder: Decoder[events.CoordinatorEvent] = Decoder(events.CoordinatorEven
 
 @dataclass
 class Log:
-    """The run's log. owner: the life that may write."""
+    """The run's log. `owner` is the life that may write."""
 
     owner: int = 0
     records: list[tuple[bytes, bytes]] = field(default_factory=list)

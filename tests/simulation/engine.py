@@ -37,7 +37,7 @@ def digest_of(weights: str) -> str:
 
 @dataclass
 class Attempt:
-    """One call in progress. result: decided at the start.   applied: whether the call has taken effect."""
+    """One call in progress. Its `result` is decided at the start; `applied` says whether it has taken effect."""
 
     call: events.Call
     call_id: int

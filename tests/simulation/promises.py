@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Broken(AssertionError):
-    """A promise was broken. promise: its name."""
+    """A promise was broken. `promise` is its name."""
 
     def __init__(self, promise: str, text: str) -> None:
         super().__init__(f"{promise}: {text}")
@@ -75,7 +75,7 @@ class Ledger:
 
 @dataclass
 class Published:
-    """One command as the log has it. live: the agents that have to answer it."""
+    """One command as the log has it. `live` has the agents that must answer it."""
 
     origin: int
     command: Command | UnknownCommand

@@ -92,7 +92,12 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, agent: str, durability: Durability) -> "Journal":
-        """Open or create the file, and fold its decisions. agent: its name, as in `Identity.agent`.
+        """Open or create the file, and fold its decisions.
+
+        Args:
+            path: The file.
+            agent: The agent's name, as in `Identity.agent`.
+            durability: Whether each commit is flushed to the disk.
 
         Raises:
             LogError: The file cannot be read, or another process writes it.

@@ -1,5 +1,4 @@
-"""The engine calls that bring an engine to its desired state, whoever needs them: a command, a late joiner, a restart
-or the lease.
+"""Engine calls that bring an engine to its desired state: after a command, a late join, a restart, an expired lease.
 
 Each aspect of the engine (session, weights, memory, generation) has a function that plans its calls; `reconcile` merges
 the plans in the one order that is safe. Calls that would kill an engine cannot occur: memory is released only after a

@@ -12,7 +12,7 @@ Findings with torch 2.13, each of which is the reason for something below:
 - A span that is open when a recording ends, and ends while the next one runs, is written into memory that torch has
   freed: the process crashes, at once or later. So the spans of stages end with the recording at the latest. `step()` of
   another profiler opens such a span too, which its next `step()` ends.
-- A child that is forked inside of a stage, such as a data loader's worker, goes on recording for as long as it lives:
+- A child that is forked inside of a stage, such as a data loader's worker, keeps recording for as long as it lives:
   up to 1 kB for each operator.
 """
 

@@ -216,7 +216,7 @@ class Scheduler:
         """Record forwards into `file`. Refused while a session is open, or when torch can't record."""
         if self._profile is not None:
             raise EngineError(
-                f"a second profile was refused: the session that writes {self._profile.file} is open and goes on."
+                f"a second profile was refused: the session that writes {self._profile.file} is open and continues."
             )
         self._profile = ForwardProfile(plan, file)
         self._change(profiling=True)
