@@ -1,4 +1,31 @@
-"""Every error that a user of rolloutctl can meet; all are a `RolloutctlError`.
+"""Every error that a user of rolloutctl can meet; the classes below say what each means.
+
+::
+
+    RolloutctlError
+    ├── ConfigError
+    │   └── BusAddressError
+    │       └── AddressInUse
+    ├── CommandError
+    │   └── SyncInProgress
+    ├── CheckpointError
+    ├── BusError
+    │   ├── BusClosed
+    │   ├── BusFaulted
+    │   ├── BusOverloaded
+    │   ├── BusUnreachable
+    │   └── AgentsMissing
+    ├── AgentError
+    │   └── IdentityTaken
+    ├── WireError
+    ├── LogError
+    │   ├── LogFull
+    │   ├── LogCorrupt
+    │   └── LogLocked
+    ├── ReplayDiffers
+    ├── CommandFailed
+    └── EngineError
+        └── UnsupportedError
 
 What happens in the fleet is data (`schemas.outcomes`). Exceptions are for mistakes of the caller, and for files and
 sockets that can't be used. Each message says what was asked, what was found, what state that leaves and what to do.
