@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # In parallel, one worker per core. PYTEST_XDIST_AUTO_NUM_WORKERS sets another number.
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --durations=10
 
-.PHONY: demo test test-long test-engines test-perfetto test-browser environments lint docs bench clean
+.PHONY: demo test test-long test-attacks test-engines test-perfetto test-browser environments lint docs bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
@@ -22,6 +22,10 @@ test: $(VENV)/.ready
 # Simulations and searches at full length. `make test` has a short part of each.
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
+
+# Attacks at full length, by real processes on real sockets and disks: at most ten minutes. One at a time.
+test-attacks: $(VENV)/.ready
+	$(BIN)/python -m pytest --durations=10 -m attacks
 
 # The real vLLM and SGLang, each in an environment of its own (7 GB in all, built once, about two minutes each), and the
 # source of other releases of both. ENGINE_TESTS: more arguments for pytest, e.g. to leave out the slowest.
