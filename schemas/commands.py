@@ -85,7 +85,7 @@ class PrecisionDebugger(Struct, frozen=True, kw_only=True, tag="precision_debugg
 
 
 ToolOptions = TorchMemory | Npu | PrecisionDebugger
-Activity = Literal["cpu", "cuda", "memory", "npu"]
+ProfileActivity = Literal["cpu", "cuda", "memory", "npu"]
 
 
 class Finish(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -137,7 +137,7 @@ class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: frozenset[Count] | None = None
     replicas: frozenset[Count] | None = None
     window: Window | None = None
-    activities: frozenset[Activity] = frozenset({"cpu"})
+    activities: frozenset[ProfileActivity] = frozenset({"cpu"})
     with_stack: bool = False
     with_modules: bool = False
     record_shapes: bool = False

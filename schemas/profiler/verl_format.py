@@ -20,10 +20,10 @@ from typing import Final, Literal, NamedTuple
 from msgspec.structs import asdict, replace
 
 from schemas.commands import (
-    Activity,
     Finish,
     Npu,
     PrecisionDebugger,
+    ProfileActivity,
     ProfilePlan,
     Schedule,
     ToolOptions,
@@ -51,7 +51,7 @@ from schemas.profiler.verl_keys import (
     VerlWindow,
 )
 
-_ACTIVITIES: Final[Mapping[str, Activity]] = {
+_ACTIVITIES: Final[Mapping[str, ProfileActivity]] = {
     "cpu": "cpu",
     "cuda": "cuda",
     "gpu": "cuda",
@@ -248,7 +248,7 @@ def _for_rank(plan: ProfilePlan, profiler: VerlProfiler) -> ProfilePlan:
         return plan
     torch, keys = profiler.tool_config.torch, profiler.tool_config.torch.schedule
     cuda = not torch.contents or {"cuda", "gpu"} & set(torch.contents)
-    activities: frozenset[Activity] = frozenset({"cpu", "cuda"} if cuda else {"cpu"})
+    activities: frozenset[ProfileActivity] = frozenset({"cpu", "cuda"} if cuda else {"cpu"})
     repeat = keys.repeat or (0 if torch.discrete else 1)  # as in verl: one window for each session
     schedule = Schedule(**{**asdict(keys), "repeat": repeat}) if keys.active else None
     return replace(plan, activities=activities | (plan.activities & {"memory"}), schedule=schedule)
@@ -304,7 +304,7 @@ def asks_for(profiler: VerlProfiler, name: Literal["profile_by_stage", "merge_pr
     return key if key is not None else bool(_contents(profiler) & {name, name.replace("_", "-")})
 
 
-def _activities(contents: frozenset[str], tool: str | None) -> frozenset[Activity]:
+def _activities(contents: frozenset[str], tool: str | None) -> frozenset[ProfileActivity]:
     """The activities of an engine."""
     listed = frozenset(_ACTIVITIES[content] for content in contents & _ACTIVITIES.keys())
     match tool:

@@ -24,10 +24,10 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from schemas.commands import (
-    Activity,
     Finish,
     Npu,
     PrecisionDebugger,
+    ProfileActivity,
     ProfilePlan,
     Schedule,
     ToolOptions,
@@ -95,7 +95,7 @@ class ProfileFile(Struct, frozen=True, kw_only=True):
 
 _DETAILS: Final[Mapping[Content, str]] = {"stack": "with_stack", "modules": "with_modules", "shapes": "record_shapes"}
 """Contents that are not activities, and the field of a plan that each sets."""
-_ACTIVITIES: Final[tuple[Activity, ...]] = ("cpu", "cuda", "memory", "npu")
+_ACTIVITIES: Final[tuple[ProfileActivity, ...]] = ("cpu", "cuda", "memory", "npu")
 _CONTENTS: Final[Mapping[str, tuple[Content, ...]]] = {"torch": ("cpu", "cuda"), "npu": ("cpu", "npu")}
 """Default contents of the tools that have any."""
 _OPTIONS: Final[Mapping[str, type[ToolOptions]]] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from schemas.commands import Activity, ProfilePlan, Window
+from schemas.commands import ProfileActivity, ProfilePlan, Window
 from schemas.errors import UnsupportedError
 from workers.engines.sglang.launch import read_launch as read_sglang
 from workers.engines.sglang.profile import profile_arguments as sglang_arguments
@@ -37,7 +37,7 @@ def on_sglang(
     return sglang_arguments(plan, "step_1/replica_0", Path("/traces"), launch)
 
 
-def activities(*names: Activity) -> ProfilePlan:
+def activities(*names: ProfileActivity) -> ProfilePlan:
     return ProfilePlan(activities=frozenset(names))
 
 
@@ -98,7 +98,7 @@ def test_vllm_is_not_asked_for_what_it_was_not_launched_for(
 
 
 @pytest.mark.parametrize(("device", "activity"), [("cuda", "cuda"), ("npu", "npu"), ("cpu", "cpu")])
-def test_vllm_records_what_its_device_does(device: str, activity: Activity) -> None:
+def test_vllm_records_what_its_device_does(device: str, activity: ProfileActivity) -> None:
     on_vllm(activities("cpu", activity), TORCH, device=device)
 
 

@@ -16,7 +16,7 @@ from schemas.events import EngineCall, Returned, StartProfile, StopProfile
 from schemas.identity import Identity
 from schemas.selection import trace_directory
 from tests.waiting import wait_until
-from workers.profilers import RankProfiler
+from workers.profilers.session import RankProfiler
 
 LAYER = torch.nn.Linear(4, 4)
 

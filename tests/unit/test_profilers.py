@@ -24,8 +24,9 @@ from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import Pause, Returned, StartProfile
 from tests.running import files_of_at_most
 from tests.unit.rank_sessions import Commanded, operators, read, stages, work
-from workers.profilers import RankProfiler, annotate, mini_batch
+from workers.profilers import annotate, mini_batch
 from workers.profilers import stages as stages_of
+from workers.profilers.session import RankProfiler
 from workers.profilers.stages import add_listener, remove_listener
 from workers.profilers.torch_tool import action
 from workers.profilers.trace_writer import MAX_WAITING, CompressedTrace

@@ -5,7 +5,6 @@ starts and stops the sessions. torch and the tools are imported when a session n
 """
 
 from workers.profilers.rank import TrainingRank
-from workers.profilers.session import RankProfiler
 from workers.profilers.stages import annotate, mini_batch
 
-__all__ = ["RankProfiler", "TrainingRank", "annotate", "mini_batch"]
+__all__ = ["TrainingRank", "annotate", "mini_batch"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from schemas.commands import Activity, ProfilePlan
+from schemas.commands import ProfileActivity, ProfilePlan
 from schemas.errors import UnsupportedError
 from schemas.identity import Operation
 from workers.engines.sglang.launch import SGLangLaunch
@@ -14,10 +14,10 @@ NEVER: Final[Mapping[str, object]] = {"start_step": 1 << 60, "activities": []}
 """Arguments of a start that records nothing, at a forward step that never comes. It is refused, and changes nothing,
 while a session is open."""
 
-_ACTIVITIES: Final[Mapping[Activity, str]] = {"cpu": "CPU", "cuda": "GPU", "memory": "MEM", "npu": "GPU"}
+_ACTIVITIES: Final[Mapping[ProfileActivity, str]] = {"cpu": "CPU", "cuda": "GPU", "memory": "MEM", "npu": "GPU"}
 """SGLang's names. On an NPU its `GPU` is what torch_npu records (never run here)."""
 
-_RECORDED: Final[Mapping[str, frozenset[Activity]]] = {
+_RECORDED: Final[Mapping[str, frozenset[ProfileActivity]]] = {
     "cpu": frozenset({"cpu"}),
     "cuda": frozenset({"cpu", "cuda", "memory"}),
     "npu": frozenset({"cpu", "npu"}),
