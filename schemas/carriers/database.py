@@ -48,11 +48,10 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def open_for_writing(path: Path, header: Mapping[str, str], durability: Durability) -> sqlite3.Connection:
-    """Create or open a record file, and choose its journal. Raises sqlite3.Error, OSError or LogError."""
-    # Create it first, for its mode, which SQLite also gives to the files beside it. Only if it is new: closing a second
-    # descriptor of a file that SQLite has open in this process drops its locks.
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    """Fill an empty file or open a record file, and choose its journal. Raises sqlite3.Error or LogError.
+
+    The file exists, because it is locked before. Its mode is that of the files that SQLite puts beside it.
+    """
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(_connect(path, "mode=rw")))
         _choose_journal(path, connection)

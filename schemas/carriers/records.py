@@ -13,8 +13,10 @@ Theory of operation.
   completely or not at all.
 - SQLite has no checksums, so each record carries one, and `first` and `last` say which records must exist. Damage is
   found when it is read, after all records before it.
-- There is one writer: it locks `<path>.lock`, which is released when its process dies. There can be any number of
-  readers, also while it writes.
+- There is one writer: it locks the file itself, until it closes or dies. There can be any number of readers, also
+  while it writes.
+- Before each commit the writer looks whether its file is still there, and whole. If another program deleted, replaced
+  or cut it, no record is written any more: nobody would find it.
 - Readers take a page of records at a time and hold no lock in between. So a slow reader neither blocks the writer
   (rollback journal) nor lets the write-ahead log grow (WAL).
 """
@@ -33,6 +35,7 @@ from msgspec import Struct
 
 from schemas.carriers import database, writer_lock
 from schemas.carriers.database import OWN_KEYS, Durability
+from schemas.carriers.writer_lock import FileId
 from schemas.errors import ConfigError, LogCorrupt, LogError
 
 PAGE_RECORDS: Final = 256
@@ -79,20 +82,27 @@ class RecordReader:
     the file can't be read.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId) -> None:
         self.path = path
         self._connection = connection
+        self._file = file
+        self._closed = False
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open an existing file. Raises LogError if it is missing, LogCorrupt if it is not a record file."""
         path = Path(path)
-        if not os.path.exists(path):
-            raise LogError(f"{path}: no such file, or it can't be reached")
         try:
-            return cls(path, database.open_for_reading(path))
-        except sqlite3.Error as error:
-            raise database.translate(path, error, 0) from error
+            file = writer_lock.connect(path)
+        except OSError:
+            raise LogError(f"{path}: no such file, or it can't be reached") from None
+        try:
+            return cls(path, database.open_for_reading(path), file)
+        except BaseException as error:
+            writer_lock.disconnect(file)
+            if isinstance(error, sqlite3.Error):
+                raise database.translate(path, error, 0) from error
+            raise
 
     @property
     def header(self) -> dict[str, str]:
@@ -140,7 +150,10 @@ class RecordReader:
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        self._connection.close()
+        if not self._closed:
+            self._closed = True
+            self._connection.close()
+            writer_lock.disconnect(self._file)
 
     def __enter__(self) -> Self:
         return self
@@ -214,14 +227,14 @@ class RecordFile(RecordReader):
     Its own reading methods return committed records; while another thread commits, read through a RecordReader.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
-        super().__init__(path, connection)
-        self._lock = lock
+    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId) -> None:
+        super().__init__(path, connection, file)
+        real = os.path.realpath(path)
+        self._watched = [(name, writer_lock.Watch(name)) for name in (real, f"{real}-wal")]
         self._process = os.getpid()
         self._pending: list[_Row] = []
         self._committing = threading.Lock()
-        self._faulted = False
-        self._closed = False
+        self._faulted = ""  # why no more records are taken
         self._last = self.last_position
         self._next = self._last + 1
 
@@ -245,16 +258,18 @@ class RecordFile(RecordReader):
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                lock = writer_lock.acquire(path)
-                undo.callback(writer_lock.release, lock)
+                file = writer_lock.acquire(path)
+                undo.callback(writer_lock.release, file)
+                undo.callback(writer_lock.disconnect, writer_lock.connect(path))
                 connection = database.open_for_writing(path, header or {}, durability)
                 undo.enter_context(contextlib.closing(connection))
-                opened = cls(path, connection, lock)
+                opened = cls(path, connection, file)
             except sqlite3.Error as error:
                 raise database.translate(path, error, 0) from error
             except OSError as error:
                 raise LogError(f"{path}: can't be opened for writing: {error.strerror}") from error
             opened._check_end()
+            opened._note_files()
             undo.pop_all()
         return opened
 
@@ -285,7 +300,8 @@ class RecordFile(RecordReader):
         Raises:
             LogFull: Try again once there is space.
             LogError: After a failed flush, every later call raises it too: the system forgets what it could not write,
-                so a later flush would succeed and prove nothing.
+                so a later flush would succeed and prove nothing. The same once another program has deleted, replaced
+                or cut the file.
         """
         with self._committing:
             self._check()
@@ -333,26 +349,33 @@ class RecordFile(RecordReader):
             if not self._faulted:
                 self.commit()
         finally:
-            self._closed = True
-            with contextlib.suppress(sqlite3.Error):
-                self._connection.execute("PRAGMA busy_timeout = 0")
-                self._connection.execute("PRAGMA journal_mode = DELETE")
-            self._connection.close()
-            writer_lock.release(self._lock)
+            self._tidy_up()
+            super().close()
+            writer_lock.release(self._file)
+
+    def _tidy_up(self) -> None:
+        """Leave a single file. Not if there is another in its place: what lies beside it belongs to that one."""
+        with contextlib.suppress(sqlite3.Error, LogError):
+            self._check_files()
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            self._connection.execute("PRAGMA journal_mode = DELETE")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
+        self._check_files()
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             yield
             self._connection.execute("COMMIT")
+            self._note_files()
         except BaseException as error:
             if self._connection.in_transaction:
                 with contextlib.suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
             if not isinstance(error, sqlite3.Error):
                 raise
-            self._faulted = database.flush_failed(error)
+            if database.flush_failed(error):
+                self._faulted = "the disk failed to keep what was written"
             readable = f"Records up to {self._last} are readable"
             raise database.translate(self.path, error, self._last + 1, readable) from error
 
@@ -367,7 +390,20 @@ class RecordFile(RecordReader):
                 f"{self.path}: opened in process {self._process}, used in its fork. Open it in the process that uses it"
             )
         if self._faulted:
-            raise LogError(f"{self.path}: the disk failed to keep what was written; the file takes no more records")
+            raise LogError(f"{self.path}: {self._faulted}; the file takes no more records")
+
+    def _check_files(self) -> None:
+        for name, watch in self._watched:
+            if change := watch.change():
+                self._faulted = (
+                    f"another program interfered while it was written: {name} {change}. Records up to {self._last} "
+                    "had been committed, and some may be lost. Keep a copy of what is left, and go on in another file"
+                )
+                raise LogError(f"{self.path}: {self._faulted}")
+
+    def _note_files(self) -> None:
+        for _, watch in self._watched:
+            watch.note()
 
     def _check_end(self) -> None:
         """Raise LogCorrupt unless the last record exists and is sound, since new ones must follow it."""
