@@ -16,6 +16,7 @@ Rule 4  Every ticket ends: concluded, refused, or failed when the bus closes, ho
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final, Self, assert_never
@@ -93,6 +94,7 @@ class Bus:
         self._context = context or zmq.Context.instance()
         self._inbox = Inbox(log)
         self._skew_us = 0
+        self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
         self._callers = Callers(self._config.queue, self._reply)
         self._closed = True
@@ -277,7 +279,9 @@ class Bus:
 
     async def _read_router(self) -> None:
         while True:
-            await self._turn(await self._router.recv())
+            # Kept where any turn finds it: this task may have to wait for one that goes on to read what came after it.
+            self._arrived.append(await self._router.recv())
+            await self._turn()
 
     async def _read_subscriptions(self) -> None:
         """An XPUB sends its welcome only when its subscriptions are read."""
@@ -306,13 +310,11 @@ class Bus:
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
-    async def _turn(self, arrived: list[bytes] | None = None) -> None:
+    async def _turn(self) -> None:
         """One turn at a time: with durability `disk`, a commit awaits in the middle of it."""
         async with self._turning:
             at_us, at_ns = self._now_us(), time.time_ns()
-            self._inbox.begin_turn(at_us, at_ns, self.state)
-            drained = self._receive(arrived)
-            self._handle_requests()
+            drained = self._receive(at_us, at_ns)
             if self.fault is not None:
                 self._next_head_us = at_us + self._config.head_interval_ms * 1000
                 return
@@ -325,17 +327,21 @@ class Bus:
                 batch.append(events.TimerFired(at_us=at_us))  # last, so that what arrived in time counts
             await self._process(batch, at_us, at_ns)
 
-    def _receive(self, arrived: list[bytes] | None) -> bool:
-        """Pass what lies on the socket to the inbox. Returns whether that was all."""
+    def _receive(self, at_us: int, at_ns: int) -> bool:
+        """Pass what has arrived to the inbox, and answer operators. Returns whether that was all."""
+        self._inbox.begin_turn(at_us, at_ns, self.state)
         receive, recv_nowait = self._inbox.receive, self._router.recv_nowait
-        if arrived is not None:
-            receive(arrived)
+        while self._arrived:
+            receive(self._arrived.popleft())
+        drained = False
         for _ in range(TURN_MAX):
             frames = recv_nowait()
             if frames is None:
-                return True
+                drained = True
+                break
             receive(frames)
-        return False
+        self._handle_requests()
+        return drained
 
     def _beat(self, at_us: int, drained: bool) -> None:
         """Send the head beacon, and look for agents that fell silent."""
@@ -359,9 +365,11 @@ class Bus:
             self._send_acks()
             if changed:
                 self._wake_watchers()
-            if not self._unreachable:
+            # The goodbye of a peer that is gone may lie on the socket, and tells more than its absence.
+            if not self._unreachable or not self._receive(at_us, at_ns):
                 break
-            batch = [events.PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._unreachable]
+            batch = self._inbox.take_events()
+            batch += [events.PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._unreachable]
             self._unreachable.clear()
         if self._flush_due(at_us):
             await self._commit()

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 import zmq
 
@@ -31,6 +32,7 @@ from schemas.identity import Identity
 from schemas.outcomes import Acted
 from schemas.reports import Report
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, running
+from tests.waiting import wait_until
 from workers.agent import Agent
 
 pytestmark = pytest.mark.anyio
@@ -147,6 +149,66 @@ async def test_a_second_agent_with_one_identity_is_turned_away_with_the_holders_
             with anyio.fail_after(20), pytest.raises(errors.IdentityTaken, match=held):
                 await second.run()
         assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+
+
+async def joined(bus: Bus, dealer: zmq.Socket[bytes]) -> None:
+    """Make a plain socket the agent 0.0."""
+    dealer.set(zmq.ROUTING_ID, b"0.0/a")
+    dealer.connect(bus.address)
+    hello = wire.Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
+    for message in (hello, wire.Join()):
+        dealer.send_multipart([wire.encode_header(0), wire.encode(message)])
+    await reached(bus, lambda state: live(state) == {"0.0"})
+
+
+async def test_an_agent_whose_goodbye_was_not_read_yet_has_left_and_is_not_lost(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
+        if not dealer.closed:  # it leaves between the bus's reading and sending
+            dealer.send_multipart([wire.encode_header(1), wire.encode(wire.Goodbye())])
+            dealer.close()
+            assert monitor.poll(10_000)
+        original(peer, epoch, seq, message)
+
+    async with opened(tmp_path, context) as bus:
+        with context.socket(zmq.DEALER) as dealer:
+            await joined(bus, dealer)
+            original = bus._send
+            with bus._router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+                monkeypatch.setattr(bus, "_send", send)
+                report = await bus.publish(PAUSE, ALL, 10_000)  # unanswered, it is sent again
+            bus._router._sock.disable_monitor()
+        assert outcomes(report) == {"0.0": "gone"}
+        assert bus.state.members["0.0"].state == "left"
+
+
+async def test_an_answer_counts_before_the_goodbye_that_follows_it(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit() -> None:  # in the middle of a turn, on a thread of its own
+        monkeypatch.setattr(bus._log, "commit", original)
+        original()
+        waiting_turns(1)  # the next head is due
+        answer = wire.CommandOutcome(outcome=Acted(calls=()), rule=10)
+        dealer.send_multipart([wire.encode_header(1, 1, 2), wire.encode(answer)])
+        waiting_turns(2)
+        dealer.send_multipart([wire.encode_header(1), wire.encode(wire.Goodbye())])
+        dealer.close()
+        assert monitor.poll(10_000)
+
+    def waiting_turns(count: int) -> None:
+        wait_until(lambda: bus._turning.statistics().tasks_waiting >= count)
+
+    config = msgspec.structs.replace(QUICK, durability="disk")
+    async with opened(tmp_path, context, config=config) as bus:
+        with context.socket(zmq.DEALER) as dealer:
+            await joined(bus, dealer)
+            with bus._router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+                original = bus._log.commit
+                monkeypatch.setattr(bus._log, "commit", commit)
+                assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
+            bus._router._sock.disable_monitor()
 
 
 async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
@@ -312,11 +374,11 @@ async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_com
     def full() -> None:
         raise errors.LogFull("no space left")
 
-    async def turn(arrived: list[bytes] | None = None) -> None:
+    async def turn() -> None:
         moments.append(anyio.current_time())
         if len(moments) == 4:
             enough.set()
-        await original(arrived)
+        await original()
 
     log, moments, enough = RunLog.open(tmp_path / "run.db"), list[float](), anyio.Event()
     async with Bus("tcp://127.0.0.1:0", log, QUICK, context=context) as bus:
