@@ -39,7 +39,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Settings of an agent. Heartbeat and lease come from the bus.
 
     Attributes:
-        hello_retry_ms: First pause before the agent says hello again; doubles, with jitter, up to 30 s.
+        hello_retry_ms: First pause before the agent says hello again; doubles, with jitter, up to 4 s.
         observe_ms: Time between two readings of the engine's state while no call runs.
         reconcile_timeout_ms: Deadline of an engine call that belongs to no command.
         batch: Most decisions sent to the log in one message.

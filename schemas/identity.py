@@ -110,5 +110,10 @@ def identity_of(agent: str) -> Identity:
 
 
 def agent_of(peer: str) -> str:
-    """Return the name of the agent behind a routing id, which is `name/incarnation`."""
+    """Return the name of the agent behind a peer, which is `name/incarnation/connection`."""
     return peer.partition("/")[0]
+
+
+def process_of(peer: str) -> str:
+    """Return `name/incarnation` of a peer: one process, over whichever connection."""
+    return "/".join(peer.split("/", 2)[:2])

@@ -25,8 +25,6 @@ MAX_BYTES = 256 * 1024
 MAX_COMMAND_BYTES = 64 * 1024
 TOPIC_COMMAND = b"c2"
 TOPIC_HEAD = b"h2"
-OPERATOR_PREFIX = "op/"
-"""Begins the routing id of an operator; no agent's begins with it."""
 
 Nanoseconds = Annotated[int, Meta(ge=0, le=1 << 62)]
 """A clock reading. Bounded so that the sum or difference of two still fits into 64 bits."""
@@ -73,7 +71,7 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
 # --- agent to bus -----------------------------------------------------------------------------------------------------
 
 
-class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
+class Hello(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """An agent introduces itself.
 
     Attributes:
@@ -82,6 +80,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
         journal: Id of the agent's journal. Decisions are numbered within it.
         host: Host name, for messages to people.
         pid: Process id, likewise.
+        attempt: How many hellos this incarnation said before. One that was overtaken by a later one is ignored.
     """
 
     identity: Identity
@@ -89,6 +88,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     journal: Name
     host: Name
     pid: Count
+    attempt: Count = 0
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
@@ -132,7 +132,7 @@ Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendReque
 # --- bus to agent -----------------------------------------------------------------------------------------------------
 
 
-class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
+class Welcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="welcome"):
     """Answer to `Hello`.
 
     Attributes:
@@ -142,6 +142,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
         heartbeat_ms: Time between two heartbeats of the agent.
         lease_ms: An agent that hears nothing from the bus for this long continues without the trainer.
         recorded_decisions: Decisions of the agent's journal that the log holds. The agent sends those that follow.
+        head_interval_ms: Time between two heads; None if an older bus does not say. An agent that is answered and hears
+            no head subscribes anew.
     """
 
     run: Name
@@ -149,6 +151,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     heartbeat_ms: Positive
     lease_ms: Positive
     recorded_decisions: Count
+    head_interval_ms: Positive | None = None
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):

@@ -28,10 +28,10 @@ from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
 from controlplane.bus.callers import Callers, Order, checked_order
-from controlplane.bus.inbox import Inbox
+from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide, next_deadline
-from controlplane.machine.fleet import member_at
+from controlplane.machine.fleet import UNKNOWN_PEER, member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
@@ -319,6 +319,7 @@ class Bus:
                 self._next_head_us = at_us + self._config.head_interval_ms * 1000
                 return
             self._send_time_replies()
+            self._turn_strangers_away()
             if at_us >= self._next_head_us:
                 self._beat(at_us, drained)
             batch = self._inbox.take_events()
@@ -437,7 +438,7 @@ class Bus:
                 assert_never(effect)
 
     def _send(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
-        sent = self._router.send_nowait([peer.encode(), wire.encode_header(epoch, 0, seq), wire.encode(message)])
+        sent = self._router.send_nowait([connection_of(peer), wire.encode_header(epoch, 0, seq), wire.encode(message)])
         if sent is Sent.GONE and member_at(self.state, peer) is not None and peer not in self._unreachable:
             self._unreachable.append(peer)
 
@@ -459,22 +460,29 @@ class Bus:
             self._send(peer, self.state.epoch, self.state.seq, replace(reply, replied_ns=time.time_ns()))
         self._inbox.time_replies.clear()
 
+    def _turn_strangers_away(self) -> None:
+        """Tell each connection that sent something before its hello to say it. No decision: nothing is recorded."""
+        header = wire.encode_header(self.state.epoch, 0, self.state.seq)
+        for connection in self._inbox.strangers:
+            self._router.send_nowait([connection, header, wire.encode(UNKNOWN_PEER)])
+        self._inbox.strangers.clear()
+
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _handle_requests(self) -> None:
-        for peer, request in self._inbox.requests:
+        for connection, request in self._inbox.requests:
             if isinstance(request, wire.StatusRequest):
-                self._reply(peer, self.status())
-            elif reason := str(self.fault or "") or self._callers.add_operator(peer, request):
-                self._reply(peer, wire.RequestRejected(reason=reason))
+                self._reply(connection, self.status())
+            elif reason := str(self.fault or "") or self._callers.add_operator(connection, request):
+                self._reply(connection, wire.RequestRejected(reason=reason))
         self._inbox.requests.clear()
 
-    def _reply(self, peer: str, reply: wire.Reply) -> None:
+    def _reply(self, connection: bytes, reply: wire.Reply) -> None:
         body = wire.encode(reply)
         if len(body) > wire.MAX_BYTES - 1024:
             reason = f"the reply takes {len(body)} bytes, and a message has at most {wire.MAX_BYTES}"
             body = wire.encode(wire.RequestRejected(reason=reason))
-        self._router.send_nowait([peer.encode(), wire.encode_header(self.state.epoch, 0, self.state.seq), body])
+        self._router.send_nowait([connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:
         self._changed.set()

@@ -50,15 +50,15 @@ def checked_order(order: Order) -> Order:
 class _OperatorTicket(NamedTuple):
     """Stands for an operator, who waits in another process."""
 
-    peer: str
-    reply: Callable[[str, Reply], None]
+    connection: bytes
+    reply: Callable[[bytes, Reply], None]
 
     def resolve(self, report: Report | SyncReport) -> None:
         assert isinstance(report, Report)  # no request of an operator starts a sync
-        self.reply(self.peer, report)
+        self.reply(self.connection, report)
 
     def fail(self, error: BaseException) -> None:
-        self.reply(self.peer, RequestRejected(reason=str(error)))
+        self.reply(self.connection, RequestRejected(reason=str(error)))
 
 
 class Callers:
@@ -71,7 +71,7 @@ class Callers:
         reply: Sends a message to an operator.
     """
 
-    def __init__(self, limit: int, reply: Callable[[str, Reply], None]) -> None:
+    def __init__(self, limit: int, reply: Callable[[bytes, Reply], None]) -> None:
         self._limit, self._reply = limit, reply
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
@@ -96,14 +96,14 @@ class Callers:
         self._tickets.pop(ticket.number, None)
         ticket.fail(error)
 
-    def add_operator(self, peer: str, request: Submit) -> str | None:
+    def add_operator(self, connection: bytes, request: Submit) -> str | None:
         """Queue an operator's command, or return the reason why not."""
         if not isinstance(request.command, PUBLISHABLE):
             return NOT_PUBLISHABLE
         if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
             return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
         number = next(self._numbers)
-        self._tickets[number] = _OperatorTicket(peer, self._reply)
+        self._tickets[number] = _OperatorTicket(connection, self._reply)
         command, target, timeout_ms = request.command, request.target, request.timeout_ms
         self._orders.append(
             Issued(at_us=0, at_ns=0, ticket=number, command=command, target=target, timeout_ms=timeout_ms)

@@ -6,10 +6,12 @@ every message with `receive`, then takes the results: `take_events` for the coor
 All outcomes of a turn are one event. A malformed message is counted, logged now and then by its hash, and dropped. A
 heartbeat that repeats the last one is a sign of life and nothing more.
 
-Rule 1  An agent speaks for itself: its routing id is its name and its incarnation, and a hello that says otherwise is
-        malformed. Only an operator's routing id may send an operator's request.
+Rule 1  Who is behind a connection is what its hello says, once: a connection speaks for one incarnation of one agent. A
+        connection that has not said hello is a stranger, and is told to. One that sends an operator's request is an
+        operator.
 Rule 2  Outcomes that arrived before a hello or a goodbye are passed on before it: the order decides who is missing.
-Rule 3  Nothing here grows with what strangers send: there are entries only for agents that said hello.
+Rule 3  Nothing here grows with what strangers send: there are entries only for connections that said hello, at most
+        CONNECTIONS_MAX, until they fall silent.
 """
 
 import hashlib
@@ -27,9 +29,18 @@ from schemas.reports import AgentStatus
 
 logger = logging.getLogger("rolloutctl.bus")
 
+CONNECTIONS_MAX: Final = 65_536
+"""Connections of agents that are known at once."""
+PEER_CHARS_MAX: Final = 255
+"""Longest peer that the log can hold."""
 MALFORMED_US: Final = 60_000_000
 MALFORMED_LINES: Final = 20
 """Log lines about malformed messages in each period of `MALFORMED_US`."""
+
+
+def connection_of(peer: str) -> bytes:
+    """Return the routing id of a peer's connection."""
+    return bytes.fromhex(peer.rpartition("/")[2])
 
 
 class Inbox:
@@ -38,7 +49,8 @@ class Inbox:
     Attributes:
         events: For the coordinator, in order.
         acks: For agents whose decisions were recorded; to be sent once they are committed.
-        requests: Of operators, with their routing ids.
+        requests: Of operators, with the connections to answer.
+        strangers: Connections that sent something without a hello; to be told to say it.
         time_replies: For agents that asked for the time; to be completed and sent at once.
         last_heard_us: When each agent last sent a message, on the bus's clock.
         operators_only: Messages of agents are ignored from now on.
@@ -48,13 +60,15 @@ class Inbox:
     def __init__(self, log: RunLog) -> None:
         self.events: list[events.CoordinatorEvent] = []
         self.acks: list[tuple[str, wire.Ack]] = []
-        self.requests: list[tuple[str, wire.Operator]] = []
+        self.requests: list[tuple[bytes, wire.Operator]] = []
+        self.strangers: set[bytes] = set()
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
         self.operators_only = False
         self.malformed = 0
         self._log = log
         self._answers: list[events.PeerAnswer] = []
+        self._peers: dict[bytes, str] = {}  # by connection: who said hello on it
         self._last_status: dict[str, tuple[int, bytes]] = {}  # by peer: seq and body of its last heartbeat
         self._logged_us: deque[int] = deque(maxlen=MALFORMED_LINES)  # when malformed messages were logged
         self._at_us = self._at_ns = 0
@@ -67,18 +81,24 @@ class Inbox:
     def receive(self, frames: list[bytes]) -> None:
         """Read one message. Never raises for anything that a peer sends."""
         try:
-            peer = frames[0].decode()
             header, body = wire.parse_frames(frames[1:])
-            if peer in self.last_heard_us:
+            peer = self._peers.get(connection := frames[0])
+            if peer is not None:
                 self.last_heard_us[peer] = self._at_us
                 if self._last_status.get(peer) == (header.seq, body) and member_at(self._state, peer) is not None:
                     return
             message = wire.decode_upward(body)
             if isinstance(message, (wire.StatusRequest, wire.Submit)):
-                self._on_request(peer, message)
-            elif not self.operators_only:
+                self.requests.append((connection, message))
+            elif self.operators_only:
+                return
+            elif isinstance(message, wire.Hello):
+                self._on_hello(connection, message)
+            elif peer is not None:
                 self._on_message(peer, header, body, message)
-        except (WireError, UnicodeDecodeError) as error:
+            elif not isinstance(message, wire.Goodbye):
+                self.strangers.add(connection)
+        except WireError as error:
             self._on_malformed(frames, error)
 
     def take_events(self) -> list[events.CoordinatorEvent]:
@@ -91,7 +111,7 @@ class Inbox:
         """Report agents as lost that have sent nothing since a moment, and forget them."""
         for peer, heard_us in list(self.last_heard_us.items()):
             if heard_us < since_us:  # not sooner, even for a stranger: its hello may be of this very turn
-                del self.last_heard_us[peer]
+                del self.last_heard_us[peer], self._peers[connection_of(peer)]
                 if member_at(self._state, peer) is not None:
                     self.events.append(events.PeerLost(at_us=self._at_us, peer=peer, reason="silent"))
         for peer in self._last_status.keys() - self.last_heard_us.keys():
@@ -104,6 +124,7 @@ class Inbox:
     # --- one message --------------------------------------------------------------------------------------------------
 
     def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
+        """Read a message of an agent that said hello on this connection."""
         at_us = self._at_us
         match message:
             case wire.CommandOutcome(outcome=outcome, rule=rule):
@@ -124,8 +145,6 @@ class Inbox:
                 self.events.append(events.ResendRequested(at_us=at_us, peer=peer, first=first, credit=credit))
             case wire.Join():
                 self.events.append(events.JoinReceived(at_us=at_us, peer=peer))
-            case wire.Hello():
-                self._on_hello(peer, message)
             case wire.Goodbye():
                 self._flush_answers()
                 self.events.append(events.PeerLost(at_us=at_us, peer=peer, reason="left"))
@@ -136,20 +155,22 @@ class Inbox:
             through = self._log.append_batch(name, batch, self._at_ns)
             self.acks.append((peer, wire.Ack(journal=batch.journal, through=through)))
 
-    def _on_hello(self, peer: str, hello: wire.Hello) -> None:
+    def _on_hello(self, connection: bytes, hello: wire.Hello) -> None:
+        """From here on the connection speaks for this agent."""
         name = hello.identity.agent
-        if peer != f"{name}/{hello.incarnation}":
-            raise WireError(f"a hello of agent {name} under another routing id")
+        peer = f"{name}/{hello.incarnation}/{connection.hex()}"
+        if self._peers.get(connection, peer) != peer:
+            raise WireError(f"a hello of agent {name} on the connection of another one")
+        if len(connection) != 5 or connection[0] != 0:
+            raise WireError(f"a hello of agent {name} on a connection that chose its own routing id")
+        if len(peer) > PEER_CHARS_MAX or len(self._peers) >= CONNECTIONS_MAX:
+            raise WireError(f"a hello of agent {name} with too long an incarnation, or with too many others")
+        self._peers[connection] = peer
         self._flush_answers()
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
         recorded = self._log.recorded(name, hello.journal)
         self.events.append(events.HelloReceived(at_us=self._at_us, peer=peer, hello=hello, recorded_decisions=recorded))
-
-    def _on_request(self, peer: str, request: wire.Operator) -> None:
-        if not peer.startswith(wire.OPERATOR_PREFIX):
-            raise WireError("an operator's request from a peer that is no operator")
-        self.requests.append((peer, request))
 
     def _flush_answers(self) -> None:
         if self._answers:

@@ -1,6 +1,5 @@
 """Asks a running bus for its status, or to publish a command: one request, one reply. For the command line."""
 
-import secrets
 from typing import Final, TypeVar
 
 import anyio
@@ -36,8 +35,7 @@ async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Targ
 
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float) -> R:
-    routing_id = f"{wire.OPERATOR_PREFIX}{secrets.token_hex(16)}".encode()
-    async with agent_dealer(zmq.Context.instance(), bus, routing_id) as dealer:
+    async with agent_dealer(zmq.Context.instance(), bus) as dealer:
         with anyio.move_on_after(timeout_s):
             await dealer.send([wire.encode_header(0), wire.encode(request)])
             while True:

@@ -1,6 +1,6 @@
 """What the coordinator sees (events) and what it asks its bus to do (effects). Logged as they are, so a log replays.
 
-`at_us` is the bus's monotonic clock in microseconds, `at_ns` its wall clock; `peer` is the routing id of an agent. A
+`at_us` is the bus's monotonic clock in microseconds, `at_ns` its wall clock; `peer` is one connection of an agent. A
 `ticket` names the caller that waits for the result, and is unique in one life of the bus.
 """
 
@@ -26,6 +26,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     history: Positive
     retransmit_ms: Positive
     publish_port: Positive | None = None
+    head_interval_ms: Positive | None = None
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

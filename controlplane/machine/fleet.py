@@ -35,7 +35,7 @@ class Member(Struct, frozen=True, kw_only=True):
     """One agent that said hello.
 
     Attributes:
-        peer: Routing id of its connection.
+        peer: Its newest connection, as `name/incarnation/connection`.
         state: joining, live, gone or left.
         fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
         seq: Last command that it applied, by its own report.
@@ -121,6 +121,8 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
     name = hello.identity.agent
     holder = state.members.get(name)
     same = holder is not None and holder.hello.incarnation == hello.incarnation
+    if holder is not None and same and hello.attempt < holder.hello.attempt:
+        return state  # it waited in the queue of a connection that the agent has replaced
     if holder is not None and not same and holder.state in ("joining", "live"):
         return _dispute(state, event, holder, effects)
     welcome = Welcome(
@@ -129,6 +131,7 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         heartbeat_ms=settings.heartbeat_ms,
         lease_ms=settings.lease_ms,
         recorded_decisions=event.recorded_decisions,
+        head_interval_ms=settings.head_interval_ms,
     )
     send(state, event.peer, welcome, effects)
     claims = {place: claim for place, claim in state.claims.items() if place != name}

@@ -10,7 +10,7 @@ from controlplane.timeline.alignment import MS, AgentClock
 from schemas.commands import ProfileCommand
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
-from schemas.identity import Identity, agent_of
+from schemas.identity import Identity, agent_of, process_of
 from schemas.outcomes import Acted, Outcome, Trace
 from schemas.wire import decode_command
 
@@ -149,16 +149,17 @@ class LogSurvey:
         event, at_ns = record.event, record.at_ns
         match event:
             case bus_events.StatusReceived(status=status) if status.clock is not None:
-                self.clock(event.peer).add(status.clock)
+                self.clock(process_of(event.peer)).add(status.clock)
             case bus_events.HelloReceived():
                 self.identities[event.hello.identity.agent] = event.hello.identity
-                self.clock(event.peer)
+                self.clock(process_of(event.peer))
             case bus_events.JoinReceived():
-                self._joined.setdefault(event.peer, at_ns)
+                self._joined.setdefault(process_of(event.peer), at_ns)
             case bus_events.AnswersReceived():
                 for answer in event.answers:
-                    self._remember(self._answered, (answer.peer, answer.seq), at_ns)
-                    self._note_traces(answer.peer, answer.seq, answer.outcome, at_ns)
+                    process = process_of(answer.peer)
+                    self._remember(self._answered, (process, answer.seq), at_ns)
+                    self._note_traces(process, answer.seq, answer.outcome, at_ns)
         for effect in record.effects:
             if isinstance(effect, bus_events.Publish):
                 command = decode_command(effect.envelope.body)

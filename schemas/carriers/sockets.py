@@ -1,4 +1,12 @@
-"""The four sockets of the bus and its agents: their options, limits and addresses."""
+"""The four sockets of the bus and its agents: their options, limits and addresses.
+
+Two rules keep a peer from aborting this process. libzmq 4.3.5 stops reading from a connection while the queue behind it
+is full. If the peer then disconnects, and a ZMTP heartbeat falls due or a PING of the peer lies behind the full queue,
+libzmq fails an assertion (`!_io_error` in stream_engine_base.cpp) and calls `abort`.
+
+Rule 1  No queue for received messages is ever full: RCVHWM is 0. Whoever owns a socket reads it as fast as it can.
+Rule 2  No ZMTP heartbeats. Agents and bus have heartbeats of their own; the kernel finds dead hosts.
+"""
 
 import contextlib
 import errno
@@ -18,8 +26,12 @@ Context = zmq.Context[zmq.Socket[bytes]]
 SUBSCRIPTION_BYTES_MAX: Final = 4096  # a frame from a subscriber, which only sends topics
 FRAME_BYTES_MAX: Final = 256 * 1024  # a frame on every other socket
 EVENTS_QUEUED_MAX: Final = 1000  # messages per subscriber before the publisher drops; a resend repairs the hole
-CONTROL_QUEUED_MAX: Final = 256  # messages per agent and direction between it and the router
+CONTROL_QUEUED_MAX: Final = 256  # messages to one peer between an agent and the router
 LINGER_MS: Final = 2000  # time for a closed socket to deliver what it has queued
+HANDSHAKE_MS: Final = 5000  # time for a connection to open, and then for its handshake
+REDIAL_MS: Final = 200  # pause before libzmq dials again; doubles, with jitter
+REDIAL_MS_MAX: Final = 4000
+DEAD_HOST_MS: Final = 15_000  # time after which the kernel gives up a host that acknowledges nothing
 
 _EXAMPLES: Final = "An address looks like tcp://127.0.0.1:5555, tcp://127.0.0.1:0 (any free port) or ipc:///run/me/bus"
 
@@ -48,11 +60,12 @@ def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> 
 
 
 def bus_router(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
-    """Bind the ROUTER socket for messages to and from each agent. Each begins with the agent's routing id.
+    """Bind the ROUTER socket for messages to and from each agent. Each begins with the routing id of its connection.
 
-    MANDATORY, so that a message to an unknown peer or a full queue is reported (see `Sent`) instead of dropped. Without
-    HANDOVER nobody takes over a routing id, so each incarnation of an agent needs a new one. Arguments and errors are
-    those of `bus_publisher`.
+    The router itself makes a routing id for each connection, so a new connection never meets the queue of an old one,
+    and nobody can pose as another connection. A peer could ask for an id of its own; without HANDOVER it gets none
+    that is in use. MANDATORY, so that a message to an unknown peer or a full queue is reported (see `Sent`) instead of
+    dropped. Arguments and errors are those of `bus_publisher`.
     """
     sock = context.socket(zmq.ROUTER)
     sock.set(zmq.ROUTER_MANDATORY, 1)
@@ -72,13 +85,12 @@ def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) ->
     return _connect(sock, address, EVENTS_QUEUED_MAX)
 
 
-def agent_dealer(context: Context, address: str, routing_id: bytes) -> EdgeSocket:
+def agent_dealer(context: Context, address: str) -> EdgeSocket:
     """Dial the router. IMMEDIATE, so nothing is queued for a bus that is not there: `send` waits for a connection.
 
-    `routing_id` must differ for each incarnation. Raises BusAddressError if `address` is not an address.
+    Raises BusAddressError if `address` is not an address.
     """
     sock = context.socket(zmq.DEALER)
-    sock.set(zmq.ROUTING_ID, routing_id)
     sock.set(zmq.IMMEDIATE, 1)
     return _connect(sock, address, CONTROL_QUEUED_MAX)
 
@@ -86,11 +98,6 @@ def agent_dealer(context: Context, address: str, routing_id: bytes) -> EdgeSocke
 def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool) -> EdgeSocket:
     # The default of 100 overflows when a fleet of thousands joins at once.
     sock.set(zmq.BACKLOG, 4096)
-    # Both ends notice a dead host or a half-open connection within 15 s (TTL is for the agent's side). A heartbeat of
-    # ZeroMQ proves that the process lives, not that its event loop runs.
-    sock.set(zmq.HEARTBEAT_IVL, 5_000)
-    sock.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
-    sock.set(zmq.HEARTBEAT_TTL, 15_000)
     with _closing_on_error(sock, address, "bind"):
         _set_common(sock, address, queued_max)
         if not insecure:
@@ -103,9 +110,10 @@ def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool
 
 def _connect(sock: zmq.Socket[bytes], address: str, queued_max: int) -> EdgeSocket:
     sock.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-    # libzmq adds jitter and doubles up to the maximum, so that a fleet does not reconnect all at once.
-    sock.set(zmq.RECONNECT_IVL, 200)
-    sock.set(zmq.RECONNECT_IVL_MAX, 30_000)
+    # libzmq adds jitter, so that a fleet does not reconnect all at once.
+    sock.set(zmq.RECONNECT_IVL, REDIAL_MS)
+    sock.set(zmq.RECONNECT_IVL_MAX, REDIAL_MS_MAX)
+    sock.set(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)  # the kernel alone would wait for two minutes
     with _closing_on_error(sock, address, "dial"):
         _set_common(sock, address, queued_max)
         sock.connect(address)
@@ -131,9 +139,14 @@ def _set_common(sock: zmq.Socket[bytes], address: str, queued_max: int) -> None:
         # libzmq would take it modulo 65536 and use another port.
         raise BusAddressError(f"can't use {address!r}: the largest port is 65535. {_EXAMPLES}")
     sock.set(zmq.SNDHWM, queued_max)
-    sock.set(zmq.RCVHWM, queued_max)
-    sock.set(zmq.HANDSHAKE_IVL, 10_000)
+    sock.set(zmq.RCVHWM, 0)  # rule 1
+    sock.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     sock.set(zmq.LINGER, LINGER_MS)
+    sock.set(zmq.TCP_MAXRT, DEAD_HOST_MS)  # while something is unacknowledged, and keepalive while nothing is
+    sock.set(zmq.TCP_KEEPALIVE, 1)
+    sock.set(zmq.TCP_KEEPALIVE_IDLE, 5)
+    sock.set(zmq.TCP_KEEPALIVE_INTVL, 5)
+    sock.set(zmq.TCP_KEEPALIVE_CNT, 2)
     if address.startswith("tcp://["):
         sock.set(zmq.IPV6, 1)
 

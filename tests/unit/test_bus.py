@@ -14,6 +14,7 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.record.log import RunLog
 from schemas import errors, wire
+from schemas.carriers.edge_socket import EdgeSocket
 from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import (
     Checkpoint,
@@ -214,7 +215,7 @@ async def test_an_answer_counts_before_the_goodbye_that_follows_it(
 async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         hello = wire.Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
-        async with agent_dealer(context, bus.address, b"0.0/a") as dealer:
+        async with agent_dealer(context, bus.address) as dealer:
             await dealer.send([wire.encode_header(0), wire.encode(hello)])
             await reached(bus, lambda state: state.members["0.0"].state == "joining" if state.members else False)
             await reached(bus, lambda state: state.members["0.0"].state == "gone")
@@ -238,7 +239,7 @@ async def test_agents_rejoin_a_bus_that_restarts_on_its_log(tmp_path: Path, cont
 # --- hostile input ----------------------------------------------------------------------------------------------------
 
 
-def hostile(peer: bytes) -> list[tuple[str, list[bytes]]]:
+def hostile() -> list[tuple[str, list[bytes]]]:
     status = wire.encode(wire.Rejoin(reason="a message for the other direction"))
     return [
         ("no frames", [b""]),
@@ -247,22 +248,15 @@ def hostile(peer: bytes) -> list[tuple[str, list[bytes]]]:
         ("another major version", [wire.encode(wire.Header(wire.MAGIC, wire.MAJOR + 1, 0, 1, 0, 0)), status]),
         ("unknown tag", [wire.encode_header(1), b"\x81\xa4type\xa7surpris"]),
         ("wrong direction", [wire.encode_header(1), status]),
-        ("somebody else's hello", [wire.encode_header(1), wire.encode(_hello("1.0", peer))]),
         ("large", [wire.encode_header(1), b"x" * (wire.MAX_BYTES - 100)]),
     ]
 
 
-def _hello(agent: str, peer: bytes) -> wire.Hello:
-    replica, rank = map(int, agent.split("."))
-    place = Identity(replica=replica, node_rank=rank)
-    return wire.Hello(identity=place, incarnation=peer.decode(), journal="j", host="h", pid=1)
-
-
-@pytest.mark.parametrize("what", [name for name, _ in hostile(b"")])
+@pytest.mark.parametrize("what", [name for name, _ in hostile()])
 async def test_a_malformed_message_is_counted_and_disturbs_nobody(tmp_path: Path, context: Context, what: str) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
-        async with agent_dealer(context, bus.address, b"0.7/stranger") as dealer:
-            await dealer.send(dict(hostile(b"stranger"))[what])
+        async with agent_dealer(context, bus.address) as dealer:
+            await dealer.send(dict(hostile())[what])
             report = await bus.publish(PAUSE, ALL, 10_000)
             assert outcomes(report) == {"0.0": "acted"}
             # The dealer's message and a question after it come in order, so the bus has seen both when it answers.
@@ -276,9 +270,76 @@ async def test_a_malformed_message_is_counted_and_disturbs_nobody(tmp_path: Path
         assert bus.state.members.keys() == {"0.0"}
 
 
+def _hello(place: Identity, attempt: int = 0) -> list[bytes]:
+    hello = wire.Hello(identity=place, incarnation="a", journal="j", host="h", pid=1, attempt=attempt)
+    return [wire.encode_header(0), wire.encode(hello)]
+
+
+async def _answer(dealer: EdgeSocket) -> wire.Downward | wire.Reply:
+    with anyio.fail_after(10):
+        _, body = wire.parse_frames(await dealer.recv())
+    return wire.decode_downward(body)
+
+
+async def test_a_connection_speaks_for_one_agent_only(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus, agent_dealer(context, bus.address) as dealer:
+        await dealer.send(_hello(PRIMARY))
+        assert isinstance(await _answer(dealer), wire.Welcome)
+        await dealer.send(_hello(OTHER))
+        await dealer.send(_hello(PRIMARY, attempt=1))
+        assert isinstance(await _answer(dealer), wire.Welcome)
+        assert bus.malformed == 1
+        assert bus.state.members.keys() == {"0.0"}
+
+
+async def test_a_connection_that_chose_its_own_routing_id_is_no_agents(tmp_path: Path, context: Context) -> None:
+    own = context.socket(zmq.DEALER)
+    own.set(zmq.ROUTING_ID, b"0.0/a")
+    async with opened(tmp_path, context) as bus, EdgeSocket(own, bus.address) as dealer:
+        own.connect(bus.address)
+        await dealer.send(_hello(PRIMARY))
+        await dealer.send([wire.encode_header(0), wire.encode(wire.Join())])
+        assert isinstance(await _answer(dealer), wire.Rejoin)
+        assert bus.malformed == 1 and not bus.state.members
+
+
+async def test_a_newer_connection_of_an_agent_takes_the_place_of_the_older(tmp_path: Path, context: Context) -> None:
+    async with (
+        opened(tmp_path, context) as bus,
+        agent_dealer(context, bus.address) as old,
+        agent_dealer(context, bus.address) as new,
+    ):
+        await old.send(_hello(PRIMARY))
+        assert isinstance(await _answer(old), wire.Welcome)
+        await old.send([wire.encode_header(0), wire.encode(wire.Join())])
+        assert isinstance(await _answer(old), wire.Snapshot)
+        before = bus.state.members["0.0"]
+        await new.send(_hello(PRIMARY, attempt=2))
+        assert isinstance(await _answer(new), wire.Welcome)
+        member = bus.state.members["0.0"]
+        assert member.peer != before.peer and not member.fresh
+        # What lay in the queue of the old connection comes too late: an old hello changes nothing, the rest is refused.
+        await old.send(_hello(PRIMARY, attempt=1))
+        await old.send([wire.encode_header(0), wire.encode(wire.Join())])
+        assert isinstance(await _answer(old), wire.Rejoin)
+        assert bus.state.members["0.0"].peer == member.peer
+        await new.send([wire.encode_header(0), wire.encode(wire.Join())])
+        assert isinstance(await _answer(new), wire.Snapshot)
+        assert live(bus.state) == {"0.0"}
+
+
+async def test_strangers_leave_no_trace_in_the_log(tmp_path: Path, context: Context) -> None:
+    async with opened(tmp_path, context) as bus, agent_dealer(context, bus.address) as dealer:
+        for message in (wire.Join(), wire.TimeRequest(sent_ns=1), wire.ResendRequest(first=1, credit=1)):
+            await dealer.send([wire.encode_header(0), wire.encode(message)])
+            assert isinstance(await _answer(dealer), wire.Rejoin)
+        assert not bus._inbox.last_heard_us
+    assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
+
+
 async def test_an_oversized_frame_disconnects_its_sender(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
-        async with agent_dealer(context, bus.address, b"0.7/stranger") as dealer:
+        async with agent_dealer(context, bus.address) as dealer:
             await dealer.send([wire.encode_header(1), b"x" * (wire.MAX_BYTES + 1)])
             assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
         assert bus.state.members.keys() == {"0.0"}

@@ -21,7 +21,7 @@ def test_a_local_address_binds_and_is_reported_with_its_port(context: Context, t
         address = f"ipc://{tmp_path}/bus"
     router = bus_router(context, address)
     assert not router.address.endswith((":0", "*", "\0"))
-    dealer = agent_dealer(context, router.address, b"a")
+    dealer = agent_dealer(context, router.address)
     dealer.close(0)
     router.close(0)
 
@@ -56,7 +56,7 @@ def test_a_text_that_is_not_an_address_cannot_be_bound(context: Context, address
 @pytest.mark.parametrize("address", ["", "5555", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "quic://127.0.0.1:1"])
 def test_a_text_that_is_not_an_address_cannot_be_dialled(context: Context, address: str) -> None:
     with pytest.raises(BusAddressError, match="can't (dial|use)"):
-        agent_dealer(context, address, b"a")
+        agent_dealer(context, address)
 
 
 def test_an_address_in_use_is_named(context: Context, tmp_path: Path) -> None:

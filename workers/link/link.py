@@ -2,6 +2,10 @@
 
     Hello → Welcome → subscribe, wait for the first frame → Join → Snapshot → commands, until Rejoin: Hello again
 
+Either connection may be half open: it looks alive, and carries nothing. A bus that publishes nothing but answers gets a
+new subscription. A bus that answers nothing is asked on a new connection beside the old one. If only the new one is
+answered, the old one is given up. A bus that is merely busy answers on the old one too, and then nothing has changed.
+
 Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, in the task that
 read it. Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either:
 a message that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not
@@ -10,16 +14,19 @@ answered, the next head shows a hole again, and an upload continues from where t
 Nothing about commands or engines is decided here: only when to say hello, and when the bus has been silent for a lease.
 """
 
+import contextlib
 import logging
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 import anyio
 from anyio import CancelScope
+from msgspec.structs import replace
 
 from schemas import wire
 from schemas.carriers.edge_socket import EdgeSocket
@@ -46,8 +53,16 @@ logger = logging.getLogger("rolloutctl.agent")
 
 CREDIT: Final = 64
 """Most records that one request asks for."""
-PAUSE_MS_MAX: Final = 30_000
+PAUSE_MS_MAX: Final = 4_000
 """Longest pause between two attempts to join."""
+SILENT_MS: Final = 3_000
+"""Time without an answer to a heartbeat, beyond the one until the next, after which the agent dials anew."""
+ANSWER_S: Final = 4.0
+"""Time to wait for an answer on a new connection, before another one is dialled."""
+BUSY_S: Final = 1.0
+"""Time in which a bus that answers on a new connection would also answer on the old one."""
+HEADS_MISSED: Final = 5
+"""Heads that fail to arrive before the agent subscribes anew."""
 
 
 class RunChanged(RolloutctlError):
@@ -97,14 +112,15 @@ class Link:
     ) -> None:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
-        self._dealer = agent_dealer(context, bus, f"{identity.agent}/{incarnation}".encode())
+        self._dealer = agent_dealer(context, bus)
         self._hello = wire.Hello(
             identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
         )
         self._session: _Session | None = None
         self._welcomed = anyio.Event()
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # lease and heartbeat, as the last welcome set them
-        self._heard_ms = 0
+        self._heard_ms = self._answered_ms = self._published_ms = 0
+        self._asking: CancelScope | None = None  # of the attempt to reach the bus on another connection
         self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
         self._upload = DecisionUpload(journal, config.batch, self._send)
         self._waiting, self._malformed = WaitWarning(self._agent), MalformedWarning(self._agent)
@@ -122,11 +138,12 @@ class Link:
             RunChanged: The bus belongs to another run.
             AgentError: The journal cannot be written, or lost decisions that the bus has.
         """
-        self._heard_ms = now_ms()
+        self._heard_ms = self._answered_ms = now_ms()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_control)
             tasks.start_soon(self._send_heartbeats)
             tasks.start_soon(self._watch_lease)
+            tasks.start_soon(self._watch_control)
             tasks.start_soon(self._upload.run, lambda: self._intervals.heartbeat_ms / 4000)
             tasks.start_soon(self._waiting.run)
             await self._stay_joined()
@@ -176,8 +193,10 @@ class Link:
         unreachable = f"nobody listens at {self._bus}"
         self._waiting.begin(unreachable)
         while True:
-            with anyio.move_on_after(self._jittered_s(pause_ms)):
+            with anyio.move_on_after(self._jittered_s(pause_ms)), contextlib.suppress(anyio.ClosedResourceError):
+                # Closed: another connection has taken its place, and the next hello goes there.
                 await self._dealer.send([self._header(), wire.encode(self._hello)])
+                self._hello = replace(self._hello, attempt=self._hello.attempt + 1)
                 if self._waiting.reason == unreachable:
                     self._waiting.reason = f"the bus at {self._bus} has not answered hello"
                 await self._welcomed.wait()
@@ -213,11 +232,8 @@ class Link:
         except WireError as error:
             self._malformed.add([], error)
             return
-        async with (
-            agent_subscriber(self._context, address, (wire.TOPIC_COMMAND, wire.TOPIC_HEAD)) as subscriber,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(self._read_publications, subscriber, session)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._subscribe, address, session)
             self._waiting.begin(f"nothing arrives from the publish socket at {address}")
             await session.subscribed.wait()
             await self._join(session)
@@ -235,22 +251,79 @@ class Link:
                 return await session.snapshot.wait()
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
 
+    async def _subscribe(self, address: str, session: _Session) -> None:
+        """Read the publish socket, over one connection after the other."""
+        topics = (wire.TOPIC_COMMAND, wire.TOPIC_HEAD)
+        while True:
+            async with (
+                agent_subscriber(self._context, address, topics) as subscriber,
+                anyio.create_task_group() as tasks,
+            ):
+                tasks.start_soon(self._read_publications, subscriber, session)
+                await self._heads_stopped(session.welcome.head_interval_ms)
+                tasks.cancel_scope.cancel()
+            logger.warning("agent %s: the bus answers, and %s publishes nothing: dialling anew", self._agent, address)
+
+    async def _heads_stopped(self, head_interval_ms: int | None) -> None:
+        """Return when the bus has answered, and has published nothing, for the time of some heads."""
+        if head_interval_ms is None:
+            await anyio.sleep_forever()
+            return
+        while True:
+            since = now_ms()
+            await anyio.sleep(HEADS_MISSED * head_interval_ms / 1000)
+            if self._published_ms < since <= self._answered_ms:
+                return
+
     def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
             raise IdentityTaken(message.reason)
         self._waiting.reason = f"the bus at {self._bus} answers: {message.reason}"
         if self._session is not None:
             logger.info("agent %s: %s; saying hello again", self._agent, message.reason)
+            self._end_session()
+
+    def _end_session(self) -> None:
+        if self._session is not None:
             self._session.scope.cancel()
             self._session, self._welcomed = None, anyio.Event()
             self._upload.stop()
+
+    # --- half-open connections ----------------------------------------------------------------------------------------
+
+    async def _watch_control(self) -> None:
+        """Ask on another connection whenever the bus has not answered for too long."""
+        while True:
+            due_ms = self._answered_ms + self._intervals.heartbeat_ms + SILENT_MS
+            if now_ms() < due_ms:
+                await anyio.sleep_until(due_ms / 1000)
+            else:
+                await self._ask_elsewhere()
+
+    async def _ask_elsewhere(self) -> None:
+        """Dial beside the old connection, and take its place if only the new one is answered."""
+        with CancelScope() as self._asking:
+            dealer = agent_dealer(self._context, self._bus)
+            try:
+                await dealer.send([self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))])
+                with anyio.move_on_after(ANSWER_S) as waiting:
+                    await dealer.recv()
+                if not waiting.cancelled_caught:
+                    await anyio.sleep(BUSY_S)
+                    logger.warning("agent %s: the bus answers on a new connection only: joining again", self._agent)
+                    dealer, self._dealer = self._dealer, dealer
+                    self._answered_ms = now_ms()
+                    self._end_session()
+            finally:
+                dealer.close(0)
+        self._asking = None
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     async def _read_publications(self, subscriber: EdgeSocket, session: _Session) -> None:
         while True:
             frames = await subscriber.recv()
-            received_ms = now_ms()
+            received_ms = self._published_ms = now_ms()
             try:
                 event = read_publication(frames, session.welcome.run, received_ms)
             except WireError as error:
@@ -262,8 +335,16 @@ class Link:
 
     async def _read_control(self) -> None:
         while True:
-            frames = await self._dealer.recv()
-            received_ms = now_ms()
+            dealer = self._dealer
+            try:
+                frames = await dealer.recv()
+            except anyio.ClosedResourceError:
+                if dealer is self._dealer:
+                    raise
+                continue
+            received_ms = self._answered_ms = now_ms()
+            if self._asking is not None:
+                self._asking.cancel()
             try:
                 head, message = read_control(frames)
                 self._renew_lease(head.epoch, received_ms)
