@@ -386,7 +386,7 @@ class Bus:
             before = state
             state, decided = decide(state, event)
             if decided or state is not before:
-                self._log.append(event, decided, at_ns)
+                self._log.append(event, decided, at_ns, state)
                 effects.extend(decided)
         return state, effects
 

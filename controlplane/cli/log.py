@@ -9,10 +9,12 @@ import msgspec
 from msgspec.structs import asdict
 
 from controlplane.cli.reducers import replay_file
-from controlplane.record.entries import LogEntry
+from controlplane.machine.coordinator import LOGIC
+from controlplane.record.entries import LogEntry, LogMark
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from controlplane.record.log_lines import format_decision
+from controlplane.record.marks import MarkChecker
 from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.wire import DECODE_ERRORS
 
@@ -45,20 +47,11 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
 def verify_command(file: Path, as_json: bool) -> None:
     """Check every record, and the invariants that hold in every run. The exit code is 1 if something is wrong."""
     header = RunLog.header(file)
-    records, damage = 0, None
-
-    def readable() -> Iterator[LogEntry]:
-        nonlocal records, damage
-        try:
-            for entry in RunLog.read(file):
-                records += 1
-                yield entry
-        except LogCorrupt as error:
-            damage = str(error)
-
-    found = list(verify(readable()))
+    reading = _Reading(file, header.logic)
+    found = list(verify(reading.entries()))
+    damage = "; ".join(reading.damage) or None
     if as_json:
-        result = {"run": header.run, "records": records, "damage": damage, "violations": found}
+        result = {"run": header.run, "records": reading.records, "damage": damage, "violations": found}
         click.echo(msgspec.json.encode(result))
     else:
         for violation in found:
@@ -66,9 +59,44 @@ def verify_command(file: Path, as_json: bool) -> None:
         if damage is not None:
             click.echo(f"damaged: {damage}")
         violations = f"{len(found)} violations" if found else "no violations"
-        click.echo(f"run {header.run}: {records} records read, {violations}")
+        marks = f", {reading.marks.compared} marks compared" if reading.marks.compared else ""
+        click.echo(f"run {header.run}: {reading.records} records read{marks}, {violations}")
     if found or damage is not None:
         click.get_current_context().exit(1)
+
+
+class _Reading:
+    """One pass over a log: its records for the invariants, and its marks compared with them.
+
+    Attributes:
+        records: How many were read.
+        damage: What is wrong with the file and with its marks.
+    """
+
+    def __init__(self, file: Path, logic: int) -> None:
+        self.records, self.damage = 0, list[str]()
+        self.marks = MarkChecker()
+        self._file = file
+        self._comparable = logic == LOGIC
+
+    def entries(self) -> Iterator[LogEntry]:
+        """Yield the records up to the first that is damaged."""
+        try:
+            for entry in RunLog.walk(self._file):
+                if isinstance(entry, LogMark):
+                    self._check(entry)
+                    continue
+                self.records += 1
+                if self._comparable:
+                    self.marks.feed(entry)
+                yield entry
+        except LogCorrupt as error:
+            self.damage.append(str(error))
+
+    def _check(self, mark: LogMark) -> None:
+        problem = mark.damage or (self.marks.difference(mark) if self._comparable else None)
+        if problem:
+            self.damage.append(problem)
 
 
 @log.command("replay", short_help="Make every decision again, and compare.")

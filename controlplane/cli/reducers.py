@@ -3,17 +3,20 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from controlplane.record.entries import LogEntry
+from controlplane.record.entries import LogEntry, LogMark
 from controlplane.record.log import RunLog
 from controlplane.record.replay import Replayed, Replayer
 from workers.machine.decide import AgentState, decide
 
 
-def replay_log(entries: Iterable[LogEntry]) -> Replayed:
+def replay_log(entries: Iterable[LogEntry | LogMark]) -> Replayed:
     """Make every decision again, from the first record on. Raises ReplayDiffers or LogCorrupt."""
     replayer = new_replayer()
     for entry in entries:
-        replayer.feed(entry)
+        if isinstance(entry, LogMark):
+            replayer.check_mark(entry)
+        else:
+            replayer.feed(entry)
     return replayer.result()
 
 
@@ -26,7 +29,7 @@ def replay_file(path: Path) -> Replayed:
         LogCorrupt: The log is damaged.
     """
     RunLog.check_logic(path)
-    return replay_log(RunLog.read(path))
+    return replay_log(RunLog.walk(path))
 
 
 def new_replayer() -> Replayer[AgentState]:

@@ -8,6 +8,7 @@ from msgspec.msgpack import Decoder
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from schemas.errors import LogCorrupt
 from schemas.events import Effect, Event
+from schemas.identity import Count
 from schemas.wire import DECODE_ERRORS, effects_decoder, event_decoder
 
 T = TypeVar("T")
@@ -55,3 +56,20 @@ class LogEntry(Struct, frozen=True, kw_only=True):
             who = f"agent {self.agent}" if self.agent else "the coordinator"
             text = f"record {self.position}: the {part} of {who} can't be read: {error}"
             raise LogCorrupt(text, self.position) from error
+
+
+class LogMark(Struct, frozen=True, kw_only=True):
+    """A mark, as it is in the file; see `controlplane.record.marks`.
+
+    Attributes:
+        position: Of the record before it.
+        logic: Version of the logic that wrote it; 0 if it can't be read.
+        damage: What is wrong with it; '' if nothing.
+    """
+
+    position: int
+    at_ns: int
+    logic: int
+    state: Raw = Raw()
+    recorded: dict[str, dict[str, Count]] = {}
+    damage: str = ""

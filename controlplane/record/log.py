@@ -3,14 +3,17 @@
     header   run, created (wall clock, ns), major (of the wire protocol), logic (of the coordinator's decisions)
     records  agent is '' for the coordinator, kind is the tag of the event that was decided, the body is a
              `LoggedDecision`
+    marks    the coordinator's state now and then, see `controlplane.record.marks`
 
-Opening for writing replays the coordinator over its own records: a log that does not lead to the recorded effects was
-written by other logic, and to continue it would be a guess. Reading does not check that: any intact log can be read.
+Opening for writing replays the coordinator over its own records, from the newest mark on. A log that does not lead to
+the recorded effects was written by other logic, and to continue it would be a guess. Reading does not check that: any
+intact log can be read.
 """
 
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +24,8 @@ from msgspec.msgpack import Decoder
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
-from controlplane.record.entries import LogEntry, coordinator_event_decoder
+from controlplane.record.entries import LogEntry, LogMark, coordinator_event_decoder
+from controlplane.record.marks import decode_mark, decode_state, encode_mark
 from schemas.carriers.database import Durability
 from schemas.carriers.records import Record, RecordFile, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
@@ -31,6 +35,11 @@ from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, encode
 
 NUMBER_MAX: Final = 1 << 53
 """Largest number of a decision that is accepted."""
+MARK_RECORDS: Final = 8192
+MARK_BYTES: Final = 16 * 1024 * 1024
+"""A mark is made after this many records or bytes, whichever comes first: about half a second of folding."""
+MARK_SHARE: Final = 8
+"""And after this many times the bytes of the last mark, so that marks are a small part of the file."""
 
 
 class LoggedDecision(Struct, frozen=True, kw_only=True):
@@ -79,15 +88,18 @@ class RunLog:
         run: Id of the run.
         path: Of the file.
         state: Of the coordinator as of the last record, when the log was opened.
+        folded: Records that were read for that, those after the newest mark.
     """
 
     def __init__(self, file: RecordFile, run: str) -> None:
         self.run = run
         self.path = file.path
         self.state = CoordinatorState()
+        self.folded = 0
         self._file = file
-        self._recorded: dict[tuple[str, str], int] = {}  # by agent and journal: number of the last recorded decision
+        self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: number of the last recorded decision
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
+        self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], run: str | None = None, durability: Durability = "os") -> Self:
@@ -144,15 +156,43 @@ class RunLog:
             for record in reader.records(start):
                 yield _entry(reader.path, record)
 
+    @staticmethod
+    def walk(path: str | os.PathLike[str]) -> Iterator[LogEntry | LogMark]:
+        """Yield all records and marks, each mark after its record. A damaged mark is yielded too. Raises as `read`."""
+        with RecordReader.open(path) as reader:
+            _read_header(reader)
+            marks = deque(reader.mark_positions())
+            for record in reader.records():
+                while marks and marks[0] < record.position:
+                    yield _mark(reader, marks.popleft())
+                yield _entry(reader.path, record)
+            for position in marks:
+                yield _mark(reader, position)
+
     @property
     def pending(self) -> int:
         """Number of records that the next `commit` writes."""
         return self._file.pending
 
-    def append(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...], at_ns: int) -> None:
-        """Append one decision of the coordinator. The next `commit` writes it. `at_ns` is the wall clock."""
+    def append(
+        self,
+        event: CoordinatorEvent,
+        effects: tuple[CoordinatorEffect, ...],
+        at_ns: int,
+        state: CoordinatorState | None = None,
+    ) -> None:
+        """Append one decision of the coordinator. The next `commit` writes it.
+
+        Args:
+            at_ns: Wall clock.
+            state: The coordinator after this decision, for a mark if one is due; None for no mark.
+        """
         body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
-        self._file.append(str(event.__struct_config__.tag), "", at_ns, body)
+        self._append(str(event.__struct_config__.tag), "", at_ns, body)
+        if state is not None and self._mark_due():
+            mark = encode_mark(state, self._recorded)
+            self._file.append_mark(at_ns, mark)
+            self._unmarked_records, self._unmarked_bytes, self._mark_bytes = 0, 0, len(mark)
 
     def append_batch(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
         """Append those decisions of an agent that the log does not have yet. The next `commit` writes them.
@@ -167,7 +207,7 @@ class RunLog:
             WireError: One of them is not a decision. Nothing of the batch is appended.
         """
         key = (agent, batch.journal)
-        known = self._recorded.get(key, 0)
+        known = self.recorded(agent, batch.journal)
         last = batch.first + len(batch.decisions) - 1
         if last > NUMBER_MAX:
             raise WireError(f"decisions numbered beyond {NUMBER_MAX}")
@@ -183,15 +223,15 @@ class RunLog:
         for kind, decision in zip(kinds, new, strict=True):
             number += 1
             body = LoggedDecision(journal=batch.journal, number=number, event=decision.event, effects=decision.effects)
-            self._file.append(kind, agent, at_ns, encode(body))
+            self._append(kind, agent, at_ns, encode(body))
         if new:
-            self._recorded[key] = last
+            self._recorded.setdefault(agent, {})[batch.journal] = last
             self._holes.pop(key, None)
         return max(known, last)
 
     def recorded(self, agent: str, journal: str) -> int:
         """Return the number of the newest decision of a journal that the log has; 0 if it has none."""
-        return self._recorded.get((agent, journal), 0)
+        return self._recorded.get(agent, {}).get(journal, 0)
 
     def commit(self) -> None:
         """Write what was appended, as one group. Raises LogFull or LogError."""
@@ -207,19 +247,48 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _append(self, kind: str, agent: str, at_ns: int, body: bytes) -> None:
+        self._file.append(kind, agent, at_ns, body)
+        self._unmarked_records += 1
+        self._unmarked_bytes += len(body)
+
+    def _mark_due(self) -> bool:
+        if self._unmarked_records < MARK_RECORDS and self._unmarked_bytes < MARK_BYTES:
+            return False
+        return self._unmarked_bytes >= MARK_SHARE * self._mark_bytes
+
     def _restore(self) -> None:
-        """Fold the coordinator over its own records."""
-        for record in self._file.records(self._file.first_position):
+        """Fold the coordinator over its own records, from the newest mark on that can be used."""
+        for record in self._file.records(self._begin_at_mark() + 1):
+            self.folded += 1
+            self._unmarked_records += 1
+            self._unmarked_bytes += len(record.body)
             try:
                 decision = _decision_decoder.decode(record.body)
                 if record.agent:
-                    self._recorded[record.agent, decision.journal] = decision.number
+                    self._recorded.setdefault(record.agent, {})[decision.journal] = decision.number
                     continue
                 self.state, effects = decide(self.state, coordinator_event_decoder.decode(decision.event))
             except MsgspecError as error:
                 raise _other_logic(self.path, f"record {record.position} can't be understood ({error})") from error
             if encode(effects) != bytes(decision.effects):
                 raise _other_logic(self.path, f"this version would decide otherwise in record {record.position}")
+
+    def _begin_at_mark(self) -> int:
+        """Take the state of the newest mark that can be used, and return its position; 0 if there is none."""
+        first = self._file.first_position
+        for position in reversed(self._file.mark_positions()):
+            mark = _mark(self._file, position)
+            state = decode_state(mark)
+            if state is not None and first - 1 <= position <= self._file.last_position:
+                self.state, self._mark_bytes = state, len(bytes(mark.state))
+                self._recorded = {agent: dict(numbers) for agent, numbers in mark.recorded.items()}
+                return position
+        if first > 1:
+            raise _other_logic(
+                self.path, f"its records before {first} were dropped, and no mark after them can be used"
+            )
+        return 0
 
 
 def _entry(path: Path, record: Record) -> LogEntry:
@@ -237,6 +306,18 @@ def _entry(path: Path, record: Record) -> LogEntry:
         event=decision.event,
         effects=decision.effects,
     )
+
+
+def _mark(reader: RecordReader, position: int) -> LogMark:
+    try:
+        record = reader.mark(position)
+        mark = decode_mark(record.body)
+    except LogCorrupt as error:
+        return LogMark(position=position, at_ns=0, logic=0, damage=str(error))
+    except MsgspecError as error:
+        text = f"{reader.path}: the mark after record {position} can't be read ({error})"
+        return LogMark(position=position, at_ns=record.at_ns, logic=0, damage=text)
+    return LogMark(position=position, at_ns=record.at_ns, logic=mark.logic, state=mark.state, recorded=mark.recorded)
 
 
 def _read_header(reader: RecordReader) -> RunHeader:

@@ -18,7 +18,8 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator import CoordinatorState, decide
-from controlplane.record.entries import LogEntry
+from controlplane.record.entries import LogEntry, LogMark
+from controlplane.record.marks import MarkChecker
 from schemas.errors import ReplayDiffers
 from schemas.events import Effect, Event
 from schemas.wire import encode
@@ -32,6 +33,7 @@ class Replayed(Struct, frozen=True):
     Attributes:
         records: Records read.
         compared: Decisions that were made again and compared.
+        marks: Marks that were compared with the state that the records lead to.
         agents: Those whose decisions are in the log.
         holes: Where the log lacks decisions of an agent.
         state: sha256 over all states at the end; the same log gives the same.
@@ -39,6 +41,7 @@ class Replayed(Struct, frozen=True):
 
     records: int
     compared: int
+    marks: int
     agents: tuple[str, ...]
     holes: tuple[str, ...]
     state: str
@@ -62,18 +65,22 @@ class Replayer(Generic[S]):
         initial: State of an agent that has not seen any event.
 
     Attributes:
-        coordinator: State of the bus.
         agents: State of each agent, by name, in its newest journal.
     """
 
     def __init__(self, decide_agent: Callable[[S, Event], tuple[S, tuple[Effect, ...]]], initial: S) -> None:
-        self.coordinator = CoordinatorState()
         self.agents: dict[str, S] = {}
         self._decide_agent, self._initial = decide_agent, initial
         self._journals: dict[str, tuple[str, int]] = {}  # by agent: its journal, and the number of the last decision
         self._broken: set[tuple[str, str]] = set()
         self._holes: list[str] = []
         self._records = self._compared = 0
+        self._marks = MarkChecker()
+
+    @property
+    def coordinator(self) -> CoordinatorState:
+        """State of the bus."""
+        return self._marks.state
 
     def feed(self, entry: LogEntry) -> None:
         """Make the decision of this entry again.
@@ -85,9 +92,16 @@ class Replayer(Generic[S]):
         self._records += 1
         if entry.agent:
             self._feed_agent(entry)
+            self._marks.follow(entry, self.coordinator)
             return
-        self.coordinator, effects = decide(self.coordinator, entry.typed_event())  # type: ignore[arg-type]
+        state, effects = decide(self.coordinator, entry.typed_event())  # type: ignore[arg-type]
+        self._marks.follow(entry, state)
         self._compare(entry, effects)
+
+    def check_mark(self, mark: LogMark) -> None:
+        """Compare a mark with the state that the entries before it led to. Raises ReplayDiffers."""
+        if difference := self._marks.difference(mark):
+            raise ReplayDiffers(difference)
 
     def state_hash(self) -> str:
         """Return the sha256 over the states of all machines: one value for everything known at this position."""
@@ -98,7 +112,7 @@ class Replayer(Generic[S]):
     def result(self) -> Replayed:
         """Return the result so far."""
         agents, holes = tuple(sorted(self._journals)), tuple(self._holes)
-        return Replayed(self._records, self._compared, agents, holes, self.state_hash())
+        return Replayed(self._records, self._compared, self._marks.compared, agents, holes, self.state_hash())
 
     def _feed_agent(self, entry: LogEntry) -> None:
         name = entry.agent

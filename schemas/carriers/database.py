@@ -30,6 +30,11 @@ _RECORDS: Final = (
     "agent TEXT NOT NULL, checksum INTEGER NOT NULL, body BLOB NOT NULL)"
 )
 
+_MARKS: Final = (
+    "CREATE TABLE IF NOT EXISTS marks (position INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL, "
+    "checksum INTEGER NOT NULL, body BLOB NOT NULL)"
+)
+
 Durability = Literal["disk", "os"]
 """`disk`: a committed group is on the disk (synchronous=FULL). `os`: it survives the process, but a power cut may take
 the last groups (NORMAL). OFF is not offered: in WAL mode, where NORMAL flushes only at checkpoints, it is hardly
@@ -65,6 +70,7 @@ def open_for_writing(path: Path, header: Mapping[str, str], durability: Durabili
             connection.executemany("INSERT INTO meta VALUES (?, ?)", [*own.items(), *header.items()])
             connection.execute("COMMIT")
         _check_format(path, connection)
+        connection.execute(_MARKS)  # files of earlier versions have no such table
         undo.pop_all()
     return connection
 

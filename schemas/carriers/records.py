@@ -6,11 +6,15 @@
              kind, agent  TEXT           agent is '' for the bus
              checksum INTEGER            CRC-32 of "position at_ns kind NUL agent NUL" in UTF-8, followed by the body
              body     BLOB               MessagePack; this module never looks inside
+    marks    position INTEGER            the record before the mark
+             at_ns, checksum, body       as above; the checksum covers "position at_ns mark NUL NUL" and the body
 
 Theory of operation.
 
 - `append` buffers, `commit` writes the buffer as one transaction. However the process dies, a group is in the file
   completely or not at all.
+- A mark is what a reader would know after all records up to it. It is written in the same transaction as they are, so
+  that a reader can begin there, and the records before it may be dropped.
 - SQLite has no checksums, so each record carries one, and `first` and `last` say which records must exist. Damage is
   found when it is read, after all records before it.
 - There is one writer: it locks the file itself, until it closes or dies. There can be any number of readers, also
@@ -38,6 +42,7 @@ from schemas.carriers.database import OWN_KEYS, Durability
 from schemas.carriers.writer_lock import FileId
 from schemas.errors import ConfigError, LogCorrupt, LogError
 
+MARK: Final = "mark"
 PAGE_RECORDS: Final = 256
 """Records that a reader takes at a time."""
 
@@ -45,7 +50,9 @@ _INSERT: Final = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)"
 _PAGE: Final = (
     "SELECT position, at_ns, kind, agent, checksum, body FROM records WHERE position >= ? ORDER BY position LIMIT ?"
 )
+_INSERT_MARK: Final = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?)"
 _Row = tuple[int, int, str, str, int, bytes]
+_MarkRow = tuple[int, int, int, bytes]
 _Page = tuple[list[_Row], sqlite3.Error | None]  # rows, and what stopped SQLite from reading more
 
 
@@ -64,6 +71,20 @@ class Record(Struct, frozen=True, gc=False):
     at_ns: int
     kind: str
     agent: str
+    body: bytes
+
+
+class MarkRecord(Struct, frozen=True, gc=False):
+    """One mark.
+
+    Attributes:
+        position: Of the record before it; 0 before all records.
+        at_ns: Wall clock.
+        body: Encoded state.
+    """
+
+    position: int
+    at_ns: int
     body: bytes
 
 
@@ -147,6 +168,24 @@ class RecordReader:
                 raise database.translate(self.path, error, expected, self._readable(expected)) from error
             if not rows:
                 return
+
+    def mark_positions(self) -> list[int]:
+        """Return where marks are, in order. Files of earlier versions have none."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'marks'"):
+            return []
+        return [int(str(position)) for (position,) in self._rows("SELECT position FROM marks ORDER BY position")]
+
+    def mark(self, position: int) -> MarkRecord:
+        """Return the mark at one of `mark_positions`. Raises LogCorrupt if it is damaged."""
+        rows = self._rows("SELECT at_ns, checksum, body FROM marks WHERE position = ?", position)
+        try:
+            ((at_ns, recorded, body),) = rows
+            sound = _checksum(position, at_ns, MARK, "", body) == recorded  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise LogCorrupt(f"{self.path}: the mark after record {position} does not match its checksum", position)
+        return MarkRecord(position, at_ns, body)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Close the file. May be called twice."""
@@ -233,6 +272,7 @@ class RecordFile(RecordReader):
         self._watched = [(name, writer_lock.Watch(name)) for name in (real, f"{real}-wal")]
         self._process = os.getpid()
         self._pending: list[_Row] = []
+        self._pending_marks: list[_MarkRow] = []
         self._committing = threading.Lock()
         self._faulted = ""  # why no more records are taken
         self._last = self.last_position
@@ -292,6 +332,11 @@ class RecordFile(RecordReader):
         self._next = position + 1
         return position
 
+    def append_mark(self, at_ns: int, body: bytes) -> None:
+        """Buffer a mark that follows the last record appended, for the next `commit`."""
+        position = self._next - 1
+        self._pending_marks.append((position, at_ns, _checksum(position, at_ns, MARK, "", body), body))
+
     def commit(self) -> int:
         """Write all buffered records as one group, and return the position of the last committed record.
 
@@ -305,19 +350,22 @@ class RecordFile(RecordReader):
         """
         with self._committing:
             self._check()
-            group = self._pending[:]  # `append` may add more meanwhile
-            if not group:
+            marks = self._pending_marks[:]  # taken first: `append` may add more meanwhile
+            group = self._pending[:]
+            if not group and not marks:
                 return self._last
-            last = group[-1][0]
+            last = group[-1][0] if group else self._last
             with self._transaction():
                 self._connection.executemany(_INSERT, group)
+                self._connection.executemany(_INSERT_MARK, marks)
                 self._set_bound("last", last)
             del self._pending[: len(group)]
+            del self._pending_marks[: len(marks)]
             self._last = last
             return last
 
     def truncate_before(self, position: int) -> None:
-        """Drop all records before a position. Their space is reused; later positions do not change.
+        """Drop all records before a position, and the marks among them. Their space is reused; later positions stay.
 
         Args:
             position: From 1 to `last_position` + 1, which drops all.
@@ -334,6 +382,7 @@ class RecordFile(RecordReader):
                 return
             with self._transaction():
                 self._connection.execute("DELETE FROM records WHERE position < ?", (position,))
+                self._connection.execute("DELETE FROM marks WHERE position < ?", (position - 1,))
                 self._set_bound("first", position)
 
     def close(self) -> None:

@@ -1,0 +1,223 @@
+"""What a run's log costs: how long it takes to open, and where its bytes go.
+
+    python -m bench.logs [--agents 4] [--commands 151000] [--log FILE] [--out FILE]
+
+The log is what a bus writes for agents that skip every command, except one that acts: both machines decide, and nothing
+is sent. `opened` is the time to open the log again, and how many records were folded for it.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Raw
+
+from controlplane.machine import coordinator
+from controlplane.machine.events import (
+    AnswersReceived,
+    CoordinatorEvent,
+    CoordinatorSettings,
+    HelloReceived,
+    Issued,
+    JoinReceived,
+    Opened,
+    PeerAnswer,
+    Publish,
+    StatusReceived,
+)
+from controlplane.record.log import RunLog
+from schemas import events as agent_events
+from schemas.commands import EngineCommand, Target
+from schemas.desired import Desired
+from schemas.identity import Identity, Operation
+from schemas.outcomes import Acted
+from schemas.reports import AgentStatus
+from schemas.wire import DecisionBatch, Hello, decode_command, encode
+from workers.machine import decide as machine
+
+SETTINGS = CoordinatorSettings(
+    heartbeat_ms=2000, agent_timeout_ms=10_000, lease_ms=60_000, history=1024, retransmit_ms=1000
+)
+TURN = 256
+"""Answers that the bus takes in at once."""
+BATCH = 32
+"""Decisions that an agent uploads at once."""
+START_NS = 1_700_000_000 * 10**9
+
+
+class Node:
+    """One agent: its machine, and the decisions that it has not uploaded yet."""
+
+    def __init__(self, replica: int) -> None:
+        self.identity = Identity(replica=replica, node_rank=0)
+        self.peer = f"{replica}.0/{replica:032x}"
+        self.journal = f"{replica:032x}"
+        self.waiting: list[agent_events.Decision] = []
+        self.uploaded = 0
+        self._state = machine.AgentState()
+        seen = agent_events.Observation(engine="null", tokenizer="present", operations=frozenset(Operation))
+        self.decide(agent_events.Started(at_ms=0, identity=self.identity, incarnation=self.peer.partition("/")[2]))
+        self.decide(agent_events.EngineObserved(at_ms=0, observation=seen))
+        self.decide(agent_events.SnapshotReceived(at_ms=0, epoch=1, seq=1, desired=Desired()))
+
+    def decide(self, event: agent_events.Event) -> tuple[agent_events.Effect, ...]:
+        """Decide, and keep the decision for the upload."""
+        self._state, effects = machine.decide(self._state, event)
+        self.waiting.append(agent_events.Decision(Raw(encode(event)), Raw(encode(effects))))
+        return effects
+
+    def answers(self, publish: Publish, at_ms: int) -> Iterator[agent_events.Answer]:
+        """Take a command, and make the calls that follow."""
+        envelope = publish.envelope
+        command = agent_events.CommandReceived(
+            at_ms=at_ms,
+            epoch=publish.epoch,
+            origin=publish.epoch,
+            seq=publish.seq,
+            ttl_ms=envelope.ttl_ms,
+            command=decode_command(envelope.body),
+            target=envelope.target,
+        )
+        effects = self.decide(command)
+        while effects:
+            calls = [effect for effect in effects if isinstance(effect, agent_events.Perform)]
+            yield from (effect for effect in effects if isinstance(effect, agent_events.Answer))
+            effects = ()
+            for call in calls:
+                effects = self.decide(
+                    agent_events.EngineReturned(at_ms=at_ms + 1, call_id=call.call_id, result=agent_events.Returned())
+                )
+
+
+class Run:
+    """A bus without sockets, which writes its log.
+
+    Args:
+        path: The log, which must not exist.
+        agents: Replicas of one node.
+    """
+
+    def __init__(self, path: Path, agents: int) -> None:
+        self._log = RunLog.open(path, "bench")
+        self._state = self._log.state
+        self._now_us = 0
+        self._nodes = [Node(replica) for replica in range(agents)]
+        self._decide(Opened(at_us=0, at_ns=START_NS, run="bench", settings=SETTINGS, logic=coordinator.LOGIC))
+        for node in self._nodes:
+            host = f"node-{node.identity.replica:04}"
+            hello = Hello(
+                identity=node.identity, incarnation=node.peer.partition("/")[2], journal=node.journal, host=host, pid=1
+            )
+            self._decide(HelloReceived(at_us=0, peer=node.peer, hello=hello, recorded_decisions=0))
+            self._decide(JoinReceived(at_us=0, peer=node.peer))
+            status = AgentStatus(ready=True, tokenizer="present", engine="null", generating=True)
+            self._decide(StatusReceived(at_us=0, peer=node.peer, seq=1, status=status))
+        self._log.commit()
+
+    def commands(self, count: int) -> None:
+        """Publish this many commands. Replica 0 acts, the others skip."""
+        flush, target = EngineCommand(operation="flush"), Target(replicas=frozenset({0}))
+        for ticket in range(1, count + 1):
+            self._now_us += 10_000
+            issued = Issued(
+                at_us=self._now_us,
+                at_ns=START_NS + self._now_us * 1000,
+                ticket=ticket,
+                command=flush,
+                target=target,
+                timeout_ms=60_000,
+            )
+            (publish,) = self._decide(issued)
+            self._log.commit()
+            assert isinstance(publish, Publish)
+            self._answer(publish)
+
+    def _answer(self, publish: Publish) -> None:
+        answers = [
+            PeerAnswer(peer=node.peer, origin=publish.epoch, seq=publish.seq, outcome=answer.outcome, rule=answer.rule)
+            for node in self._nodes
+            for answer in node.answers(publish, self._now_us // 1000)
+        ]
+        assert isinstance(answers[0].outcome, Acted) and len(answers) == len(self._nodes)
+        for first in range(0, len(answers), TURN):
+            self._now_us += 1000
+            self._decide(AnswersReceived(at_us=self._now_us, answers=tuple(answers[first : first + TURN])))
+            self._log.commit()
+        if len(self._nodes[0].waiting) >= BATCH:
+            self._upload()
+
+    def _upload(self) -> None:
+        for node in self._nodes:
+            batch = DecisionBatch(journal=node.journal, first=node.uploaded + 1, decisions=tuple(node.waiting))
+            self._log.append_batch(node.identity.agent, batch, START_NS + self._now_us * 1000)
+            node.uploaded += len(node.waiting)
+            node.waiting.clear()
+        self._log.commit()
+
+    def _decide(self, event: CoordinatorEvent) -> tuple[object, ...]:
+        self._state, effects = coordinator.decide(self._state, event)
+        self._log.append(event, effects, START_NS + self._now_us * 1000, self._state)
+        return effects
+
+    def close(self) -> None:
+        """Write what is left, and close the log."""
+        self._upload()
+        self._log.close()
+
+
+def bytes_by_kind(path: Path) -> dict[str, int]:
+    """Return how many bytes the bodies of each kind of record take."""
+    found: Counter[str] = Counter()
+    for entry in RunLog.read(path):
+        found[f"{'agents' if entry.agent else 'bus'} {entry.kind}: event"] += len(entry.event)
+        found[f"{'agents' if entry.agent else 'bus'} {entry.kind}: effects"] += len(entry.effects)
+    return dict(found.most_common())
+
+
+def measure(path: Path, agents: int, commands: int) -> dict[str, object]:
+    """Write a log and open it again."""
+    run = Run(path, agents)
+    start = time.perf_counter()
+    run.commands(commands)
+    run.close()
+    written_s = time.perf_counter() - start
+    start = time.perf_counter()
+    with RunLog.open(path) as log:
+        opened_s = time.perf_counter() - start
+        folded = log.folded
+    return {
+        "agents": agents,
+        "commands": commands,
+        "cores": os.cpu_count(),
+        "file_bytes": path.stat().st_size,
+        "bytes_a_command_and_agent": round(path.stat().st_size / commands / agents, 1),
+        "written_s": round(written_s, 1),
+        "opened_s": round(opened_s, 3),
+        "folded": folded,
+        "bytes": bytes_by_kind(path),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=4)
+    parser.add_argument("--commands", type=int, default=151_000)
+    parser.add_argument("--log", type=Path, help="Keep the log here.")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure(options.log or Path(folder) / "run.db", options.agents, options.commands)
+    text = json.dumps(results, indent=2)
+    print(text)  # noqa: T201
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
