@@ -34,7 +34,7 @@ from schemas.commands import (
     Target,
     durable_source,
 )
-from schemas.config import BusConfig
+from schemas.config import BusConfig, milliseconds, within_bounds
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
 from schemas.identity import Identity, InFlight, Tag
 from schemas.profiler.config import ProfilerConfig
@@ -48,8 +48,6 @@ StrPath = str | os.PathLike[str]
 SendWeights = Callable[[tuple[int, ...]], object]
 """Broadcasts weights to the replicas whose indices it is given."""
 Replicas = Iterable[int] | None
-
-TIMEOUT_MAX_S = 7 * 86_400
 
 
 class ControlPlane:
@@ -90,7 +88,7 @@ class ControlPlane:
         context: Context | None = None,
     ) -> None:
         self._address, self._log, self._run = address, log, run
-        self._config = config or BusConfig()
+        self._config = within_bounds(config or BusConfig())
         self._profiling = Profiling(
             profiler or ProfilerConfig(), lambda *order: self.bus.publish(*order), self._live_identities
         )
@@ -161,10 +159,12 @@ class ControlPlane:
         """Wait until `count` agents are live, and every live one is ready to serve.
 
         Raises:
+            ConfigError: The timeout is out of bounds.
             AgentsMissing: From the ticket. Names the agents that are there, and what they wait for.
         """
         ticket: Ticket[FleetStatus] = Ticket(0)
         bus = self.bus
+        milliseconds(timeout)  # its bounds
         self._portal.start_task_soon(partial(_await_agents, bus, count, timeout, ticket))
         return ticket
 
@@ -183,7 +183,7 @@ class ControlPlane:
         self, command: ProfileCommand | EngineCommand, replicas: Replicas = None, timeout: float = 30.0
     ) -> Ticket[Report]:
         """Publish one command. Takes microseconds here, whatever the size of the fleet."""
-        return self.bus.publish(command, _target(replicas), _milliseconds(timeout))
+        return self.bus.publish(command, _target(replicas), milliseconds(timeout))
 
     def pause(
         self, in_flight: InFlight = "abort", *, replicas: Replicas = None, timeout: float = 30.0
@@ -304,7 +304,7 @@ class ControlPlane:
             in_flight=in_flight,
             quorum=quorum,
             target=_target(replicas),
-            timeout_ms=_milliseconds(timeout),
+            timeout_ms=milliseconds(timeout),
         )
         if send is not None:
             self._portal.start_task_soon(_send_when_loading, bus, ticket, version, send)
@@ -360,9 +360,3 @@ async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[F
 
 def _target(replicas: Replicas) -> Target:
     return Target(replicas=frozenset(replicas) if replicas is not None else None)
-
-
-def _milliseconds(timeout: float) -> int:
-    if not 0.001 <= timeout <= TIMEOUT_MAX_S:
-        raise ConfigError(f"timeout {timeout!r}: must be between 0.001 and {TIMEOUT_MAX_S} seconds")
-    return int(timeout * 1000)

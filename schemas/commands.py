@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from schemas.identity import ROLLOUT, Count, Identity, InFlight, Name, Positive, Role, Tag
+from schemas.identity import ROLLOUT, Count, Identity, InFlight, Name, Port, Positive, ReplicaIndex, Role, Tag
 
 RelativePath = Annotated[str, Meta(max_length=512)]
 """A path below a root that each agent configures. An agent refuses absolute paths and `..`."""
@@ -135,7 +135,7 @@ class ProfilePlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool: Name = "torch"
     steps: frozenset[Count] | None = None
     ranks: frozenset[Count] | None = None
-    replicas: frozenset[Count] | None = None
+    replicas: frozenset[ReplicaIndex] | None = None
     window: Window | None = None
     activities: frozenset[ProfileActivity] = frozenset({"cpu"})
     with_stack: bool = False
@@ -180,9 +180,9 @@ class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_default
     """
 
     host: Name
-    port: Positive
+    port: Port
     group: Name
-    replicas: tuple[Count, ...]
+    replicas: tuple[ReplicaIndex, ...]
     backend: Literal["nccl", "gloo"] = "nccl"
     path: RelativePath = ""
 
@@ -217,7 +217,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 class Target(Struct, frozen=True, omit_defaults=True):
     """Which replicas a command is for. None means all of them, and the training ranks."""
 
-    replicas: frozenset[Count] | None = None
+    replicas: frozenset[ReplicaIndex] | None = None
 
     def includes(self, identity: Identity) -> bool:
         """Whether the command is for this agent."""
@@ -270,7 +270,7 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
     source: Source | None = None
     manifest: Manifest | None = None
     in_flight: InFlight = "abort"
-    quarantine: frozenset[Count] = frozenset()
+    quarantine: frozenset[ReplicaIndex] = frozenset()
 
     def __post_init__(self) -> None:
         if (self.phase in ("prepare", "commit")) != (self.source is not None):
@@ -313,7 +313,12 @@ class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):
 Command = ProfileCommand | WeightSync | EngineCommand | EpochStart
 
 
-class UnknownCommand(Struct, frozen=True, tag="unknown"):
-    """Stands for a command that this version can't read. Never on the wire."""
+class UnknownCommand(Struct, frozen=True, tag="unknown", omit_defaults=True):
+    """Stands for a command that this version can't read. Never on the wire.
+
+    Attributes:
+        problem: What is wrong with it; empty if its tag is unknown, as that of a newer version is.
+    """
 
     tag: Annotated[str, Meta(max_length=64)]
+    problem: Annotated[str, Meta(max_length=200)] = ""

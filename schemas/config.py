@@ -1,13 +1,19 @@
-"""Settings of the bus and of an agent.
+"""Settings of the bus and of an agent, and their bounds.
 
 The defaults suit a run of some thousand agents on one network. An unknown key is an error that names it.
 """
 
-from typing import Literal
+from typing import Annotated, Final, Literal, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
-from schemas.identity import Positive
+from schemas.errors import ConfigError
+from schemas.identity import TIME_MAX_MS, Milliseconds
+
+_Interval = Annotated[int, Meta(ge=1, le=3_600_000)]
+"""Of something that is done again and again: an hour at most, so that the bus or the agent is seen to live."""
+_Kept = Annotated[int, Meta(ge=1, le=65_536)]
+"""Messages or records that are kept in memory."""
 
 
 class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,13 +31,13 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             operating system, so a power cut may lose the last groups.
     """
 
-    head_interval_ms: Positive = 1_000
-    heartbeat_ms: Positive = 2_000
-    agent_timeout_ms: Positive = 10_000
-    lease_ms: Positive = 60_000
-    history: Positive = 1_024
-    queue: Positive = 4_096
-    retransmit_ms: Positive = 1_000
+    head_interval_ms: _Interval = 1_000
+    heartbeat_ms: _Interval = 2_000
+    agent_timeout_ms: Milliseconds = 10_000
+    lease_ms: Milliseconds = 60_000
+    history: _Kept = 1_024
+    queue: _Kept = 4_096
+    retransmit_ms: Milliseconds = 1_000
     durability: Literal["disk", "os"] = "os"
 
 
@@ -46,8 +52,28 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         durability: Of the journal, as in `BusConfig`.
     """
 
-    hello_retry_ms: Positive = 200
-    observe_ms: Positive = 1_000
-    reconcile_timeout_ms: Positive = 600_000
-    batch: Positive = 256
+    hello_retry_ms: _Interval = 200
+    observe_ms: _Interval = 1_000
+    reconcile_timeout_ms: Milliseconds = 600_000
+    batch: _Kept = 256
     durability: Literal["disk", "os"] = "os"
+
+
+T = TypeVar("T", bound=Struct)
+
+TIMEOUT_MAX_S: Final = TIME_MAX_MS // 1000
+
+
+def milliseconds(timeout_s: float) -> int:
+    """Return a timeout as it travels. Raises ConfigError if it is not within its bounds."""
+    if not 1 <= timeout_s * 1000 <= TIME_MAX_MS:  # also refuses NaN
+        raise ConfigError(f"timeout {timeout_s!r}: must be between 0.001 and {TIMEOUT_MAX_S} seconds")
+    return int(timeout_s * 1000)
+
+
+def within_bounds(value: T) -> T:
+    """Return `value`. A Struct does not check what Python code builds it of, so this does: raises ConfigError."""
+    try:
+        return convert(to_builtins(value), type(value))
+    except (ValidationError, TypeError) as error:
+        raise ConfigError(f"{type(value).__name__}: {error}") from None

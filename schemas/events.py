@@ -11,7 +11,18 @@ from msgspec import Raw, Struct
 
 from schemas.commands import Command, Manifest, ProfilePlan, Source, Target, UnknownCommand
 from schemas.desired import Desired, ProfileSession
-from schemas.identity import Count, Identity, InFlight, Name, Operation, Positive, Tag, Text
+from schemas.identity import (
+    Count,
+    Identity,
+    InFlight,
+    Milliseconds,
+    MillisecondsLeft,
+    Name,
+    Operation,
+    Positive,
+    Tag,
+    Text,
+)
 from schemas.outcomes import Outcome, Trace
 
 # --- calls, made one at a time ----------------------------------------------------------------------------------------
@@ -163,7 +174,7 @@ class MachineSettings(Struct, frozen=True, kw_only=True):
     """
 
     max_buffered: Positive = 256
-    reconcile_timeout_ms: Positive = 600_000
+    reconcile_timeout_ms: Milliseconds = 600_000
 
 
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
@@ -191,7 +202,7 @@ class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):
     epoch: Positive
     origin: Positive
     seq: Positive
-    ttl_ms: Count
+    ttl_ms: MillisecondsLeft
     command: Command | UnknownCommand
     target: Target = Target()
 

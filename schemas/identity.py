@@ -1,12 +1,36 @@
-"""Who an agent is: its place in the fleet, and the terms that describe an engine."""
+"""Who an agent is, the terms that describe an engine, and the bounded types that every message is made of.
+
+A bound is part of a type, so it is checked wherever a value is decoded. What a loop, a sleep or an allocation depends
+on has a type of its own, with a bound that the loop, sleep or allocation can bear.
+"""
 
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+NUMBER_MAX: Final = 1 << 53
+"""Largest number in a message. A few of them can be added, or multiplied by a thousand, within 64 bits."""
+REPLICAS_MAX: Final = 1 << 20
+NODES_MAX: Final = 1024
+GPUS_PER_NODE_MAX: Final = 64
+TIME_MAX_MS: Final = 7 * 86_400_000
+"""Longest timeout and longest interval: a week."""
+
+Count = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
+Positive = Annotated[int, Meta(ge=1, le=NUMBER_MAX)]
+ReplicaIndex = Annotated[int, Meta(ge=0, lt=REPLICAS_MAX)]
+"""Index of a replica; of a training rank, its global rank."""
+NodeRank = Annotated[int, Meta(ge=0, lt=NODES_MAX)]
+NodeCount = Annotated[int, Meta(ge=1, le=NODES_MAX)]
+GpuCount = Annotated[int, Meta(ge=1, le=GPUS_PER_NODE_MAX)]
+Milliseconds = Annotated[int, Meta(ge=1, le=TIME_MAX_MS)]
+"""A timeout or an interval."""
+MillisecondsLeft = Annotated[int, Meta(ge=0, le=TIME_MAX_MS)]
+"""What is left of a timeout."""
+Nanoseconds = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+"""A clock reading, or the difference of two. The sum or difference of two still fits into 64 bits."""
+Port = Annotated[int, Meta(ge=1, le=65_535)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=8192)]
 
@@ -56,10 +80,10 @@ class Identity(Struct, frozen=True, kw_only=True):
         role: `rollout`, or the training role. A training rank has no engine: it is profiled and skips everything else.
     """
 
-    replica: Count
-    node_rank: Count
-    nnodes: Positive = 1
-    gpus_per_node: Positive = 1
+    replica: ReplicaIndex
+    node_rank: NodeRank
+    nnodes: NodeCount = 1
+    gpus_per_node: GpuCount = 1
     mode: RolloutMode = RolloutMode.HYBRID
     role: Role = ROLLOUT
 

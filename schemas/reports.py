@@ -4,11 +4,11 @@ Reports and the fleet's status print as a few lines (`schemas.formatting`).
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
-from schemas.commands import Command
+from schemas.commands import Command, EpochStart
 from schemas.errors import CommandFailed
 from schemas.formatting import (
     Line,
@@ -21,8 +21,8 @@ from schemas.formatting import (
     group_outcomes,
     is_trouble,
 )
-from schemas.identity import ROLLOUT, Count, Name, Positive, Text, identity_of, replica_and_node
-from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
+from schemas.identity import ROLLOUT, Count, Name, Nanoseconds, Positive, Text, identity_of, replica_and_node
+from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 
 
 class Clock(Struct, frozen=True, kw_only=True):
@@ -36,9 +36,9 @@ class Clock(Struct, frozen=True, kw_only=True):
     """
 
     at_ms: int
-    wall_ns: int
-    offset_ns: int
-    error_ns: Count
+    wall_ns: Nanoseconds
+    offset_ns: Nanoseconds
+    error_ns: Nanoseconds
 
 
 class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
@@ -179,6 +179,9 @@ class AgentOutcome(Struct, frozen=True, kw_only=True):
     latency_us: Count = 0
 
 
+_NOT_MEANT: Final = (Skipped(Reason.NOT_TARGETED), Skipped(Reason.NOT_AN_ENGINE))
+
+
 class Report(Printable, frozen=True, kw_only=True, tag="report"):
     """All outcomes of one command: exactly one for every agent that was in the fleet when it was issued."""
 
@@ -207,6 +210,11 @@ class Report(Printable, frozen=True, kw_only=True, tag="report"):
         """Agents that did not answer."""
         return self._concluded(Missing)
 
+    @property
+    def about_nobody(self) -> bool:
+        """Whether the command was for no agent at all: the fleet was empty, or the target named nobody in it."""
+        return all(outcome.conclusion in _NOT_MEANT for outcome in self.outcomes)
+
     def _concluded(self, kind: type[Conclusion]) -> tuple[str, ...]:
         return tuple(outcome.agent for outcome in self.outcomes if isinstance(outcome.conclusion, kind))
 
@@ -216,14 +224,21 @@ class Report(Printable, frozen=True, kw_only=True, tag="report"):
         answered = [outcome.latency_us for outcome in self.outcomes if not isinstance(outcome.conclusion, Missing)]
         slowest = f"; slowest {max(answered) // 100 / 10} ms" if answered else ""
         counts = count_outcomes(outcome.conclusion for outcome in self.outcomes)
-        return f"{describe(self.command)} (seq {self.seq}): {counts}{slowest}"
+        nobody = "; nobody was meant" if self.about_nobody and self.outcomes else ""
+        return f"{describe(self.command)} (seq {self.seq}): {counts}{nobody}{slowest}"
 
     def lines(self) -> list[Line]:
         """The headline, then agents of the same outcome together, failures first."""
-        return [Line(self.headline, bool(self.failed or self.missing)), *_indented(self.outcomes)]
+        nobody = self.about_nobody and not isinstance(self.command, EpochStart)
+        return [Line(self.headline, bool(self.failed or self.missing or nobody)), *_indented(self.outcomes)]
 
     def raise_for_failures(self) -> None:
-        """Raise CommandFailed, which names each agent and why, if one failed or is missing. Skips are not failures."""
+        """Raise CommandFailed, which names each agent and why, if one failed or is missing, or if nobody was meant.
+
+        Other skips are not failures.
+        """
+        if self.about_nobody:
+            raise CommandFailed(f"command {self.seq} was for nobody: {self.headline}")
         troubles = [outcome for outcome in self.outcomes if is_trouble(outcome.conclusion)]
         if troubles:
             lines = [f"command {self.seq} did not succeed everywhere:", *(line.text for line in _indented(troubles))]

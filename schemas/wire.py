@@ -5,7 +5,7 @@ frozen for major version 2. The body is a tagged map, so fields can be added. Nu
 with the unit. Nothing is decoded into `Any`, and no hook builds objects.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -14,7 +14,18 @@ from schemas.commands import Command, Target, UnknownCommand
 from schemas.desired import Desired
 from schemas.errors import WireError
 from schemas.events import Decision, Effect, Event
-from schemas.identity import Count, Identity, Name, Positive, Text
+from schemas.identity import (
+    NUMBER_MAX,
+    Count,
+    Identity,
+    Milliseconds,
+    MillisecondsLeft,
+    Name,
+    Nanoseconds,
+    Port,
+    Positive,
+    Text,
+)
 from schemas.outcomes import Outcome
 from schemas.reports import AgentStatus, FleetStatus, Report
 
@@ -23,11 +34,10 @@ MAJOR = 2
 MINOR = 0
 MAX_BYTES = 256 * 1024
 MAX_COMMAND_BYTES = 64 * 1024
+MAX_TARGET_BYTES = 64 * 1024
+"""A record is a command, its target and some numbers. So it fits into a message, also as the only one of a `Replay`."""
 TOPIC_COMMAND = b"c2"
 TOPIC_HEAD = b"h2"
-
-Nanoseconds = Annotated[int, Meta(ge=0, le=1 << 62)]
-"""A clock reading. Bounded so that the sum or difference of two still fits into 64 bits."""
 
 
 class Header(Struct, frozen=True, array_like=True, gc=False):
@@ -62,8 +72,8 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     run: Name
-    issued_at_ns: int
-    ttl_ms: Count
+    issued_at_ns: Nanoseconds
+    ttl_ms: MillisecondsLeft
     body: Raw
     target: Target = Target()
 
@@ -147,11 +157,11 @@ class Welcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="welcom
     """
 
     run: Name
-    publish_port: Positive | None
-    heartbeat_ms: Positive
-    lease_ms: Positive
+    publish_port: Port | None
+    heartbeat_ms: Milliseconds
+    lease_ms: Milliseconds
     recorded_decisions: Count
-    head_interval_ms: Positive | None = None
+    head_interval_ms: Milliseconds | None = None
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):
@@ -172,6 +182,20 @@ class Replay(Struct, frozen=True, kw_only=True, tag="replay"):
     """A page of resent commands, in order. The header's seq is the head of the bus."""
 
     records: tuple[CommandRecord, ...]
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """A `CommandRecord`, as an agent reads it first: with its envelope encoded."""
+
+    origin: Annotated[int, Meta(ge=1, lt=NUMBER_MAX)]
+    seq: Annotated[int, Meta(ge=1, lt=NUMBER_MAX)]
+    envelope: Raw
+
+
+class Page(Struct, frozen=True, kw_only=True, tag="replay"):
+    """A `Replay` as an agent reads it: record by record, so that one that can't be read does not hide the others."""
+
+    records: tuple[Raw, ...]
 
 
 class Ack(Struct, frozen=True, kw_only=True, tag="ack"):
@@ -203,6 +227,8 @@ class TimeReply(Struct, frozen=True, kw_only=True, tag="time_reply"):
 
 
 Downward = Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply
+Received = Welcome | Snapshot | Page | Ack | Rejoin | TimeReply
+"""What an agent decodes: `Downward`, with its pages of replay unread."""
 
 # --- operator to bus, and back ----------------------------------------------------------------------------------------
 
@@ -216,7 +242,7 @@ class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
 
     command: Command
     target: Target
-    timeout_ms: Positive
+    timeout_ms: Milliseconds
 
 
 class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
@@ -228,9 +254,26 @@ class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
 Operator = StatusRequest | Submit
 Reply = FleetStatus | Report | RequestRejected
 
+OPERATOR_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Operator))
+
 T = TypeVar("T")
 
 # --- encoding and decoding --------------------------------------------------------------------------------------------
+
+UNREADABLE: Final = "unreadable"
+"""Stands for the tag of a command that has none that can be read."""
+UNREADABLE_TTL_MS: Final = 60_000
+"""Time to live of an envelope that can't be read."""
+PROBLEM_MAX: Final = 200
+"""Characters of a decoder's complaint that are kept."""
+_KNOWN_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Command))
+
+
+class _Run(Struct):
+    """What is read of an envelope that can't be read as a whole."""
+
+    run: Name
+
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 encode = _encoder.encode
@@ -238,10 +281,13 @@ encode = _encoder.encode
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_run_decoder = msgspec.msgpack.Decoder(_Run)
+_place_decoder = msgspec.msgpack.Decoder(Place)
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _map_decoder = msgspec.msgpack.Decoder(dict[str, Raw])
 _tag_decoder = msgspec.msgpack.Decoder(str)
 _upward_decoder: msgspec.msgpack.Decoder[Upward | Operator] = msgspec.msgpack.Decoder(Upward | Operator)
+_received_decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(Received)
 _downward_decoder: msgspec.msgpack.Decoder[Downward | Reply] = msgspec.msgpack.Decoder(Downward | Reply)
 event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 effects_decoder = msgspec.msgpack.Decoder(tuple[Effect, ...])
@@ -275,8 +321,9 @@ def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
         raise WireError("not a message of rolloutctl")
     if head.major != MAJOR:
         raise WireError(f"protocol version {head.major}, this side speaks {MAJOR}")
-    if min(head.epoch, head.origin, head.seq) < 0:
-        raise WireError("negative number in a header")
+    numbers = (head.epoch, head.origin, head.seq)
+    if min(numbers) < 0 or max(numbers) >= NUMBER_MAX:
+        raise WireError("a number in the header is out of bounds")  # the next seq must be within them too
     return head, frames[1]
 
 
@@ -285,32 +332,70 @@ def decode_upward(body: bytes) -> Upward | Operator:
     return _decode(_upward_decoder, body, "message from an agent")
 
 
+def decode_received(body: bytes) -> Received:
+    """Decode a body that the bus sent to an agent. Raises WireError."""
+    return _decode(_received_decoder, body, "message from the bus")
+
+
 def decode_downward(body: bytes) -> Downward | Reply:
-    """Decode a body that the bus sent. Raises WireError."""
+    """Decode any body that the bus sent. Raises WireError."""
     return _decode(_downward_decoder, body, "message from the bus")
 
 
-def decode_envelope(body: bytes) -> Envelope:
+def decode_envelope(body: bytes | Raw) -> Envelope:
     """Decode a body on the publish socket; the command inside stays encoded. Raises WireError."""
     return _decode(_envelope_decoder, body, "envelope")
 
 
-def decode_command(body: Raw) -> Command | UnknownCommand:
-    """Decode a command. One with an unknown tag or invalid fields becomes an `UnknownCommand`.
+def read_envelope(body: bytes | Raw, run: str) -> tuple[Envelope, Command | UnknownCommand]:
+    """Decode an envelope and the command in it.
 
-    It never raises. The record has its place in the order of commands, so an agent has to answer it and go on.
+    It raises WireError only for an envelope of another run. Any other has its place in the order of commands, and an
+    agent that dropped it could never go on: what can't be read becomes an `UnknownCommand` for everybody.
     """
     try:
-        return _command_decoder.decode(body)
-    except DECODE_ERRORS:
-        pass
+        envelope = decode_envelope(body)
+    except WireError as error:
+        envelope = Envelope(run=_run_of(body) or run, issued_at_ns=0, ttl_ms=UNREADABLE_TTL_MS, body=Raw())
+        command: Command | UnknownCommand = UnknownCommand(UNREADABLE, str(error)[:PROBLEM_MAX])
+    else:
+        command = decode_command(envelope.body)
+    if envelope.run != run:
+        raise WireError("a command of another run")
+    return envelope, command
+
+
+def _run_of(body: bytes | Raw) -> str:
     try:
-        return UnknownCommand(_tag_decoder.decode(_map_decoder.decode(body)["type"])[:64])
+        return _decode(_run_decoder, body, "envelope").run
+    except WireError:
+        return ""
+
+
+def decode_place(record: Raw) -> Place:
+    """Decode the position of one record of a page; its envelope stays encoded. Raises WireError."""
+    return _decode(_place_decoder, record, "record of a page")
+
+
+def decode_command(body: Raw) -> Command | UnknownCommand:
+    """Decode a command. One with an unknown tag or with invalid fields becomes an `UnknownCommand`. Never raises."""
+    try:
+        return _command_decoder.decode(body)
+    except DECODE_ERRORS as error:
+        problem = str(error)[:PROBLEM_MAX]
+    tag = tag_of(body)
+    return UnknownCommand(tag or UNREADABLE, "" if tag and tag not in _KNOWN_TAGS else problem)
+
+
+def tag_of(body: bytes | Raw) -> str:
+    """Return the tag of a message that can't be decoded, cut to 64 characters; empty if it has none."""
+    try:
+        return _tag_decoder.decode(_map_decoder.decode(body)["type"])[:64]
     except (*DECODE_ERRORS, KeyError):
-        return UnknownCommand("unreadable")
+        return ""
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes | Raw, what: str) -> T:
     try:
         return decoder.decode(body)
     except DECODE_ERRORS as error:  # names the path of an invalid field, and never shows the bytes

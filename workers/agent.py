@@ -26,7 +26,7 @@ from anyio import CancelScope
 
 from schemas import events
 from schemas.carriers.sockets import Context
-from schemas.config import AgentConfig
+from schemas.config import AgentConfig, within_bounds
 from schemas.errors import RolloutctlError
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Skipped
@@ -102,9 +102,9 @@ class Agent:
         context: Context | None = None,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.identity = identity
+        self.identity = within_bounds(identity)
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
-        self._engine, self._traces, self._config = engine, traces, config or AgentConfig()
+        self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
         self._path = state_dir / f"agent-{identity.agent}.db"
         self._resources = AsyncExitStack()
         self._changed: anyio.Event | None = None  # while somebody waits for a state

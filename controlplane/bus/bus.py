@@ -475,7 +475,10 @@ class Bus:
                 self._reply(connection, self.status())
             elif reason := str(self.fault or "") or self._callers.add_operator(connection, request):
                 self._reply(connection, wire.RequestRejected(reason=reason))
+        for connection, reason in self._inbox.refused:
+            self._reply(connection, wire.RequestRejected(reason=reason))
         self._inbox.requests.clear()
+        self._inbox.refused.clear()
 
     def _reply(self, connection: bytes, reply: wire.Reply) -> None:
         body = wire.encode(reply)

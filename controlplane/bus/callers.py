@@ -44,7 +44,16 @@ def checked_order(order: Order) -> Order:
     try:
         return _order_decoder.decode(encode(order))
     except (*DECODE_ERRORS, TypeError) as error:
-        raise CommandError(f"not a command that can be published: {error}. Nothing was sent") from None
+        raise CommandError(f"not a command that can be published: {_located(error, order)}. Nothing was sent") from None
+
+
+def _located(error: Exception, order: Order) -> str:
+    """The decoder's complaint, with the value that it complains about if that is a field."""
+    text = str(error)
+    value: object = order
+    for name in text.partition(" - at `$.")[2].rstrip("`").split("."):
+        value = getattr(value, name, None)
+    return text if value is None else f"{text}, which is {str(value)[:100]}"
 
 
 class _OperatorTicket(NamedTuple):

@@ -50,6 +50,7 @@ class Inbox:
         events: For the coordinator, in order.
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators, with the connections to answer.
+        refused: Requests of operators that can't be read or are out of bounds, with the reason.
         strangers: Connections that sent something without a hello; to be told to say it.
         time_replies: For agents that asked for the time; to be completed and sent at once.
         last_heard_us: When each agent last sent a message, on the bus's clock.
@@ -61,6 +62,7 @@ class Inbox:
         self.events: list[events.CoordinatorEvent] = []
         self.acks: list[tuple[str, wire.Ack]] = []
         self.requests: list[tuple[bytes, wire.Operator]] = []
+        self.refused: list[tuple[bytes, str]] = []
         self.strangers: set[bytes] = set()
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
@@ -87,7 +89,7 @@ class Inbox:
                 self.last_heard_us[peer] = self._at_us
                 if self._last_status.get(peer) == (header.seq, body) and member_at(self._state, peer) is not None:
                     return
-            message = wire.decode_upward(body)
+            message = self._decode(connection, body)
             if isinstance(message, (wire.StatusRequest, wire.Submit)):
                 self.requests.append((connection, message))
             elif self.operators_only:
@@ -100,6 +102,15 @@ class Inbox:
                 self.strangers.add(connection)
         except WireError as error:
             self._on_malformed(frames, error)
+
+    def _decode(self, connection: bytes, body: bytes) -> wire.Upward | wire.Operator:
+        """Decode a body. A person who waits for the answer to a request is told what is wrong with it."""
+        try:
+            return wire.decode_upward(body)
+        except WireError as error:
+            if wire.tag_of(body) in wire.OPERATOR_TAGS:
+                self.refused.append((connection, str(error)))
+            raise
 
     def take_events(self) -> list[events.CoordinatorEvent]:
         """Return the events of the messages received since the last call."""

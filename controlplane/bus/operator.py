@@ -8,6 +8,7 @@ import zmq
 from schemas import wire
 from schemas.carriers.sockets import agent_dealer
 from schemas.commands import EngineCommand, ProfileCommand, Target
+from schemas.config import milliseconds
 from schemas.errors import BusUnreachable, CommandError
 from schemas.reports import FleetStatus, Report
 
@@ -29,8 +30,9 @@ async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Targ
         BusUnreachable: No reply. The command may have been published.
         BusAddressError: The address can't be used.
         CommandError: The bus refused.
+        ConfigError: The timeout is out of bounds.
     """
-    request = wire.Submit(command=command, target=target, timeout_ms=max(1, int(timeout_s * 1000)))
+    request = wire.Submit(command=command, target=target, timeout_ms=milliseconds(timeout_s))
     return await _ask(bus, request, Report, timeout_s + ANSWER_S)
 
 

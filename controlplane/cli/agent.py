@@ -12,8 +12,9 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas.commands import ProfilePlan
+from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError, RolloutctlError
-from schemas.identity import Identity, RolloutMode
+from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.profiler.config import ProfilerConfig, read_config
 from workers.agent import Agent
 from workers.engine import Engine
@@ -36,10 +37,14 @@ def _state_home() -> str:
 
 @click.command(short_help="Run an agent beside an engine.")
 @click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
-@click.option("--replica", type=click.IntRange(0), required=True, help="Index of the replica in the job.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Index of the node in it.")
-@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of the replica.")
-@click.option("--gpus-per-node", type=click.IntRange(1), default=1, show_default=True, help="Its GPUs on each node.")
+@click.option("--replica", type=click.IntRange(0, REPLICAS_MAX - 1), required=True, help="Its index in the job.")
+@click.option(
+    "--node-rank", type=click.IntRange(0, NODES_MAX - 1), default=0, show_default=True, help="Index of the node."
+)
+@click.option("--nnodes", type=click.IntRange(1, NODES_MAX), default=1, show_default=True, help="Nodes of the replica.")
+@click.option(
+    "--gpus-per-node", type=click.IntRange(1, GPUS_PER_NODE_MAX), default=1, show_default=True, help="On each node."
+)
 @click.option("--mode", type=click.Choice([mode.value for mode in RolloutMode]), default="hybrid", show_default=True)
 @click.option("--engine", "kind", type=click.Choice(ENGINES), required=True, help="Engine that the agent commands.")
 @click.option("--url", help="sglang, vllm: address of this node's server, http://HOST:PORT.")
@@ -47,7 +52,13 @@ def _state_home() -> str:
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
 @click.option("--launch-log", type=_PATH, help="The server's output.  [default: in --state-dir]")
-@click.option("--up-within", type=click.FloatRange(1), default=1800.0, show_default=True, help="Seconds for a launch.")
+@click.option(
+    "--up-within",
+    type=click.FloatRange(1, TIMEOUT_MAX_S),
+    default=1800.0,
+    show_default=True,
+    help="Seconds for a launch.",
+)
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
 @click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")

@@ -15,13 +15,16 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import fleet_table
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
+from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError
-from schemas.identity import Tag
+from schemas.identity import NUMBER_MAX, Tag
 from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import FleetStatus, Report
 
 _bus = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus; or ROLLOUTCTL_BUS.")
+_SECONDS = click.FloatRange(0.01, TIMEOUT_MAX_S)
+_STEP = click.IntRange(0, NUMBER_MAX)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -39,7 +42,7 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable
     @_bus
     @_json
     @click.option("--replicas", callback=_numbers, metavar="N,N…", help="Only these, e.g. 0,2.  [default: all]")
-    @click.option("--timeout", type=click.FloatRange(0.01), default=30.0, show_default=True, help="Seconds.")
+    @click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, help="Seconds.")
     @wraps(build)
     def run(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, **options: Any) -> None:
         command = build(**options)
@@ -49,7 +52,7 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable
             for outcome in report.outcomes:
                 for trace in outcome.conclusion.traces if isinstance(outcome.conclusion, Acted) else ():
                     click.echo(f"  {outcome.agent}: {trace.path}")
-        if report.failed or report.missing:
+        if report.failed or report.missing or report.about_nobody:
             click.get_current_context().exit(1)
 
     return run
@@ -69,7 +72,7 @@ def _print(report: Report, as_json: bool) -> None:
 @click.command(short_help="Show every agent, its state, and what it waits for.")
 @_bus
 @_json
-@click.option("--timeout", type=click.FloatRange(0.01), default=5.0, show_default=True, help="Seconds to wait.")
+@click.option("--timeout", type=_SECONDS, default=5.0, show_default=True, help="Seconds to wait.")
 def status(bus: str, as_json: bool, timeout: float) -> None:
     """Show the fleet of a running bus."""
     fleet: FleetStatus = _run(partial(ask_status, bus, timeout))
@@ -109,11 +112,11 @@ def profile() -> None:
 
 
 @profile.command("start")
-@click.option("--step", type=click.IntRange(0), required=True, help="Global training step; names the directory.")
+@click.option("--step", type=_STEP, required=True, help="Global training step; names the directory.")
 @click.option(
     "--ranks", callback=_numbers, metavar="N,N…", help="Global GPU ranks whose replicas take part.  [default: all]"
 )
-@click.option("--window", type=(click.IntRange(0), click.IntRange(1)), help="Forward steps to record: START END.")
+@click.option("--window", type=(_STEP, click.IntRange(1, NUMBER_MAX)), help="Forward steps to record: START END.")
 @click.option("--activity", "activities", multiple=True, type=click.Choice(["cpu", "cuda", "memory"]))
 @click.option("--with-stack", is_flag=True)
 @click.option("--record-shapes", is_flag=True)
@@ -147,7 +150,7 @@ def profile_start(
 
 
 @profile.command("stop")
-@click.option("--step", type=click.IntRange(0), required=True, help="The step that the session was started for.")
+@click.option("--step", type=_STEP, required=True, help="The step that the session was started for.")
 @_publishes
 def profile_stop(step: int) -> ProfileCommand:
     """Close the session. The report names the traces of node rank 0."""
@@ -155,7 +158,7 @@ def profile_stop(step: int) -> ProfileCommand:
 
 
 @profile.command("collect")
-@click.option("--step", type=click.IntRange(0), required=True, help="The step whose session was stopped.")
+@click.option("--step", type=_STEP, required=True, help="The step whose session was stopped.")
 @_publishes
 def profile_collect(step: int) -> ProfileCommand:
     """After a stop, report the traces that the other nodes wrote to their own disks."""
@@ -163,7 +166,7 @@ def profile_collect(step: int) -> ProfileCommand:
 
 
 @profile.command("check")
-@click.option("--step", type=click.IntRange(0), default=0, help="Has no effect: the check ignores the steps.")
+@click.option("--step", type=_STEP, default=0, help="Has no effect: the check ignores the steps.")
 @_config
 @_publishes
 def profile_check(step: int, config: ProfilerConfig | None) -> ProfileCommand:

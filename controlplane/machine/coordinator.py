@@ -26,13 +26,13 @@ from msgspec.structs import replace
 
 from controlplane.machine import events, fleet
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
-from controlplane.machine.weights import Sync, first_phase, next_phase
+from controlplane.machine.weights import Sync, commit_phase, first_phase, next_phase
 from schemas.commands import Command, EpochStart, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, identity_of
 from schemas.outcomes import Failed
 from schemas.reports import AgentOutcome, Report, SyncReport
-from schemas.wire import MAX_COMMAND_BYTES, CommandRecord, Envelope, Replay, encode
+from schemas.wire import MAX_COMMAND_BYTES, MAX_TARGET_BYTES, CommandRecord, Envelope, Replay, encode
 
 LOGIC = 3
 """Version of the decisions below, recorded in every log. A change of behaviour gets a new number."""
@@ -125,9 +125,7 @@ def _on_closed(state: CoordinatorState, event: events.Closed, effects: Effects) 
 
 
 def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) -> CoordinatorState:
-    size = len(encode(event.command))
-    if size > MAX_COMMAND_BYTES:
-        reason = f"the command takes {size} bytes, of at most {MAX_COMMAND_BYTES}; nothing was published"
+    if reason := _oversize(event.command, event.target):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
     now = _Now(event.at_us, event.at_ns)
@@ -143,10 +141,24 @@ def _on_sync_requested(state: CoordinatorState, event: events.SyncRequested, eff
         )
         effects.append(events.Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
         return state
+    largest = commit_phase(event, frozenset(unit for unit in state.desired if isinstance(unit, int)))
+    if reason := _oversize(largest, event.target):
+        effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
+        return state
     state = replace(state, sync=Sync(request=event, seq=state.seq + 1))
     now = _Now(event.at_us, event.at_ns)
     state = _publish(state, first_phase(event), event.target, event.timeout_ms, now, effects)
     return _conclude(state, event.at_us, effects)
+
+
+def _oversize(command: Command, target: Target) -> str:
+    """Why the record of a command is too large for a message; empty if it is not. Asked before it has a seq."""
+    sizes = {"command": (len(encode(command)), MAX_COMMAND_BYTES), "target": (len(encode(target)), MAX_TARGET_BYTES)}
+    problems = [
+        f"the {part} takes {size:,} bytes, of at most {most:,}" for part, (size, most) in sizes.items() if size > most
+    ]
+    advice = "Name fewer replicas or ranks, or all of them by naming none"
+    return f"{' and '.join(problems)}; nothing was published. {advice}" if problems else ""
 
 
 def _publish(
@@ -271,6 +283,8 @@ def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> Coordina
 
 def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, effects: Effects) -> CoordinatorState:
     sync, following = next_phase(sync, report)
+    if isinstance(following, WeightSync) and _oversize(following, sync.request.target):  # replicas that joined since
+        sync, following = replace(sync, phase="abort"), WeightSync(phase="abort", version=sync.request.version)
     if isinstance(following, SyncReport):
         effects.append(events.Conclude(ticket=sync.request.ticket, report=following))
         return replace(state, sync=None)

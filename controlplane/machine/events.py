@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from schemas.commands import Command, Manifest, Source, Target
-from schemas.identity import Count, InFlight, Name, Positive, Text
+from schemas.identity import Count, InFlight, Milliseconds, Name, Port, Positive, Text
 from schemas.outcomes import Outcome
 from schemas.reports import AgentStatus, Report, SyncReport
 from schemas.wire import Downward, Envelope, Hello
@@ -20,13 +20,13 @@ Peer = Annotated[str, Meta(max_length=255)]
 class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     """Limits of the coordinator, from `BusConfig`."""
 
-    heartbeat_ms: Positive
-    agent_timeout_ms: Positive
-    lease_ms: Positive
+    heartbeat_ms: Milliseconds
+    agent_timeout_ms: Milliseconds
+    lease_ms: Milliseconds
     history: Positive
-    retransmit_ms: Positive
-    publish_port: Positive | None = None
-    head_interval_ms: Positive | None = None
+    retransmit_ms: Milliseconds
+    publish_port: Port | None = None
+    head_interval_ms: Milliseconds | None = None
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
     ticket: Positive
     command: Command
     target: Target
-    timeout_ms: Positive
+    timeout_ms: Milliseconds
 
 
 class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
@@ -70,7 +70,7 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     in_flight: InFlight
     quorum: Positive | None
     target: Target
-    timeout_ms: Positive
+    timeout_ms: Milliseconds
 
 
 class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):

@@ -8,6 +8,7 @@ checkpoint, or a step raised) finds the session of another step open: that one i
     check ─▶ start ─▶ stop ─▶ collect (what the other nodes of a replica wrote) ─▶ … ─▶ finish, after the last session
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Literal
 
@@ -125,9 +126,18 @@ def ranks_absent(config: ProfilerConfig, fleet: Iterable[Identity]) -> frozenset
     for role, plan in ((ROLLOUT, config.plan), *config.roles.items()):
         members = [identity for identity in identities if identity.role == role]
         if plan.enabled and members:
-            absent |= (plan.ranks or frozenset()) - {rank for member in members for rank in member.global_ranks}
+            absent |= _owned_by_nobody(plan.ranks or frozenset(), members)
             absent |= (plan.replicas or frozenset()) - {member.replica for member in members}
     return frozenset(absent)
+
+
+def _owned_by_nobody(ranks: frozenset[int], members: Iterable[Identity]) -> frozenset[int]:
+    """The ranks without an owner. Replicas may be large and many, so their ranks are not counted out one by one."""
+    ordered = sorted(ranks)
+    owned: set[int] = set()
+    for owner in dict.fromkeys(member.global_ranks for member in members):
+        owned.update(ordered[bisect_left(ordered, owner.start) : bisect_left(ordered, owner.stop)])
+    return ranks - owned
 
 
 def roles_absent(config: ProfilerConfig, fleet: Iterable[Identity]) -> list[str]:

@@ -54,6 +54,17 @@ def first_phase(request: SyncRequested) -> WeightSync:
     )
 
 
+def commit_phase(request: SyncRequested, lost: frozenset[int]) -> WeightSync:
+    """Return the command that commits a sync; `lost` are the replicas that dropped out."""
+    return WeightSync(
+        phase="commit",
+        version=request.version,
+        source=request.source,
+        manifest=request.manifest,
+        quarantine=lost,
+    )
+
+
 def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncReport]:
     """Return what follows the end of a phase: the command of the next one, or the report of the whole sync."""
     conclusions = primary_conclusions(report)
@@ -74,14 +85,7 @@ def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncRepor
         case "prepare":
             return replace(sync, phase="load"), WeightSync(phase="load", version=version, quarantine=sync.lost)
         case "load":
-            commit = WeightSync(
-                phase="commit",
-                version=version,
-                source=request.source,
-                manifest=request.manifest,
-                quarantine=sync.lost,
-            )
-            return replace(sync, phase="commit"), commit
+            return replace(sync, phase="commit"), commit_phase(request, sync.lost)
 
 
 def primary_conclusions(report: Report) -> dict[int, Conclusion]:

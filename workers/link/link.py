@@ -352,9 +352,9 @@ class Link:
             except WireError as error:
                 self._malformed.add(frames, error)
 
-    def _handle_control(self, head: wire.Header, message: wire.Downward, received_ms: int) -> None:
+    def _handle_control(self, head: wire.Header, message: wire.Received, received_ms: int) -> None:
         match message:
-            case wire.Replay():
+            case wire.Page():
                 run = self._session.welcome.run if self._session is not None else ""
                 for command in read_replay(head, message, run, received_ms):
                     self._handle(command)

@@ -60,7 +60,11 @@ def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
     if missing is None or needs_no_engine(command, state.engine, identity):
         return None
     if isinstance(command, UnknownCommand):
-        message = f"this agent does not know the command {command.tag!r}: it is older than its bus."
+        message = (
+            f"this agent can't read the command {command.tag!r}, and did nothing: {command.problem}."
+            if command.problem
+            else f"this agent does not know the command {command.tag!r}: it is older than its bus."
+        )
     else:
         available = ", ".join(sorted(state.engine.operations)) or "none"
         message = (
