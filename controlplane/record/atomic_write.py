@@ -30,6 +30,8 @@ def check_destination(out: Path, force: bool, inputs: Iterable[Path] = ()) -> No
 def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
     """Yield a file that is at `out` if the block ends normally, and not at all otherwise.
 
+    Its mode is 0600, as that of the log that it was made from.
+
     Args:
         force: Replace a file that is already there.
 
@@ -39,7 +41,7 @@ def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
     """
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
-        with draft.open("xb") as file:
+        with open(draft, "xb", opener=_private) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -49,6 +51,10 @@ def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
             _link_or_rename(draft, out)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _link_or_rename(draft: Path, out: Path) -> None:

@@ -130,6 +130,7 @@ class FleetHistory:
 
     def __init__(self) -> None:
         self.start_ns = self.now_ns = self.version = 0
+        self._begun = False
         self.quarantines: list[Quarantine] = []
         self._quarantined: dict[int, Quarantine] = {}
         self._agents: dict[str, AgentHistory] = {}
@@ -139,7 +140,9 @@ class FleetHistory:
 
     def advance(self, at_ns: int) -> None:
         """Advance the time. A clock that was set back counts as standing still."""
-        self.start_ns = self.start_ns or at_ns
+        if not self._begun:
+            self.start_ns = self.now_ns = at_ns
+            self._begun = True
         self.now_ns = max(self.now_ns, at_ns)
 
     def opened(self) -> None:

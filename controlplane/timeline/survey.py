@@ -111,8 +111,9 @@ class LogSurvey:
         self._answered: OrderedDict[tuple[str, int], int] = OrderedDict()  # when each answer arrived
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
-        for record in decode_entries(self._until_damage(entries), self.unreadable):
-            self.begins_ns = self.begins_ns or record.at_ns
+        for number, record in enumerate(decode_entries(self._until_damage(entries), self.unreadable)):
+            if number == 0:
+                self.begins_ns = self.last_ns = record.at_ns
             self.last_ns = max(self.last_ns, record.at_ns)
             if isinstance(record, AgentRecord):
                 self._survey_agent(record)

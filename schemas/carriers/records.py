@@ -61,7 +61,7 @@ class Record(Struct, frozen=True, gc=False):
 
     Attributes:
         position: Counted from 1, given by `append`.
-        at_ns: Wall clock, nanoseconds since 1970.
+        at_ns: Wall clock, nanoseconds since 1970; negative where a clock was never set.
         kind: What the body holds.
         agent: Agent that the record is about; '' for the bus.
         body: Encoded message.
@@ -93,6 +93,12 @@ def _checksum(position: int, at_ns: int, kind: str, agent: str, body: bytes) -> 
     return zlib.crc32(body, zlib.crc32(f"{position} {at_ns} {kind}\0{agent}\0".encode()))
 
 
+def _check_regular(path: Path) -> None:
+    """Raise LogError for a pipe, a device or a folder: to open one could block, or change it."""
+    if path.exists() and not path.is_file():
+        raise LogError(f"{path}: not a regular file, and so no record file of rolloutctl")
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -113,11 +119,14 @@ class RecordReader:
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open an existing file. Raises LogError if it is missing, LogCorrupt if it is not a record file."""
         path = Path(path)
+        _check_regular(path)
         try:
             file = writer_lock.connect(path)
         except OSError:
             raise LogError(f"{path}: no such file, or it can't be reached") from None
         try:
+            if path.stat().st_size == 0:
+                raise LogCorrupt(f"{path}: is empty, and so no record file of rolloutctl")
             return cls(path, database.open_for_reading(path), file)
         except BaseException as error:
             writer_lock.disconnect(file)
@@ -295,6 +304,7 @@ class RecordFile(RecordReader):
         if header and (taken := OWN_KEYS & header.keys()):
             raise ConfigError(f"{min(taken)!r} can't be a key of a header: the file uses it itself")
         path = Path(path)
+        _check_regular(path)
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -322,11 +332,11 @@ class RecordFile(RecordReader):
         """Buffer one record for the next `commit`, and return its position.
 
         Raises:
-            ValueError: `at_ns` is not in 0 to 2**63 - 1.
+            ValueError: `at_ns` is not a signed number of 64 bits.
             TypeError: `body` is not bytes.
         """
-        if not 0 <= at_ns < 1 << 63:
-            raise ValueError(f"at_ns is nanoseconds since 1970, from 0 to 2**63 - 1: {at_ns}")
+        if not -(1 << 63) <= at_ns < 1 << 63:
+            raise ValueError(f"at_ns is nanoseconds since 1970, a signed number of 64 bits: {at_ns}")
         position = self._next
         self._pending.append((position, at_ns, kind, agent, _checksum(position, at_ns, kind, agent, body), body))
         self._next = position + 1

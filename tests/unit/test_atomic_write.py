@@ -30,6 +30,19 @@ def test_the_log_itself_is_never_overwritten(command: str, log: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_only_the_owner_can_read_the_result(command: str, log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("everybody can read what was here before")
+    out.chmod(0o644)
+    before = os.umask(0)
+    try:
+        assert rolloutctl(command, log, "-o", out, "--force").returncode == 0
+    finally:
+        os.umask(before)
+    assert out.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_pipe_or_device_is_refused_and_stays(command: str, log: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio import to_thread
 
 from controlplane.bus.bus import Bus
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import StatusReceived
 from controlplane.record.log import RunLog
+from controlplane.report.collect import collect
+from controlplane.timeline.survey import LogSurvey
 from schemas.carriers.sockets import Context
+from schemas.commands import EngineCommand, Target
 from schemas.config import AgentConfig, BusConfig
 from schemas.reports import Clock
 from schemas.wire import TimeReply
+from tests.running import rolloutctl
 from tests.unit.small_bus import PRIMARY, SECOND, Engine, running
 from workers.agent import Agent
 from workers.link.clocks import DRIFT_PPM, REPORT_AGE_NS, Clocks
@@ -193,6 +198,36 @@ async def test_a_new_bus_is_measured_again(tmp_path: Path, context: Context) -> 
                     state = await bus.wait_until(lambda state: "0.0" in clocks_of(state) and live(state))
                 epochs.append((state.epoch, clocks_of(state)["0.0"].at_ms))
     assert [epoch for epoch, _ in epochs] == [1, 2]
+
+
+@pytest.mark.anyio
+async def test_a_wall_clock_before_1970_is_survived(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without a battery begins in 1970 or before, until its clock is set."""
+    behind_ns = time.time_ns() + 1_000_000_000 * S
+    original = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: original() - behind_ns)
+    address, path = f"ipc://{tmp_path}/bus", tmp_path / "run.db"
+    async with Bus(address, RunLog.open(path), QUICK, context=context) as bus:
+        async with running(address, context, Engine(), tmp_path) as agent:
+            with anyio.fail_after(10):
+                await bus.wait_until(lambda state: "0.0" in clocks_of(state) and live(state))
+                await bus.publish(EngineCommand(operation="flush"), Target(), 5000)
+        assert (bus.malformed, agent.malformed) == (0, 0)
+    assert all(entry.at_ns < 0 for entry in RunLog.read(path))
+    assert RunLog.header(path).run.startswith("1938") and RunLog.header(path).created_ns < 0
+    for last_ns in (LogSurvey(RunLog.read(path)).last_ns, collect(RunLog.read(path)).end_ns):
+        assert abs(last_ns - time.time_ns()) < 60 * S
+    out = tmp_path / "out"
+    for words in (["log", "show"], ["log", "show", "--json"], ["log", "verify"], ["log", "replay"]):
+        done = await to_thread.run_sync(rolloutctl, *words, path)
+        assert (done.returncode, done.stderr) == (0, ""), words
+    for command in ("report", "timeline"):
+        done = await to_thread.run_sync(rolloutctl, command, path, "-o", out, "--force")
+        assert done.returncode == 0, done.stderr
+    with RunLog.open(path) as log:
+        assert log.state.seq == 2
 
 
 def live(state: CoordinatorState) -> bool:

@@ -1,6 +1,7 @@
 """`rolloutctl log` and the pytest plugin over recorded, damaged and wrong files, as processes."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -132,9 +133,13 @@ def test_unreadable_effects_are_one_clear_line(good: Path, args: tuple[str, ...]
 
 
 @pytest.mark.parametrize("args", [("show",), ("verify",), ("replay",)])
-@pytest.mark.parametrize("what", ["text", "missing", "journal"])
+@pytest.mark.parametrize("what", ["text", "missing", "journal", "empty", "pipe"])
 def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, args: tuple[str], what: str) -> None:
     file = tmp_path / "file.db"
+    if what == "empty":
+        file.touch()
+    elif what == "pipe":
+        os.mkfifo(file)
     if what == "text":
         file.write_text("this is no log\n" * 1000)
     elif what == "journal":
