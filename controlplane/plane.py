@@ -20,6 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from controlplane.bus.bus import Bus
 from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.events import Absent
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
@@ -168,6 +169,19 @@ class ControlPlane:
         self._portal.start_task_soon(partial(_await_agents, bus, count, timeout, ticket))
         return ticket
 
+    def retire(self, *places: int | str) -> Ticket[FleetStatus]:
+        """Take places out of the run for good, so that reports no longer name them as absent.
+
+        Args:
+            places: A replica, by index (all of its agents), or one agent, by name: `3`, `"3.1"`, `"actor.0"`. An agent
+                that is running can't be retired: stop it first. One that is started at a retired place later is told
+                to give up.
+
+        Raises:
+            CommandError: From the ticket. An agent is running there, or the run has no such place; nothing was retired.
+        """
+        return self.bus.retire(tuple(str(place) for place in places))
+
     @property
     def profile_reports(self) -> deque[Report]:
         """Reports of the profile commands that `step` published, newest last. Bounded; the log has all of them."""
@@ -267,6 +281,7 @@ class ControlPlane:
         in_flight: InFlight = "abort",
         quorum: int | None = None,
         replicas: Replicas = None,
+        absent: Absent = "leave",
         timeout: float = 600.0,
     ) -> Ticket[SyncReport]:
         """Bring the fleet to new weights, all replicas together or none: prepare, load, then commit or abort.
@@ -283,6 +298,8 @@ class ControlPlane:
                 and the replicas fail by the deadline, so give the group a shorter one.
             in_flight: What happens to running requests, see `pause`.
             quorum: Replicas that must load; None for more than half.
+            absent: `leave`: no phase waits for an engine that is known to be down once the others meet the quorum; the
+                report names its replica as unproven, and it comes back to these weights. `wait`: wait for it.
             timeout: Seconds for each phase.
 
         Raises:
@@ -303,6 +320,7 @@ class ControlPlane:
             manifest,
             in_flight=in_flight,
             quorum=quorum,
+            absent=absent,
             target=_target(replicas),
             timeout_ms=milliseconds(timeout),
         )

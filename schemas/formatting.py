@@ -55,10 +55,21 @@ def format_outcome(outcome: Conclusion) -> str:
             return f"skipped {reason}"
         case Failed(error=error, message=message):
             return f"failed {error}: {message}"
+        case Missing(reason="absent", away_ms=away_ms):
+            return f"missing (absent for {format_duration(away_ms)})"
         case Missing(reason=reason):
             return f"missing ({reason})"
         case _:
             assert_never(outcome)
+
+
+def format_duration(duration_ms: int) -> str:
+    """Return a duration in its largest unit, rounded down: `3 min`."""
+    seconds = duration_ms // 1000
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
 
 
 def kind_and_reason(outcome: Conclusion) -> tuple[str, str]:

@@ -100,15 +100,18 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: Text
 
 
-class Missing(Struct, frozen=True, tag="missing"):
+class Missing(Struct, frozen=True, tag="missing", omit_defaults=True):
     """The agent did not answer. Never sent: the bus concludes it.
 
     Attributes:
-        reason: `deadline` when time was up; `gone` when the agent fell silent; `restarted` when another incarnation
-            took its place; `bus_restarted` when the trainer died while the command was open.
+        reason: `deadline` when time was up; `absent` when the agent was away already when the command was issued;
+            `gone` when it fell silent since; `restarted` when another incarnation took its place; `engine_down` when a
+            sync went on without its engine; `bus_restarted` when the trainer died while the command was open.
+        away_ms: How long an absent agent had been away.
     """
 
-    reason: Literal["deadline", "gone", "restarted", "bus_restarted"]
+    reason: Literal["deadline", "absent", "gone", "restarted", "engine_down", "bus_restarted"]
+    away_ms: Count = 0
 
 
 Outcome = Acted | Skipped | Failed

@@ -21,7 +21,7 @@ from schemas.formatting import (
     group_outcomes,
     is_trouble,
 )
-from schemas.identity import ROLLOUT, Count, Name, Nanoseconds, Positive, Text, identity_of, replica_and_node
+from schemas.identity import ROLLOUT, Count, Name, Nanoseconds, Positive, Text, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 
 
@@ -183,7 +183,7 @@ _NOT_MEANT: Final = (Skipped(Reason.NOT_TARGETED), Skipped(Reason.NOT_AN_ENGINE)
 
 
 class Report(Printable, frozen=True, kw_only=True, tag="report"):
-    """All outcomes of one command: exactly one for every agent that was in the fleet when it was issued."""
+    """All outcomes of one command: exactly one for every known agent that is not retired."""
 
     seq: Count
     origin: Count
@@ -207,7 +207,7 @@ class Report(Printable, frozen=True, kw_only=True, tag="report"):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Agents that did not answer."""
+        """Agents that did not answer, or were away when the command was issued."""
         return self._concluded(Missing)
 
     @property
@@ -254,6 +254,8 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         loaded: Replicas that serve it.
         quarantined: Replicas that are out of service until a later sync or a restart.
         phases: The report of each phase, in order.
+        unproven: All other replicas that the run knows and the sync was for. They are out of reach, or their engines
+            are down, or they have not answered the last phase: nobody knows what they serve.
     """
 
     version: Positive
@@ -261,18 +263,20 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
     loaded: tuple[Count, ...]
     quarantined: tuple[Count, ...]
     phases: tuple[Report, ...]
+    unproven: tuple[Count, ...] = ()
 
     @property
     def headline(self) -> str:
         """How it ended, in one line."""
         serving = f" on {format_replicas(self.loaded)}" if self.loaded else ""
+        unproven = f"; unproven: {format_replicas(self.unproven)}" if self.unproven else ""
         quarantined = f"; quarantined: {format_replicas(self.quarantined)}" if self.quarantined else ""
-        return f"weights v{self.version} {self.status}{serving}{quarantined}"
+        return f"weights v{self.version} {self.status}{serving}{unproven}{quarantined}"
 
     def lines(self) -> list[Line]:
         """The headline, then what failed in each phase, then the count of every phase."""
         return [
-            Line(self.headline, self.status == "aborted" or bool(self.quarantined)),
+            Line(self.headline, self.status == "aborted" or bool(self.quarantined or self.unproven)),
             *self._failures(),
             *(Line(f"  {phase.headline}") for phase in self.phases),
         ]
@@ -286,11 +290,8 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         ]
 
     def raise_for_failures(self) -> None:
-        """Raise CommandFailed unless every replica that syncs at all serves the new version."""
-        last = self.phases[-1]
-        places = [replica_and_node(agent) for agent in (*last.failed, *last.missing)]
-        primary_down = any(place is not None and place[1] == 0 for place in places)
-        if self.status == "committed" and not self.quarantined and not primary_down:
+        """Raise CommandFailed unless every known replica that the sync was for is proven to serve the new version."""
+        if self.status == "committed" and not self.quarantined and not self.unproven:
             return
         headline = f"weight sync did not succeed everywhere: {self.headline}"
         raise CommandFailed("\n".join([headline, *(line.text for line in self._failures())]))

@@ -245,13 +245,23 @@ class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
     timeout_ms: Milliseconds
 
 
+class Retire(Struct, frozen=True, kw_only=True, tag="retire"):
+    """Take places out of the run for good, and answer with the status of the fleet.
+
+    Attributes:
+        places: Each a replica, by index, or one agent, by name.
+    """
+
+    places: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
+
+
 class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
     """The bus did not do what the operator asked."""
 
     reason: Text
 
 
-Operator = StatusRequest | Submit
+Operator = StatusRequest | Submit | Retire
 Reply = FleetStatus | Report | RequestRejected
 
 OPERATOR_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Operator))

@@ -139,6 +139,7 @@ class Bus:
         quorum: int | None,
         target: Target,
         timeout_ms: int,
+        absent: events.Absent = "leave",
     ) -> Ticket[SyncReport]:
         """Hand a weight sync to the bus. `timeout_ms` is for each phase. Otherwise like `publish`."""
         ticket: Ticket[SyncReport] = self._callers.new_ticket()
@@ -153,8 +154,15 @@ class Bus:
             quorum=quorum,
             target=target,
             timeout_ms=timeout_ms,
+            absent=absent,
         )
         self._hand_over(ticket, order)
+        return ticket
+
+    def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
+        """Take places out of the run for good. Otherwise like `publish`."""
+        ticket: Ticket[FleetStatus] = self._callers.new_ticket()
+        self._hand_over(ticket, events.RetireRequested(at_us=0, at_ns=0, ticket=ticket.number, places=places))
         return ticket
 
     def status(self) -> FleetStatus:
@@ -325,7 +333,7 @@ class Bus:
             batch = self._inbox.take_events()
             batch += self._callers.take_orders(at_us, at_ns)
             if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
-                batch.append(events.TimerFired(at_us=at_us))  # last, so that what arrived in time counts
+                batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
             await self._process(batch, at_us, at_ns)
 
     def _receive(self, at_us: int, at_ns: int) -> bool:
@@ -370,7 +378,9 @@ class Bus:
             if not self._unreachable or not self._receive(at_us, at_ns):
                 break
             batch = self._inbox.take_events()
-            batch += [events.PeerLost(at_us=at_us, peer=peer, reason="unreachable") for peer in self._unreachable]
+            batch += [
+                events.PeerLost(at_us=at_us, at_ns=at_ns, peer=peer, reason="unreachable") for peer in self._unreachable
+            ]
             self._unreachable.clear()
         if self._flush_due(at_us):
             await self._commit()
@@ -434,6 +444,8 @@ class Bus:
                 self._callers.conclude(effect)
             case events.Refuse():
                 self._callers.refuse(effect)
+            case events.Retired(ticket=ticket):
+                self._callers.resolve(ticket, self.status())
             case _:
                 assert_never(effect)
 

@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from controlplane.machine.events import Conclude, CoordinatorEvent, Issued, Refuse, SyncRequested
+from controlplane.machine.events import Conclude, CoordinatorEvent, Issued, Refuse, RetireRequested, SyncRequested
 from controlplane.tickets import Ticket
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import BusClosed, BusOverloaded, CommandError, SyncInProgress
-from schemas.reports import Report, SyncReport
-from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Submit, encode
+from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Retire, Submit, encode
 
 OPERATORS_MAX: Final = 64
 """Commands of operators that may be open at once."""
@@ -26,10 +26,15 @@ NOT_PUBLISHABLE: Final = (
     "only a profile command or an engine command can be published by itself: a weight sync is a sequence of commands, "
     "so call `sync_weights`; an epoch begins when a bus is opened"
 )
-_REFUSALS: Final = {"command": CommandError, "sync_in_progress": SyncInProgress, "closed": BusClosed}
+_REFUSALS: Final = {
+    "command": CommandError,
+    "sync_in_progress": SyncInProgress,
+    "closed": BusClosed,
+    "retire": CommandError,
+}
 
-Order = Issued | SyncRequested
-_order_decoder: Decoder[Order] = Decoder(Issued | SyncRequested)
+Order = Issued | SyncRequested | RetireRequested
+_order_decoder: Decoder[Order] = Decoder(Order)
 
 
 def checked_order(order: Order) -> Order:
@@ -62,12 +67,20 @@ class _OperatorTicket(NamedTuple):
     connection: bytes
     reply: Callable[[bytes, Reply], None]
 
-    def resolve(self, report: Report | SyncReport) -> None:
-        assert isinstance(report, Report)  # no request of an operator starts a sync
-        self.reply(self.connection, report)
+    def resolve(self, result: Report | SyncReport | FleetStatus) -> None:
+        assert not isinstance(result, SyncReport)  # no request of an operator starts a sync
+        self.reply(self.connection, result)
 
     def fail(self, error: BaseException) -> None:
         self.reply(self.connection, RequestRejected(reason=str(error)))
+
+
+def _order_of(request: Submit | Retire, number: int) -> Order:
+    if isinstance(request, Retire):
+        return RetireRequested(at_us=0, at_ns=0, ticket=number, places=request.places)
+    return Issued(
+        at_us=0, at_ns=0, ticket=number, command=request.command, target=request.target, timeout_ms=request.timeout_ms
+    )
 
 
 class Callers:
@@ -105,18 +118,15 @@ class Callers:
         self._tickets.pop(ticket.number, None)
         ticket.fail(error)
 
-    def add_operator(self, connection: bytes, request: Submit) -> str | None:
-        """Queue an operator's command, or return the reason why not."""
-        if not isinstance(request.command, PUBLISHABLE):
+    def add_operator(self, connection: bytes, request: Submit | Retire) -> str | None:
+        """Queue what an operator asks for, or return the reason why not."""
+        if isinstance(request, Submit) and not isinstance(request.command, PUBLISHABLE):
             return NOT_PUBLISHABLE
         if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
             return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
         number = next(self._numbers)
         self._tickets[number] = _OperatorTicket(connection, self._reply)
-        command, target, timeout_ms = request.command, request.target, request.timeout_ms
-        self._orders.append(
-            Issued(at_us=0, at_ns=0, ticket=number, command=command, target=target, timeout_ms=timeout_ms)
-        )
+        self._orders.append(_order_of(request, number))
         return None
 
     def take_orders(self, at_us: int, at_ns: int) -> list[CoordinatorEvent]:
@@ -128,9 +138,14 @@ class Callers:
 
     def conclude(self, effect: Conclude) -> None:
         """Resolve the ticket of a command or sync, if anybody waits for it."""
-        ticket = self._tickets.pop(effect.ticket, None) if effect.ticket is not None else None
+        if effect.ticket is not None:
+            self.resolve(effect.ticket, effect.report)
+
+    def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
+        """Resolve a ticket, if it is of this life of the bus."""
+        ticket = self._tickets.pop(number, None)
         if ticket is not None:
-            ticket.resolve(effect.report)
+            ticket.resolve(result)
 
     def refuse(self, effect: Refuse) -> None:
         """Fail the ticket of a command or sync that was refused."""

@@ -90,7 +90,7 @@ class Inbox:
                 if self._last_status.get(peer) == (header.seq, body) and member_at(self._state, peer) is not None:
                     return
             message = self._decode(connection, body)
-            if isinstance(message, (wire.StatusRequest, wire.Submit)):
+            if isinstance(message, (wire.StatusRequest, wire.Submit, wire.Retire)):
                 self.requests.append((connection, message))
             elif self.operators_only:
                 return
@@ -124,7 +124,9 @@ class Inbox:
             if heard_us < since_us:  # not sooner, even for a stranger: its hello may be of this very turn
                 del self.last_heard_us[peer], self._peers[connection_of(peer)]
                 if member_at(self._state, peer) is not None:
-                    self.events.append(events.PeerLost(at_us=self._at_us, peer=peer, reason="silent"))
+                    self.events.append(
+                        events.PeerLost(at_us=self._at_us, at_ns=self._at_ns, peer=peer, reason="silent")
+                    )
         for peer in self._last_status.keys() - self.last_heard_us.keys():
             del self._last_status[peer]
 
@@ -143,7 +145,9 @@ class Inbox:
                 self._answers.append(answer)
             case AgentStatus():
                 self._last_status[peer] = (header.seq, body)
-                self.events.append(events.StatusReceived(at_us=at_us, peer=peer, seq=header.seq, status=message))
+                self.events.append(
+                    events.StatusReceived(at_us=at_us, at_ns=self._at_ns, peer=peer, seq=header.seq, status=message)
+                )
             case wire.TimeRequest():
                 # Read the clock now, not at the beginning of the turn: a request can't be read before it was sent.
                 if member_at(self._state, peer) is not None:
@@ -153,12 +157,14 @@ class Inbox:
             case wire.DecisionBatch():
                 self._on_decisions(peer, message)
             case wire.ResendRequest(first=first, credit=credit):
-                self.events.append(events.ResendRequested(at_us=at_us, peer=peer, first=first, credit=credit))
+                self.events.append(
+                    events.ResendRequested(at_us=at_us, at_ns=self._at_ns, peer=peer, first=first, credit=credit)
+                )
             case wire.Join():
-                self.events.append(events.JoinReceived(at_us=at_us, peer=peer))
+                self.events.append(events.JoinReceived(at_us=at_us, at_ns=self._at_ns, peer=peer))
             case wire.Goodbye():
                 self._flush_answers()
-                self.events.append(events.PeerLost(at_us=at_us, peer=peer, reason="left"))
+                self.events.append(events.PeerLost(at_us=at_us, at_ns=self._at_ns, peer=peer, reason="left"))
 
     def _on_decisions(self, peer: str, batch: wire.DecisionBatch) -> None:
         name = member_at(self._state, peer)
@@ -181,11 +187,17 @@ class Inbox:
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
         recorded = self._log.recorded(name, hello.journal)
-        self.events.append(events.HelloReceived(at_us=self._at_us, peer=peer, hello=hello, recorded_decisions=recorded))
+        self.events.append(
+            events.HelloReceived(
+                at_us=self._at_us, at_ns=self._at_ns, peer=peer, hello=hello, recorded_decisions=recorded
+            )
+        )
 
     def _flush_answers(self) -> None:
         if self._answers:
-            self.events.append(events.AnswersReceived(at_us=self._at_us, answers=tuple(self._answers)))
+            self.events.append(
+                events.AnswersReceived(at_us=self._at_us, at_ns=self._at_ns, answers=tuple(self._answers))
+            )
             self._answers.clear()
 
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:

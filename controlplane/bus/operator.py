@@ -1,4 +1,7 @@
-"""Asks a running bus for its status, or to publish a command: one request, one reply. For the command line."""
+"""Asks a running bus for its status, to publish a command, or to retire a place. For the command line.
+
+One request, one reply.
+"""
 
 from typing import Final, TypeVar
 
@@ -34,6 +37,16 @@ async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Targ
     """
     request = wire.Submit(command=command, target=target, timeout_ms=milliseconds(timeout_s))
     return await _ask(bus, request, Report, timeout_s + ANSWER_S)
+
+
+async def retire(bus: str, places: tuple[str, ...], timeout_s: float = ANSWER_S) -> FleetStatus:
+    """Take places out of the run for good, and return the status of the fleet without them.
+
+    Raises:
+        BusUnreachable, BusAddressError: As for `submit`.
+        CommandError: An agent is still running there, or the run does not know the place.
+    """
+    return await _ask(bus, wire.Retire(places=places), FleetStatus, timeout_s)
 
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float) -> R:

@@ -22,7 +22,7 @@ COMMANDS = {
     "report": "controlplane.cli.report:report",
     **{
         name: f"controlplane.cli.operate:{name}"
-        for name in ("status", "profile", "pause", "resume", "flush", "sleep", "wake", "abort")
+        for name in ("status", "profile", "pause", "resume", "flush", "sleep", "wake", "abort", "retire")
     },
 }
 """Module and attribute of each command."""

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from controlplane.bus.operator import ask_status, submit
+from controlplane.bus.operator import retire as ask_retire
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import fleet_table
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
@@ -84,6 +85,22 @@ def status(bus: str, as_json: bool, timeout: float) -> None:
     console.print(fleet_table(fleet))
     for line in fleet.open:
         console.print(f"open: {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+@click.command(short_help="Take replicas or agents out of the run for good.")
+@_bus
+@_json
+@click.argument("places", nargs=-1, required=True, metavar="REPLICA[.NODE]…")
+def retire(bus: str, as_json: bool, places: tuple[str, ...]) -> None:
+    """Take replicas, or single agents, out of the run for good. Reports then no longer name them as absent.
+
+    A running agent can't be retired: stop it first. An agent that is started at a retired place is told to give up.
+    """
+    fleet: FleetStatus = _run(partial(ask_retire, bus, places))
+    if as_json:
+        click.echo(msgspec.json.encode(fleet))
+    else:
+        Console().print(fleet, soft_wrap=True, highlight=False)
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------

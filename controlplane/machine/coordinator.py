@@ -4,8 +4,9 @@ seq, who is in the fleet, who has answered, what a late joiner is sent, and whic
 Rules
 1. Pure and total, like the agents' machine: no I/O, no clock, no randomness; it never raises for an input.
 2. A decision is in the log before its effects are performed, so a command is recorded before it is published.
-3. Every command ends. It is open for the agents that were in the fleet when it was issued, and ends for each of them
-   with an answer, or as `missing`: at the deadline, when the agent is lost, or when another incarnation replaces it.
+3. Every command ends, with one outcome for each agent that the run knows and that is not retired. It is open for those
+   that are live when it is issued, and ends for each of them with an answer, or as `missing`: at the deadline, when the
+   agent is lost, or when another incarnation replaces it. For those that are away it ends at once, as `absent`.
 4. The desired state of a replica is the fold of the run's commands (`schemas.desired.desired_after`), not of its
    answers. One exception: a profile session that failed to open is no longer desired, so that nobody opens it late.
 
@@ -19,14 +20,14 @@ One transition is missing on purpose: nothing takes a conclusion back. An answer
 concluded as missing changes nothing; what the agent did is in its own decisions, and in the status that it reports.
 """
 
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.machine import events, fleet
+from controlplane.machine import events, fleet, membership
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
-from controlplane.machine.weights import Sync, commit_phase, first_phase, next_phase
+from controlplane.machine.weights import Sync, commit_phase, first_phase, may_leave_out, next_phase
 from schemas.commands import Command, EpochStart, ProfileCommand, Target, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, identity_of
@@ -34,7 +35,7 @@ from schemas.outcomes import Failed
 from schemas.reports import AgentOutcome, Report, SyncReport
 from schemas.wire import MAX_COMMAND_BYTES, MAX_TARGET_BYTES, CommandRecord, Envelope, Replay, encode
 
-LOGIC = 3
+LOGIC = 4
 """Version of the decisions below, recorded in every log. A change of behaviour gets a new number."""
 
 EPOCH_START_TIMEOUT_MS = 60_000
@@ -51,6 +52,10 @@ class _Now(NamedTuple):
     ns: int
 
 
+def _now(event: events.CoordinatorEvent) -> _Now:
+    return _Now(event.at_us, event.at_ns)
+
+
 def decide(
     state: CoordinatorState, event: events.CoordinatorEvent
 ) -> tuple[CoordinatorState, tuple[events.CoordinatorEffect, ...]]:
@@ -59,20 +64,12 @@ def decide(
     match event:
         case events.AnswersReceived():
             state = _on_answers(state, event, effects)
-        case events.StatusReceived():
-            state = fleet.on_status(state, event, effects)
         case events.Issued():
             state = _on_issued(state, event, effects)
         case events.SyncRequested():
             state = _on_sync_requested(state, event, effects)
-        case events.ResendRequested():
-            state = fleet.on_resend_requested(state, event, effects)
-        case events.HelloReceived():
-            state = _conclude(fleet.on_hello(state, event, effects), event.at_us, effects)
-        case events.JoinReceived():
-            state = fleet.on_join(state, event, effects)
-        case events.PeerLost():
-            state = _conclude(fleet.on_lost(state, event), event.at_us, effects)
+        case events.RetireRequested():
+            state = membership.on_retire_requested(state, event, effects)
         case events.TimerFired():
             state = _on_timer(state, event, effects)
         case events.Opened():
@@ -80,7 +77,7 @@ def decide(
         case events.Closed():
             state = _on_closed(state, event, effects)
         case _:
-            assert_never(event)
+            state = _conclude(fleet.on_peer_event(state, event, effects), _now(event), effects)
     return state, tuple(effects)
 
 
@@ -94,8 +91,11 @@ def next_deadline(state: CoordinatorState) -> int | None:
 
 def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) -> CoordinatorState:
     """A new life: agents must join again, and what an earlier trainer left open ends."""
-    state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), event.at_us, effects)
-    members = {name: replace(member, state="gone") for name, member in state.members.items() if member.state != "left"}
+    state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), _now(event), effects)
+    members = {  # since when they were away was on another life's clock
+        name: replace(member, state="left" if member.state == "left" else "gone", away_us=event.at_us)
+        for name, member in state.members.items()
+    }
     previous = state.epoch
     state = replace(
         state,
@@ -107,30 +107,30 @@ def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) 
         history=tuple((record, 0) for record, _ in state.history),  # their time ran on another life's clock
     )
     start = EpochStart(previous_epoch=previous, logic=event.logic)
-    state = _publish(state, start, Target(), EPOCH_START_TIMEOUT_MS, _Now(event.at_us, event.at_ns), effects)
-    return _conclude(state, event.at_us, effects)
+    state = _publish(state, start, Target(), EPOCH_START_TIMEOUT_MS, _now(event), effects)
+    return _conclude(state, _now(event), effects)
 
 
 def _on_closed(state: CoordinatorState, event: events.Closed, effects: Effects) -> CoordinatorState:
     """An orderly end. A sync in progress is aborted, so that the fleet resumes without waiting for its lease."""
     sync = state.sync
-    state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), event.at_us, effects)
+    state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), _now(event), effects)
     if sync is None:
         return state
     request = sync.request
     reason = f"the bus was closed in the {sync.phase} phase of the sync to version {request.version}; it was aborted"
     effects.append(events.Refuse(ticket=request.ticket, kind="closed", reason=reason))
     abort = WeightSync(phase="abort", version=request.version)
-    return _publish(state, abort, request.target, request.timeout_ms, _Now(event.at_us, event.at_ns), effects)
+    return _publish(state, abort, request.target, request.timeout_ms, _now(event), effects)
 
 
 def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) -> CoordinatorState:
     if reason := _oversize(event.command, event.target):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
-    now = _Now(event.at_us, event.at_ns)
+    now = _now(event)
     state = _publish(state, event.command, event.target, event.timeout_ms, now, effects, event.ticket)
-    return _conclude(state, event.at_us, effects)
+    return _conclude(state, now, effects)
 
 
 def _on_sync_requested(state: CoordinatorState, event: events.SyncRequested, effects: Effects) -> CoordinatorState:
@@ -141,14 +141,14 @@ def _on_sync_requested(state: CoordinatorState, event: events.SyncRequested, eff
         )
         effects.append(events.Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
         return state
-    largest = commit_phase(event, frozenset(unit for unit in state.desired if isinstance(unit, int)))
-    if reason := _oversize(largest, event.target):
+    request = replace(event, target=membership.whole_target(state, event.target))
+    largest = commit_phase(request, frozenset(unit for unit in state.desired if isinstance(unit, int)))
+    if reason := _oversize(largest, request.target):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
-    state = replace(state, sync=Sync(request=event, seq=state.seq + 1))
-    now = _Now(event.at_us, event.at_ns)
-    state = _publish(state, first_phase(event), event.target, event.timeout_ms, now, effects)
-    return _conclude(state, event.at_us, effects)
+    state = replace(state, sync=Sync(request=request, seq=state.seq + 1))
+    state = _publish(state, first_phase(request), request.target, request.timeout_ms, _now(event), effects)
+    return _conclude(state, _now(event), effects)
 
 
 def _oversize(command: Command, target: Target) -> str:
@@ -186,6 +186,7 @@ def _publish(
         deadline_us=now.us + timeout_ms * 1000,
         retransmit_us=now.us + state.settings.retransmit_ms * 1000,
         waiting=frozenset(name for name, member in state.members.items() if member.state == "live"),
+        outcomes=membership.absent_outcomes(state, now.us),
     )
     history = (*state.history, (record, now.us + ttl_ms * 1000))
     effects.append(events.Publish(epoch=state.epoch, seq=seq, envelope=envelope))
@@ -244,7 +245,7 @@ def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects:
             waiting = command.waiting.difference(outcome.agent for outcome in outcomes)
             command = replace(command, waiting=waiting, outcomes=command.outcomes + outcomes)
         open_commands.append(command)
-    return _conclude(replace(state, open=tuple(open_commands)), event.at_us, effects)
+    return _conclude(replace(state, open=tuple(open_commands)), _now(event), effects)
 
 
 def _withdraw_failed_session(
@@ -266,9 +267,10 @@ def _all_missing(state: CoordinatorState, reason: MissingReason) -> CoordinatorS
     return replace(state, open=tuple(ended))
 
 
-def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> CoordinatorState:
+def _conclude(state: CoordinatorState, now: _Now, effects: Effects) -> CoordinatorState:
     """End every command that waits for nobody, and continue the sync whose phase that was."""
     while True:
+        state = _without_engines_down(state, now.us)
         ended = next((command for command in state.open if not command.waiting), None)
         if ended is None:
             return state
@@ -277,12 +279,28 @@ def _conclude(state: CoordinatorState, at_us: int, effects: Effects) -> Coordina
         state = replace(state, open=tuple(command for command in state.open if command is not ended))
         effects.append(events.Conclude(ticket=ended.ticket, report=report))
         if state.sync is not None and state.sync.seq == report.seq:
-            now = _Now(at_us, record.envelope.issued_at_ns)
             state = _end_phase(state, state.sync, report, now, effects)
 
 
+def _without_engines_down(state: CoordinatorState, at_us: int) -> CoordinatorState:
+    """End the phase of a sync for agents whose engines are known to be down, if it waits for nobody else."""
+    sync = state.sync
+    command = next((command for command in state.open if sync is not None and command.record.seq == sync.seq), None)
+    if sync is None or command is None or not command.waiting:
+        return state
+    down = membership.engines_down(state)
+    if not command.waiting <= down.keys():
+        return state
+    replicas = frozenset(down[name] for name in command.waiting)
+    if not may_leave_out(sync, command.outcomes, replicas, membership.syncing_replicas(state, sync.request.target)):
+        return state
+    ended = fleet.conclude_missing(command, command.waiting, "engine_down", at_us)
+    return replace(state, open=tuple(ended if other is command else other for other in state.open))
+
+
 def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, effects: Effects) -> CoordinatorState:
-    sync, following = next_phase(sync, report)
+    known = membership.syncing_replicas(state, sync.request.target)
+    sync, following = next_phase(sync, report, known)
     if isinstance(following, WeightSync) and _oversize(following, sync.request.target):  # replicas that joined since
         sync, following = replace(sync, phase="abort"), WeightSync(phase="abort", version=sync.request.version)
     if isinstance(following, SyncReport):
@@ -300,7 +318,7 @@ def _on_timer(state: CoordinatorState, event: events.TimerFired, effects: Effect
         elif event.at_us >= command.retransmit_us:
             command = _retransmit(state, command, event.at_us, effects)
         open_commands.append(command)
-    return _conclude(replace(state, open=tuple(open_commands)), event.at_us, effects)
+    return _conclude(replace(state, open=tuple(open_commands)), _now(event), effects)
 
 
 def _retransmit(state: CoordinatorState, command: OpenCommand, at_us: int, effects: Effects) -> OpenCommand:

@@ -15,6 +15,8 @@ from schemas.reports import AgentStatus, Report, SyncReport
 from schemas.wire import Downward, Envelope, Hello
 
 Peer = Annotated[str, Meta(max_length=255)]
+Absent = Literal["leave", "wait"]
+"""What a sync does about replicas that are known to be unable to answer: leave them out, or wait for them."""
 
 
 class CoordinatorSettings(Struct, frozen=True, kw_only=True):
@@ -59,6 +61,7 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     Attributes:
         quorum: Replicas that must load; None for more than half.
         timeout_ms: For each phase.
+        absent: Whether a phase waits for replicas whose engines are known to be down, though it has its quorum.
     """
 
     at_us: int
@@ -71,6 +74,20 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     quorum: Positive | None
     target: Target
     timeout_ms: Milliseconds
+    absent: Absent = "leave"
+
+
+class RetireRequested(Struct, frozen=True, kw_only=True, tag="retire_requested"):
+    """The trainer or an operator takes places out of the run for good.
+
+    Attributes:
+        places: Each a replica, by index, or one agent, by name.
+    """
+
+    at_us: int
+    at_ns: int
+    ticket: Positive
+    places: tuple[Name, ...]
 
 
 class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
@@ -81,6 +98,7 @@ class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
     """
 
     at_us: int
+    at_ns: int = 0
     peer: Peer
     hello: Hello
     recorded_decisions: Count
@@ -90,6 +108,7 @@ class JoinReceived(Struct, frozen=True, kw_only=True, tag="join"):
     """An agent hears the publish socket and asks for the desired state."""
 
     at_us: int
+    at_ns: int = 0
     peer: Peer
 
 
@@ -97,6 +116,7 @@ class StatusReceived(Struct, frozen=True, kw_only=True, tag="status"):
     """A heartbeat that differs from the one before."""
 
     at_us: int
+    at_ns: int = 0
     peer: Peer
     seq: Count
     status: AgentStatus
@@ -116,6 +136,7 @@ class AnswersReceived(Struct, frozen=True, kw_only=True, tag="answers"):
     """All outcomes that were on the socket in one turn."""
 
     at_us: int
+    at_ns: int = 0
     answers: tuple[PeerAnswer, ...]
 
 
@@ -123,6 +144,7 @@ class ResendRequested(Struct, frozen=True, kw_only=True, tag="resend_requested")
     """An agent misses the records from `first` on, and takes at most `credit` of them."""
 
     at_us: int
+    at_ns: int = 0
     peer: Peer
     first: Positive
     credit: Positive
@@ -132,6 +154,7 @@ class PeerLost(Struct, frozen=True, kw_only=True, tag="lost"):
     """An agent was silent too long, can't be reached, or said goodbye."""
 
     at_us: int
+    at_ns: int = 0
     peer: Peer
     reason: Literal["silent", "unreachable", "left"]
 
@@ -140,6 +163,7 @@ class TimerFired(Struct, frozen=True, kw_only=True, tag="timer"):
     """A moment that `coordinator.next_deadline` named has passed."""
 
     at_us: int
+    at_ns: int = 0
 
 
 class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
@@ -150,7 +174,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
 
 
 PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
-CoordinatorEvent = Opened | Issued | SyncRequested | PeerEvent | AnswersReceived | TimerFired | Closed
+CoordinatorEvent = Opened | Issued | SyncRequested | RetireRequested | PeerEvent | AnswersReceived | TimerFired | Closed
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 
@@ -194,15 +218,22 @@ class Conclude(Struct, frozen=True, kw_only=True, tag="conclude"):
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
-    """The command was not published, or the sync was ended.
+    """The command was not published, the sync was ended, or nothing was retired.
 
     Attributes:
         kind: Which error the caller gets.
     """
 
     ticket: Positive
-    kind: Literal["command", "sync_in_progress", "closed"]
+    kind: Literal["command", "sync_in_progress", "closed", "retire"]
     reason: Text
 
 
-CoordinatorEffect = Publish | Send | Ping | Conclude | Refuse
+class Retired(Struct, frozen=True, kw_only=True, tag="retired"):
+    """These agents no longer belong to the run."""
+
+    ticket: Positive
+    agents: tuple[Name, ...]
+
+
+CoordinatorEffect = Publish | Send | Ping | Conclude | Refuse | Retired

@@ -6,7 +6,7 @@ good order). A lost member becomes live again only by a new hello and join, afte
 The `on_…` functions handle one event each: they return the next state and append to `effects`.
 """
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from msgspec import Struct, convert
 from msgspec.structs import replace
@@ -27,7 +27,8 @@ PAGE_BYTES = 192 * 1024
 """Bytes of commands in one page, at most."""
 UNKNOWN_PEER = Rejoin(reason="the bus does not know you: say hello")
 
-MissingReason = Literal["deadline", "gone", "restarted", "bus_restarted"]
+MissingReason = Literal["deadline", "gone", "restarted", "engine_down", "bus_restarted"]
+"""Why an agent that was waited for is missing."""
 Effects = list[events.CoordinatorEffect]
 
 
@@ -38,6 +39,7 @@ class Member(Struct, frozen=True, kw_only=True):
         peer: Its newest connection, as `name/incarnation/connection`.
         state: joining, live, gone or left.
         fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
+        away_us: Since when it is not live, on the clock of this life of the bus.
         seq: Last command that it applied, by its own report.
     """
 
@@ -45,6 +47,7 @@ class Member(Struct, frozen=True, kw_only=True):
     hello: Hello
     state: str
     fresh: bool
+    away_us: int = 0
     seq: Count = 0
     status: AgentStatus | None = None
 
@@ -78,6 +81,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         default_desired: Of replicas that have not been seen yet.
         sync: The weight sync in progress.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
+        retired: Agents that an operator took out of the run for good.
     """
 
     run: str = ""
@@ -91,6 +95,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     default_desired: Desired = Desired()
     sync: Sync | None = None
     claims: dict[str, tuple[str, int]] = {}
+    retired: frozenset[str] = frozenset()
 
 
 def conclude_missing(command: OpenCommand, agents: frozenset[str], reason: MissingReason, at_us: int) -> OpenCommand:
@@ -115,11 +120,31 @@ def member_at(state: CoordinatorState, peer: str) -> str | None:
     return name if member is not None and member.peer == peer and member.state in ("joining", "live") else None
 
 
+def on_peer_event(state: CoordinatorState, event: events.PeerEvent, effects: Effects) -> CoordinatorState:
+    """One event of one agent."""
+    match event:
+        case events.HelloReceived():
+            return on_hello(state, event, effects)
+        case events.JoinReceived():
+            return on_join(state, event, effects)
+        case events.StatusReceived():
+            return on_status(state, event, effects)
+        case events.ResendRequested():
+            return on_resend_requested(state, event, effects)
+        case events.PeerLost():
+            return on_lost(state, event)
+        case _:
+            assert_never(event)
+
+
 def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effects) -> CoordinatorState:
     """A new agent, a new incarnation of one that was lost, or a living one that lost its connection."""
     hello, settings = event.hello, state.settings
     name = hello.identity.agent
     holder = state.members.get(name)
+    if name in state.retired:
+        send(state, event.peer, Rejoin(reason=_retired(name), give_up=True), effects)
+        return state
     same = holder is not None and holder.hello.incarnation == hello.incarnation
     if holder is not None and same and hello.attempt < holder.hello.attempt:
         return state  # it waited in the queue of a connection that the agent has replaced
@@ -136,7 +161,8 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
     send(state, event.peer, welcome, effects)
     claims = {place: claim for place, claim in state.claims.items() if place != name}
     # Commands stay open for the same process. A new one owes no answer yet.
-    member = Member(peer=event.peer, hello=hello, state="joining", fresh=not same)
+    away_us = holder.away_us if holder is not None and holder.state != "live" else event.at_us
+    member = Member(peer=event.peer, hello=hello, state="joining", fresh=not same, away_us=away_us)
     return replace(state, members={**state.members, name: member}, claims=claims)
 
 
@@ -217,10 +243,20 @@ def on_lost(state: CoordinatorState, event: events.PeerLost) -> CoordinatorState
     if name is None:
         return state
     left = event.reason == "left"
-    members = {**state.members, name: replace(state.members[name], state="left" if left else "gone")}
+    member = state.members[name]
+    away_us = event.at_us if member.state == "live" else member.away_us
+    member = replace(member, state="left" if left else "gone", away_us=away_us)
+    members = {**state.members, name: member}
     reason: MissingReason = "restarted" if name in state.claims and not left else "gone"
     commands = tuple(conclude_missing(command, frozenset({name}), reason, event.at_us) for command in state.open)
     return replace(state, members=members, open=commands)
+
+
+def _retired(name: str) -> str:
+    return (
+        f"agent {name} was retired from this run, and a retired place does not come back: start the agent under "
+        "another replica index"
+    )
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: 
         run=state.run,
         epoch=state.epoch,
         seq=state.seq,
-        version=state.default_desired.version,
+        version=max(desired.version for desired in (state.default_desired, *state.desired.values())),
         log=log,
         agents=agents,
         open=tuple(f"{_name(command)} waits for {', '.join(sorted(command.waiting))}" for command in state.open),

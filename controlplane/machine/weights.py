@@ -4,12 +4,15 @@
        └──too few──────────────────┴──too few──────────▶ abort  ──▶ aborted
 
 A replica's primary (node rank 0) speaks for it. A replica that never syncs (a colocated judge) takes no part. A
-replica that drops out is named in the quarantine of the next phase, and so is paused before others serve the new
-version. One whose agent has restarted meanwhile is not, because it follows the commit by itself.
+replica that fails is named in the quarantine of the next phase, and so is paused before others serve the new version.
+
+A replica that is away is left out instead: its agent is lost or was lost before the sync, or has restarted, or its
+engine is down. What is desired of it advances with the fleet, so that it comes back to what was committed meanwhile.
+No phase waits for one once the others meet the quorum. Until it is back, every report names it as unproven.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,10 +20,12 @@ from msgspec.structs import replace
 from controlplane.machine.events import SyncRequested
 from schemas.commands import WeightSync
 from schemas.identity import Count, replica_and_node
-from schemas.outcomes import Acted, Conclusion, Reason, Skipped
-from schemas.reports import Report, SyncReport
+from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
+from schemas.reports import AgentOutcome, Report, SyncReport
 
-_TAKES_NO_PART = (Skipped(Reason.MODE_NEVER_SYNCS), Skipped(Reason.NOT_TARGETED))
+_TAKES_NO_PART: Final = (Skipped(Reason.MODE_NEVER_SYNCS), Skipped(Reason.NOT_TARGETED))
+_AWAY: Final = ("absent", "gone", "restarted", "engine_down")
+"""Why a replica that did not answer is left out, and not quarantined."""
 
 
 class Sync(Struct, frozen=True, kw_only=True):
@@ -29,7 +34,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     Attributes:
         seq: Of the phase that is open.
         members: Replicas that take part.
-        lost: Replicas that dropped out.
+        lost: Replicas that failed.
         restarted: Replicas whose agent joined as a new incarnation since the sync began.
         reports: Of the phases that have ended.
     """
@@ -65,9 +70,13 @@ def commit_phase(request: SyncRequested, lost: frozenset[int]) -> WeightSync:
     )
 
 
-def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncReport]:
-    """Return what follows the end of a phase: the command of the next one, or the report of the whole sync."""
-    conclusions = primary_conclusions(report)
+def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync, WeightSync | SyncReport]:
+    """Return what follows the end of a phase: the command of the next one, or the report of the whole sync.
+
+    Args:
+        known: Replicas of the run that the sync is for.
+    """
+    conclusions = primary_conclusions(report.outcomes, known)
     sync = _with_report(sync, report, conclusions)
     request, version = sync.request, sync.request.version
     succeeded = sync.members & {replica for replica, conclusion in conclusions.items() if _succeeded(conclusion)}
@@ -75,11 +84,11 @@ def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncRepor
         case "prepare" if sync.members and all(
             conclusions[replica] == Skipped(Reason.STALE_VERSION) for replica in sync.members
         ):
-            return sync, _report(sync, "stale")
+            return sync, _report(sync, "stale", conclusions, known)
         case "abort":
-            return sync, _report(sync, "aborted")
+            return sync, _report(sync, "aborted", conclusions, known)
         case "commit":
-            return sync, _report(sync, "committed", succeeded)
+            return sync, _report(sync, "committed", conclusions, known)
         case _ if not _meets_quorum(sync, succeeded):
             return replace(sync, phase="abort"), WeightSync(phase="abort", version=version)
         case "prepare":
@@ -88,27 +97,49 @@ def next_phase(sync: Sync, report: Report) -> tuple[Sync, WeightSync | SyncRepor
             return replace(sync, phase="commit"), commit_phase(request, sync.lost)
 
 
-def primary_conclusions(report: Report) -> dict[int, Conclusion]:
-    """Return what the primary of each replica concluded."""
+def may_leave_out(sync: Sync, outcomes: Iterable[AgentOutcome], down: frozenset[int], known: frozenset[int]) -> bool:
+    """Return whether the open phase may end now, if it waits for nobody but replicas whose engines are `down`."""
+    if sync.request.absent == "wait":
+        return False
+    conclusions = primary_conclusions(outcomes, known)
+    succeeded = frozenset(replica for replica, conclusion in conclusions.items() if _succeeded(conclusion))
+    members = sync.members if sync.phase != "prepare" else _taking_part(conclusions) | (down & known)
+    return sync.phase in ("commit", "abort") or _meets_quorum(replace(sync, members=members), succeeded)
+
+
+def primary_conclusions(outcomes: Iterable[AgentOutcome], known: frozenset[int]) -> dict[int, Conclusion]:
+    """Return what the primary of each known replica concluded."""
     conclusions: dict[int, Conclusion] = {}
-    for outcome in report.outcomes:
+    for outcome in outcomes:
         place = replica_and_node(outcome.agent)
-        if place is not None and place[1] == 0:
+        if place is not None and place[1] == 0 and place[0] in known:
             conclusions[place[0]] = outcome.conclusion
     return conclusions
 
 
 def _with_report(sync: Sync, report: Report, conclusions: Mapping[int, Conclusion]) -> Sync:
     """The sync after a phase: who takes part, and who has dropped out."""
-    taking_part = frozenset(replica for replica, conclusion in conclusions.items() if conclusion not in _TAKES_NO_PART)
+    taking_part = _taking_part(conclusions)
     members = taking_part if sync.phase == "prepare" else sync.members | taking_part
-    succeeded = frozenset(replica for replica, conclusion in conclusions.items() if _succeeded(conclusion))
-    lost = (sync.lost | (members - succeeded)) - sync.restarted
-    return replace(sync, reports=(*sync.reports, report), members=members, lost=lost)
+    failed = frozenset(replica for replica in members & conclusions.keys() if _dropped_out(conclusions[replica]))
+    return replace(sync, reports=(*sync.reports, report), members=members, lost=(sync.lost | failed) - sync.restarted)
+
+
+def _taking_part(conclusions: Mapping[int, Conclusion]) -> frozenset[int]:
+    """Replicas that count for the quorum: all but those that never sync or were away when the phase began."""
+    return frozenset(
+        replica
+        for replica, conclusion in conclusions.items()
+        if conclusion not in _TAKES_NO_PART and not (isinstance(conclusion, Missing) and conclusion.reason == "absent")
+    )
 
 
 def _succeeded(conclusion: Conclusion) -> bool:
     return isinstance(conclusion, Acted) or conclusion == Skipped(Reason.ALREADY)
+
+
+def _dropped_out(conclusion: Conclusion) -> bool:
+    return not _succeeded(conclusion) and not (isinstance(conclusion, Missing) and conclusion.reason in _AWAY)
 
 
 def _meets_quorum(sync: Sync, succeeded: frozenset[int]) -> bool:
@@ -117,13 +148,25 @@ def _meets_quorum(sync: Sync, succeeded: frozenset[int]) -> bool:
 
 
 def _report(
-    sync: Sync, status: Literal["committed", "aborted", "stale"], loaded: frozenset[int] = frozenset()
+    sync: Sync,
+    status: Literal["committed", "aborted", "stale"],
+    conclusions: Mapping[int, Conclusion],
+    known: frozenset[int],
 ) -> SyncReport:
-    quarantined = tuple(sorted(sync.lost)) if status == "committed" else ()
+    """The report of a sync whose last phase had these conclusions."""
+    answered = {replica for replica, conclusion in conclusions.items() if not isinstance(conclusion, Missing)}
+    failed = {replica for replica, conclusion in conclusions.items() if isinstance(conclusion, Failed)}
+    committed = status == "committed"
+    loaded = (
+        {replica for replica in sync.members & answered if _succeeded(conclusions[replica])} if committed else set()
+    )
+    quarantined = sync.lost & answered if committed else set()
+    proven = loaded if committed else answered - failed
     return SyncReport(
         version=sync.request.version,
         status=status,
         loaded=tuple(sorted(loaded)),
-        quarantined=quarantined,
+        quarantined=tuple(sorted(quarantined)),
+        unproven=tuple(sorted(known - proven - quarantined)),
         phases=sync.reports,
     )

@@ -4,7 +4,7 @@
     I2  proof               what an engine serves has the digest that the sync announced, where both are known
     I3  at most once        one command has one outcome per agent, however often it arrived
     I4  monotonic           seq goes up by one; epochs, positions and committed versions never go down
-    I5  every command ends  by its deadline, with one outcome for each agent that was in the fleet when it was issued
+    I5  every command ends  by its deadline, with one outcome for each agent that was known when it was issued
     I6  no silent skip      every skip names its rule, every failure has a message
     I7  profiles close      no session is left open that nobody wants any more, with or without its trainer
     I8  hello first         a lost agent is told to say hello, and nothing it sends counts before that
@@ -78,7 +78,15 @@ def verify(entries: Iterable[LogEntry]) -> Iterator[Violation]:
 
 
 class _OpenCommand(Struct):
-    fleet: frozenset[str]
+    """A command that is not concluded.
+
+    Attributes:
+        known: Agents that must have an outcome.
+        live: Those of them that could answer.
+    """
+
+    known: frozenset[str]
+    live: frozenset[str]
     deadline_us: int
 
 
@@ -89,6 +97,7 @@ class _Bus:
         self._epoch = self._seq = self._version = 0
         self._members: dict[str, str] = {}  # peers that said hello and were welcomed, by name
         self._live: set[str] = set()
+        self._known: set[str] = set()  # ever welcomed, and not retired
         self._open: dict[int, _OpenCommand] = {}
         self._now_us = 0
 
@@ -115,7 +124,7 @@ class _Bus:
             return
         if event.at_us > self._now_us:
             for seq in [seq for seq, command in self._open.items() if command.deadline_us < self._now_us]:
-                waiting = tuple(sorted(self._open.pop(seq).fleet))
+                waiting = tuple(sorted(self._open.pop(seq).live))
                 yield Violation("I5", position, waiting, f"seq {seq} was still open past its deadline")
             self._now_us = event.at_us
 
@@ -145,6 +154,7 @@ class _Bus:
             case bus_events.HelloReceived(peer=peer) if any(_sent(effects, Welcome)):
                 self._members[agent_of(peer)] = peer
                 self._live.discard(agent_of(peer))
+                self._known.add(agent_of(peer))
             case bus_events.JoinReceived(peer=peer) | bus_events.ResendRequested(peer=peer) if any(
                 _sent(effects, Snapshot)
             ):
@@ -152,6 +162,9 @@ class _Bus:
             case bus_events.PeerLost(peer=peer) if self._members.get(agent_of(peer)) == peer:
                 del self._members[agent_of(peer)]
                 self._live.discard(agent_of(peer))
+            case bus_events.RetireRequested():
+                for effect in effects:
+                    self._known -= set(effect.agents) if isinstance(effect, bus_events.Retired) else set()
             case _:
                 pass
 
@@ -169,7 +182,7 @@ class _Bus:
             self._version = max(self._version, command.version)
         # Agents get a little less time than the caller waits: at most a second less.
         deadline_us = at_us + (effect.envelope.ttl_ms + 1000) * 1000
-        self._open[effect.seq] = _OpenCommand(frozenset(self._live), deadline_us)
+        self._open[effect.seq] = _OpenCommand(frozenset(self._known), frozenset(self._live), deadline_us)
 
     def _concluded(self, position: int, report: Report) -> Iterator[Violation]:
         command = self._open.pop(report.seq, None)
@@ -178,9 +191,9 @@ class _Bus:
             return
         agents = [outcome.agent for outcome in report.outcomes]
         twice = {name for name, times in Counter(agents).items() if times > 1}
-        wrong = tuple(sorted((set(agents) ^ command.fleet) | twice))
+        wrong = tuple(sorted((set(agents) ^ command.known) | twice))
         if wrong:
-            text = f"the report of seq {report.seq} has not exactly one outcome for each agent of its fleet"
+            text = f"the report of seq {report.seq} has not exactly one outcome for each known agent"
             yield Violation("I5", position, wrong, text)
         for outcome in report.outcomes:
             if isinstance(outcome.conclusion, Skipped) and outcome.rule == 0:

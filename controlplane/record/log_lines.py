@@ -6,7 +6,7 @@ from typing import assert_never
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from schemas import events
-from schemas.formatting import count_outcomes, describe, format_outcome
+from schemas.formatting import count_outcomes, describe, format_agents, format_outcome
 from schemas.identity import agent_of
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
@@ -34,6 +34,8 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
             return f"asked to publish {describe(event.command)}"
         case bus_events.SyncRequested():
             return f"asked for a sync to v{event.version} from {event.source.path}"
+        case bus_events.RetireRequested():
+            return f"asked to retire {', '.join(event.places)}"
         case bus_events.TimerFired():
             return "deadline reached"
         case bus_events.Closed():
@@ -74,6 +76,8 @@ def _bus_effects(effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[
                 pass
             case bus_events.Refuse():
                 yield f"refused: {effect.reason}"
+            case bus_events.Retired(agents=agents):
+                yield f"retired: {format_agents(agents)}"
             case bus_events.Send():
                 yield f"send {effect.message.__struct_config__.tag} to {agent_of(effect.peer)}"
             case bus_events.Ping():

@@ -29,7 +29,7 @@ from controlplane.report.model import (
     group_by_reason,
     rank_stragglers,
 )
-from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
 from schemas.formatting import agent_order, describe, format_agents, format_replicas, is_trouble, kind_and_reason
@@ -272,8 +272,9 @@ class _Collector:
             latencies = [outcome.latency_us for outcome in report.outcomes]
             summary.duration_us = max(latencies, default=max(0, self._at_us - since_us))
         self._add_acted(report, summary)
-        self._add_stragglers(report)
-        self._add_failures(report, summary)
+        if not isinstance(report.command, EpochStart):  # it is published before anybody can have joined
+            self._add_stragglers(report)
+            self._add_failures(report, summary)
 
     def _add_acted(self, report: Report, summary: CommandSummary) -> None:
         acted = [(outcome, outcome.conclusion) for outcome in report.outcomes if isinstance(outcome.conclusion, Acted)]

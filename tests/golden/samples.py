@@ -75,6 +75,12 @@ REPORT = Report(
         AgentOutcome(agent="1.1", conclusion=Missing("gone")),
     ),
 )
+AWAY = Report(
+    seq=8,
+    origin=2,
+    command=SYNC,
+    outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),),
+)
 
 SAMPLES: tuple[Struct, ...] = (
     wire.Header(wire.MAGIC, wire.MAJOR, wire.MINOR, 3, 2, 70_000),
@@ -109,6 +115,7 @@ SAMPLES: tuple[Struct, ...] = (
     wire.TimeReply(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
     # operators
     wire.StatusRequest(),
+    wire.Retire(places=("3", "1.1")),
     wire.Submit(command=PROFILE, target=commands.Target(), timeout_ms=30_000),
     FleetStatus(
         run="run-1",
@@ -186,7 +193,9 @@ SAMPLES: tuple[Struct, ...] = (
         quorum=2,
         target=commands.Target(replicas=frozenset({1, 0})),
         timeout_ms=600_000,
+        absent="wait",
     ),
+    bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
     bus.HelloReceived(
         at_us=4,
         peer="1.0/i",
@@ -211,7 +220,12 @@ SAMPLES: tuple[Struct, ...] = (
         ticket=2,
         report=SyncReport(version=5, status="committed", loaded=(1,), quarantined=(0,), phases=(REPORT,)),
     ),
+    bus.Conclude(
+        ticket=3,
+        report=SyncReport(version=6, status="committed", loaded=(1,), quarantined=(), phases=(AWAY,), unproven=(3,)),
+    ),
     bus.Refuse(ticket=3, kind="sync_in_progress", reason="one at a time"),
+    bus.Retired(ticket=4, agents=("3.0", "3.1")),
 )
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from schemas import events
 from schemas.identity import Identity
 from schemas.outcomes import Skipped, Trace
-from schemas.reports import AgentStatus
 from schemas.wire import (
     CommandOutcome,
     Downward,
@@ -31,7 +30,8 @@ from schemas.wire import (
 )
 from tests.simulation.engine import Attempt, Engine
 from tests.simulation.promises import Ledger
-from workers.machine.decide import AgentState, in_sync, next_deadline
+from workers.link.heartbeat import status_of
+from workers.machine.decide import AgentState, next_deadline
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -137,9 +137,9 @@ class Process:
         if not self.alive:
             return
         self.world.say(f"{self.peer} dies")
-        self.stop()
         if self.slot.engine is not None:
             self.slot.engine.cut()
+        self.stop()
         self.world.at(self.world.rng.choice((10, 500, 3000)), self.slot.start)
 
     def leave(self) -> None:
@@ -207,9 +207,9 @@ class Process:
             case events.Restart():
                 self.commit()
                 self.up(Goodbye())
-                self.stop()
                 if self.slot.engine is not None:
                     self.slot.engine.cut()
+                self.stop()
                 self.world.at(0, self.slot.start, False)
             case events.RequestSnapshot():
                 self.up(Join())
@@ -320,11 +320,7 @@ class Process:
         elif self.snapshot_due and self.hears and now >= self.next_join_ms:
             self.join()
         else:
-            state = self.state
-            self.up(
-                AgentStatus(ready=in_sync(state), generating=state.engine.generating, version=state.engine.version),
-                seq=state.seq,
-            )
+            self.up(status_of(self.state), seq=self.state.seq)
         if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:
             self.lease_over = True
             self.world.say(f"{self.peer}: the lease has expired")

@@ -130,6 +130,7 @@ class Engine:
             )
             result = events.Fault("source_refused" if refused else "engine_error", "it went wrong.")
         self.attempt = Attempt(call, call_id, self.instance, result)
+        self.attempt.applied = not self.ready  # nothing listens there yet, and nothing is touched
         return self.attempt, duration_ms
 
     def end(self, attempt: Attempt) -> events.Returned | events.Fault:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from msgspec.structs import replace
 
-from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Publish
+from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened, PeerLost, Publish, Send
 from schemas.commands import Command, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.events import (
@@ -27,10 +27,10 @@ from schemas.events import (
     Started,
     StartProfile,
 )
-from schemas.identity import ROLLOUT, Operation, RolloutMode
-from schemas.outcomes import Acted, Missing, Outcome
+from schemas.identity import ROLLOUT, Operation, RolloutMode, agent_of
+from schemas.outcomes import Acted, Conclusion, Missing, Outcome
 from schemas.reports import Report
-from schemas.wire import decode_command
+from schemas.wire import Snapshot, Welcome, decode_command
 from tests.simulation.engine import LAUNCHED, Engine
 from workers.machine.decide import AgentState, in_sync
 from workers.machine.suppressed import still_desired
@@ -75,12 +75,18 @@ class Ledger:
 
 @dataclass
 class Published:
-    """One command as the log has it. `live` has the agents that must answer it."""
+    """One command as the log has it.
+
+    Attributes:
+        live: The agents that must answer it.
+        away: The agents that were known when it was issued, and not live.
+    """
 
     origin: int
     command: Command | UnknownCommand
     target: Target
     live: frozenset[str]
+    away: frozenset[str]
     deadline_us: int
     life: int
 
@@ -92,6 +98,8 @@ class Promises:
         self.world = world
         self.log: dict[int, Published] = {}
         self.head = 0
+        self.peers: dict[str, str] = {}
+        self.known: dict[str, bool] = {}  # every agent that was ever welcomed: is it live?
         self.concluded: dict[tuple[int, int], Report] = {}
 
     def broken(self, promise: str, text: str) -> NoReturn:
@@ -222,8 +230,8 @@ class Promises:
         if Operation.SLEEP in engine.temper.lacks:
             desired = replace(desired, asleep=frozenset())
         sync = desired.sync
-        if sync is not None and sync.phase == "prepare" and sync.version == state.suppressed.sync:
-            desired = replace(desired, sync=None)  # it was not touched, and continues until the load names it
+        if sync is not None and sync.version == state.suppressed.sync and not state.suppressed.quarantined:
+            desired = replace(desired, sync=None)  # it was not touched, and continues until the load or commit names it
         if engine.generating and not desired.serving:
             self.broken("I1 no torn serving", f"{name} generates, and by the log {desired}")
         colocated = process.slot.identity.mode is RolloutMode.COLOCATED
@@ -309,6 +317,7 @@ class Promises:
         self, bus: Bus, before: CoordinatorState, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]
     ) -> None:
         state = bus.state
+        self._follow(event, effects)
         for effect in effects:
             if isinstance(effect, Publish):
                 self._published(bus, effect)
@@ -317,31 +326,48 @@ class Promises:
         if len(state.history) > bus.world.settings.history:
             self.broken("P8 bounded", f"the ring holds {len(state.history)} commands")
 
+    def _follow(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> None:
+        """Who is known and who is live, by what the bus was told and what it sent."""
+        if isinstance(event, Opened):
+            self.known = dict.fromkeys(self.known, False)
+        elif isinstance(event, PeerLost) and self.peers.get(agent_of(event.peer)) == event.peer:
+            self.known[agent_of(event.peer)] = False
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
+                self.peers[agent_of(effect.peer)] = effect.peer
+                self.known[agent_of(effect.peer)] = isinstance(effect.message, Snapshot)
+
     def _published(self, bus: Bus, effect: Publish) -> None:
         if effect.seq != self.head + 1:
             self.broken("P1 order", f"the bus publishes {effect.seq} after {self.head}")
         self.head = effect.seq
         opened = next((command for command in bus.state.open if command.record.seq == effect.seq), None)
-        members = bus.state.members.items()
         self.log[effect.seq] = Published(
             origin=effect.epoch,
             command=decode_command(effect.envelope.body),
             target=effect.envelope.target,
-            live=frozenset(name for name, member in members if member.state == "live"),
+            live=frozenset(name for name, live in self.known.items() if live),
+            away=frozenset(name for name, live in self.known.items() if not live),
             deadline_us=opened.deadline_us if opened is not None else bus.now_us,
             life=bus.life,
         )
 
     def _concluded(self, bus: Bus, report: Report) -> None:
-        """P3: once, in time, one conclusion for each agent of the fleet, and each answer is one that was given."""
+        """P3: once, in time, one conclusion for each known agent, `absent` for those that were away when it was issued,
+        and each answer is one that was given.
+        """
         published = self.log[report.seq]
         key = (report.origin, report.seq)
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
         self.concluded[key] = report
         names = [line.agent for line in report.outcomes]
-        if len(names) != len(set(names)) or frozenset(names) != published.live:
-            self.broken("P3 answer", f"command {report.seq} was for {sorted(published.live)}, concluded for {names}")
+        if len(names) != len(set(names)) or frozenset(names) != published.live | published.away:
+            known = sorted(published.live | published.away)
+            self.broken("P3 answer", f"command {report.seq} was for {known}, concluded for {names}")
+        absent = {line.agent for line in report.outcomes if _is_absent(line.conclusion)}
+        if absent != published.away:
+            self.broken("P3 answer", f"command {report.seq}: {published.away} were away, {absent} are named absent")
         if published.life == bus.life and bus.now_us > published.deadline_us + 1000:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
         for line in report.outcomes:
@@ -350,6 +376,10 @@ class Promises:
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
             if line.conclusion not in given:
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
+
+
+def _is_absent(conclusion: Conclusion) -> bool:
+    return isinstance(conclusion, Missing) and conclusion.reason == "absent"
 
 
 def _taken(before: AgentState, event: SnapshotReceived) -> bool:

@@ -102,7 +102,13 @@ class Coordinator:
         return self.tickets
 
     def sync(
-        self, version: int = 1, *, quorum: int | None = None, path: str | None = None, target: Target | None = None
+        self,
+        version: int = 1,
+        *,
+        quorum: int | None = None,
+        path: str | None = None,
+        target: Target | None = None,
+        absent: events.Absent = "leave",
     ) -> int:
         """Ask for a weight sync; returns its ticket."""
         self.tickets += 1
@@ -118,8 +124,15 @@ class Coordinator:
                 quorum=quorum,
                 target=target or Target(),
                 timeout_ms=30_000,
+                absent=absent,
             )
         )
+        return self.tickets
+
+    def retire(self, *places: str) -> int:
+        """Ask to retire places; returns the ticket."""
+        self.tickets += 1
+        self.feed(events.RetireRequested(at_us=0, at_ns=0, ticket=self.tickets, places=places))
         return self.tickets
 
     def answer(self, seq: int | None = None, *, at_us: int = 0, origin: int | None = None, **outcomes: Outcome) -> None:

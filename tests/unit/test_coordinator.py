@@ -8,7 +8,7 @@ from controlplane.machine.status import fleet_status
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
 from schemas.formatting import describe
-from schemas.outcomes import Reason, Skipped
+from schemas.outcomes import Missing, Reason, Skipped
 from schemas.reports import AgentStatus
 from schemas.wire import MAX_COMMAND_BYTES, Rejoin, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
@@ -213,12 +213,16 @@ def test_agents_of_an_earlier_life_must_say_hello_again_and_keep_their_incarnati
     assert bus.arrive("0.0") == Desired()
 
 
-def test_an_agent_that_left_is_forgotten_in_the_next_life() -> None:
+def test_the_next_life_knows_every_agent_of_the_one_before() -> None:
     bus = Coordinator("0.0", "1.0", "2.0")
     bus.lose("1.0", "left")
     bus.lose("2.0")
-    bus.open()
-    assert {name: member.state for name, member in bus.state.members.items()} == {"0.0": "gone", "2.0": "gone"}
+    bus.open(at_us=7 * SECOND_US)
+    states = {"0.0": "gone", "1.0": "left", "2.0": "gone"}
+    assert {name: member.state for name, member in bus.state.members.items()} == states
+    bus.issue(PAUSE, at_us=9 * SECOND_US)
+    (report,) = bus.reports
+    assert [outcome.conclusion for outcome in report.outcomes] == [Missing("absent", away_ms=2000)] * 3
 
 
 def test_a_new_life_ends_unfinished_work_and_keeps_what_is_committed() -> None:

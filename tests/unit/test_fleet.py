@@ -3,13 +3,16 @@
 import pytest
 from msgspec.structs import replace
 
+from controlplane.machine.events import Retired
 from controlplane.machine.fleet import PAGE
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession
+from schemas.errors import CommandFailed
 from schemas.identity import RolloutMode
+from schemas.outcomes import Missing
 from schemas.reports import AgentStatus
 from schemas.wire import Rejoin, Welcome, decode_command
-from tests.unit.fleets import DONE, NO, SECOND_US, SETTINGS, Coordinator, lines
+from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, SETTINGS, Coordinator, lines
 from tests.unit.machines import START, STOP
 
 PAUSE, RESUME, FLUSH, SLEEP = (
@@ -36,11 +39,11 @@ def test_a_hello_is_answered_with_a_welcome() -> None:
     assert bus.sent == [("0.1/a", welcome)] and lives(bus) == {"0.1": "joining"}
 
 
-def test_an_agent_owes_no_answer_before_it_joins() -> None:
+def test_an_agent_is_absent_before_it_joins() -> None:
     bus = Coordinator()
     bus.hello("0.0")
     bus.issue(PAUSE)
-    assert [lines(report) for report in bus.reports] == [{}]
+    assert [lines(report) for report in bus.reports] == [{"0.0": "absent"}]
     bus.join("0.0")
     assert lives(bus) == {"0.0": "live"}
     bus.issue(RESUME)
@@ -142,9 +145,87 @@ def test_a_lost_agent_owes_no_more_answers_and_must_say_hello() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
     bus.issue(PAUSE)
-    assert [lines(report) for report in bus.reports] == [{}]
+    assert [lines(report) for report in bus.reports] == [{"0.0": "absent"}]
     bus.answer(a0_0=DONE)
     assert bus.sent == [("0.0/a", UNKNOWN)]
+
+
+# --- absent and retired -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["silent", "left"])
+def test_a_report_names_who_was_away_and_since_when(why: str) -> None:
+    bus = Coordinator("0.0", "1.0", "1.1")
+    bus.lose("1.0", why, at_us=60 * SECOND_US)
+    bus.issue(PAUSE, at_us=250 * SECOND_US)
+    bus.answer(a0_0=DONE, a1_1=NOT_PRIMARY)
+    (report,) = bus.reports
+    assert report.missing == ("1.0",) and "1.0: missing (absent for 3 min)" in str(report)
+    with pytest.raises(CommandFailed, match=r"1\.0: missing \(absent for 3 min\)"):
+        report.raise_for_failures()
+
+
+def test_an_agent_that_is_away_counts_from_its_loss_until_it_has_joined() -> None:
+    bus = Coordinator("0.0")
+    bus.lose("0.0", at_us=10 * SECOND_US)
+    bus.hello("0.0", "b", at_us=30 * SECOND_US)
+    bus.issue(PAUSE, at_us=31 * SECOND_US)
+    assert bus.reports[0].outcomes[0].conclusion == Missing("absent", away_ms=21_000)
+    bus.join("0.0", "b")
+    bus.issue(RESUME)
+    assert bus.reports == [] and bus.state.open[0].waiting == {"0.0"}
+
+
+def test_the_answer_of_one_that_was_absent_changes_nothing() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.lose("1.0")
+    bus.issue(PAUSE)
+    seq = bus.state.seq
+    bus.hello("1.0")
+    bus.join("1.0")
+    bus.answer(seq, a1_0=DONE)
+    bus.answer(seq, a0_0=DONE)
+    assert [lines(report) for report in bus.reports] == [{"1.0": "absent", "0.0": DONE}]
+
+
+@pytest.mark.parametrize(("places", "retired"), [(("1",), {"1.0", "1.1"}), (("1.1", "0"), {"1.1", "0.0"})])
+def test_a_retired_place_is_named_no_more_and_told_to_give_up(places: tuple[str, ...], retired: set[str]) -> None:
+    bus = Coordinator("0.0", "1.0", "1.1", "2.0")
+    for agent in ("0.0", "1.0", "1.1"):
+        bus.lose(agent)
+    bus.retire(*places)
+    assert [set(effect.agents) for effect in bus.of(Retired)] == [retired] and bus.state.retired == retired
+    bus.issue(PAUSE)
+    bus.answer(a2_0=DONE)
+    assert not retired & lines(bus.reports[0]).keys()
+    bus.hello(min(retired), "b")
+    ((_, rejoin),) = bus.sent
+    assert isinstance(rejoin, Rejoin) and rejoin.give_up and "was retired from this run" in rejoin.reason
+    bus.open()
+    bus.hello(min(retired), "b")
+    assert bus.sent == [(f"{min(retired)}/b", rejoin)], "in every later life too"
+
+
+def test_a_running_agent_and_an_unknown_place_cannot_be_retired() -> None:
+    bus = Coordinator("0.0", "1.0", "1.1")
+    bus.lose("1.0")
+    before = bus.state
+    for places, why in (
+        (("1",), "agent 1.1 is running: stop it first. Nothing was retired"),
+        (("1.0", "7"), "this run has no agent 7. Nothing was retired"),
+    ):
+        ticket = bus.retire(*places)
+        assert bus.refused == [(ticket, "retire", why)] and bus.state is before
+
+
+def test_a_replica_leaves_the_desired_state_with_its_last_agent() -> None:
+    bus = Coordinator("1.0", "1.1")
+    bus.lose("1.0")
+    bus.lose("1.1")
+    bus.retire("1.0")
+    assert bus.state.desired.keys() == {1}
+    bus.retire("1")
+    assert bus.state.desired.keys() == set()
 
 
 def test_a_second_loss_of_the_same_agent_changes_nothing() -> None:

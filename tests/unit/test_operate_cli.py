@@ -158,3 +158,11 @@ def test_an_agent_rejects_wrong_engine_options_before_it_starts(args: tuple[str,
     done = rolloutctl("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", *args)
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_place_is_retired_only_if_nobody_is_there(plane: ControlPlane) -> None:
+    env = {"ROLLOUTCTL_BUS": plane.address}
+    refused = rolloutctl("retire", "0", "0.1", env=env)
+    assert refused.returncode != 0 and "agent 0.0, 0.1 is running: stop it first" in refused.stderr
+    unknown = rolloutctl("retire", "7", env=env)
+    assert unknown.returncode != 0 and "this run has no agent 7" in unknown.stderr

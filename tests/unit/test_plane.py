@@ -96,6 +96,18 @@ def test_every_operation_in_ten_lines(plane: ControlPlane, tmp_path: Path) -> No
     assert len(engine.calls) == 4
 
 
+def test_an_agent_that_left_is_named_until_it_is_retired(plane: ControlPlane, tmp_path: Path) -> None:
+    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
+        plane.wait_for_agents(1, timeout=20).wait()
+    wait_until(lambda: plane.status().agents[0].state == "left")
+    with pytest.raises(errors.CommandFailed, match=r"0\.0: missing \(absent for 0 s\)"):
+        plane.flush().wait().raise_for_failures()
+    with pytest.raises(errors.CommandError, match="this run has no agent 5"):
+        plane.retire(0, "5").wait()
+    assert plane.retire(0).wait().agents == ()
+    assert plane.flush().wait().outcomes == ()
+
+
 def test_an_async_trainer_awaits_the_same_tickets(tmp_path: Path, anyio_backend: tuple[str, dict[str, object]]) -> None:
     async def trainer() -> None:
         plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, profiler=ProfilerConfig(steps=(0,)))

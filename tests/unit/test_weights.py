@@ -1,16 +1,19 @@
 """A weight sync from its request to its report: who takes part, who drops out, and what meets the quorum."""
 
+from typing import Any
+
 import pytest
 
-from controlplane.machine.events import SyncRequested
+from controlplane.machine.events import Absent, Publish, SyncRequested
+from controlplane.machine.status import fleet_status
 from controlplane.machine.weights import Sync, next_phase, primary_conclusions
 from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.errors import CommandFailed
 from schemas.identity import RolloutMode
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
-from schemas.reports import AgentOutcome, Report
-from tests.unit.fleets import DONE, NO, NOT_PRIMARY, Coordinator
+from schemas.reports import AgentOutcome, AgentStatus, Report
+from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
 
 ALREADY, STALE = Skipped(Reason.ALREADY), Skipped(Reason.STALE_VERSION)
 NEVER, OTHERS = Skipped(Reason.MODE_NEVER_SYNCS), Skipped(Reason.NOT_TARGETED)
@@ -118,12 +121,153 @@ def test_a_replica_that_fails_the_commit_is_named_in_the_report() -> None:
         report.raise_for_failures()
 
 
-def test_a_replica_that_dies_during_a_sync_drops_out() -> None:
+def test_a_replica_that_is_lost_during_a_sync_is_left_out_and_follows_when_it_is_back() -> None:
     bus = fleet()
     bus.sync(1)
     bus.answer(a0_0=DONE, a1_0=DONE)
     bus.lose("2.0")
-    assert phase(bus).quarantine == {2}
+    assert phase(bus).quarantine == frozenset()
+    for _ in range(2):
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.quarantined, report.unproven) == ("committed", (0, 1), (), (2,))
+    assert bus.arrive("2.0") == Desired(committed=Committed(1, V1, None))
+
+
+# --- unproven ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_was_away_is_unproven_in_every_report_until_it_is_back() -> None:
+    bus = Coordinator("0.0", "1.0", "2.0", "2.1")
+    bus.lose("2.0")
+    for version in (1, 2):
+        bus.sync(version)
+        for _ in range(3):
+            bus.answer(a0_0=DONE, a1_0=DONE, a2_1=NOT_PRIMARY)
+        (report,) = bus.synced
+        assert (report.loaded, report.quarantined, report.unproven) == ((0, 1), (), (2,))
+        with pytest.raises(CommandFailed, match=f"weights v{version} committed on replicas 0, 1; unproven: replica 2"):
+            report.raise_for_failures()
+    assert bus.arrive("2.0").version == 2
+    bus.sync(3)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE, a2_1=NOT_PRIMARY)
+    assert bus.synced[0].unproven == ()
+    bus.synced[0].raise_for_failures()
+
+
+def test_a_replica_of_an_earlier_life_of_the_bus_is_unproven_until_it_is_retired() -> None:
+    bus = fleet()
+    bus.open()
+    bus.arrive("0.0")
+    unproven = []
+    for version in (1, 2):
+        bus.sync(version)
+        for _ in range(3):
+            bus.answer(a0_0=DONE)
+        unproven.append(bus.synced[0].unproven)
+        bus.retire("1", "2.0")
+    assert unproven == [(1, 2), ()]
+
+
+def test_only_replicas_that_the_sync_is_for_can_be_unproven() -> None:
+    bus = fleet()
+    bus.arrive("3.0", mode=RolloutMode.COLOCATED)
+    bus.arrive("actor.0")
+    for agent in ("1.0", "2.0", "3.0", "actor.0"):
+        bus.lose(agent)
+    bus.sync(1, target=Target(replicas=frozenset({0, 1, 3})))
+    for _ in range(3):
+        bus.answer(a0_0=DONE)
+    assert bus.synced[0].unproven == (1,)
+
+
+def test_a_replica_that_does_not_answer_the_commit_is_unproven() -> None:
+    bus = fleet()
+    bus.sync(1)
+    run_phases(bus, ALL, ALL)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.time(60 * SECOND_US)
+    (report,) = bus.synced
+    assert (report.loaded, report.quarantined, report.unproven) == ((0, 1), (), (2,))
+
+
+# --- engines that are known to be down --------------------------------------------------------------------------------
+
+LAUNCHING, UP = AgentStatus(ready=False), AgentStatus(ready=True, tokenizer="present", generating=True)
+
+
+def test_no_phase_waits_for_an_engine_that_is_known_to_be_down() -> None:
+    bus = fleet()
+    bus.status("2.0", LAUNCHING)
+    bus.sync(1)
+    phases = []
+    for _ in range(3):
+        phases.append(phase(bus))
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    assert [(command.phase, set(command.quarantine)) for command in phases] == [
+        ("prepare", set()),
+        ("load", set()),
+        ("commit", set()),
+    ]
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.unproven) == ("committed", (0, 1), (2,))
+    assert lines(report.phases[2])["2.0"] == "engine_down"
+    assert bus.state.desired[2] == Desired(committed=Committed(1, V1, None)), "it comes back to these weights"
+
+
+def test_a_phase_goes_on_as_soon_as_an_engine_is_known_to_be_down() -> None:
+    bus = fleet()
+    bus.sync(1)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    assert bus.published == []
+    bus.status("2.0", LAUNCHING)
+    assert phase(bus).phase == "load"
+
+
+@pytest.mark.parametrize(
+    ("quorum", "status", "absent"),
+    [(3, LAUNCHING, "leave"), (None, UP, "leave"), (2, LAUNCHING, "wait")],
+    ids=["no quorum without it", "it is up", "as asked for"],
+)
+def test_otherwise_a_phase_waits(quorum: int | None, status: AgentStatus, absent: Absent) -> None:
+    bus = fleet()
+    bus.status("2.0", status)
+    bus.sync(1, quorum=quorum, absent=absent)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    assert bus.published == []
+    bus.answer(a2_0=DONE)
+    assert phase(bus).phase == "load"
+
+
+def test_a_phase_does_not_wait_for_an_engine_that_is_down_if_the_others_fail() -> None:
+    bus = fleet()
+    bus.status("2.0", LAUNCHING)
+    bus.sync(1, quorum=2)
+    bus.answer(a0_0=DONE, a1_0=NO)
+    assert bus.published == [], "two of three can still prepare"
+
+
+# --- the target -------------------------------------------------------------------------------------------------------
+
+
+def test_to_name_all_replicas_is_to_name_none() -> None:
+    bus = fleet()
+    bus.arrive("3.0", mode=RolloutMode.COLOCATED)
+    bus.sync(1, target=Target(replicas=frozenset({0, 1, 2})))
+    assert bus.of(Publish)[0].envelope.target == Target()
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NEVER)
+    assert bus.state.default_desired.version == 1 and fleet_status(bus.state, 0, "log", {}).version == 1
+
+
+def test_the_version_of_the_fleet_is_the_newest_that_any_replica_was_committed_to() -> None:
+    bus = fleet()
+    bus.sync(1, target=Target(replicas=frozenset({0, 1})))
+    assert bus.of(Publish)[0].envelope.target == Target(replicas=frozenset({0, 1}))
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=OTHERS)
+    assert bus.state.default_desired.version == 0 and fleet_status(bus.state, 0, "log", {}).version == 1
 
 
 def test_a_replica_that_dropped_out_stays_out_of_this_sync() -> None:
@@ -257,7 +401,6 @@ def test_a_replica_that_restarts_during_a_sync_is_not_quarantined() -> None:
     bus.sync(1)
     bus.answer(a0_0=DONE, a1_0=DONE)
     bus.lose("2.0")
-    assert phase(bus).quarantine == {2}
     assert bus.arrive("2.0", "b").quarantined == 0
     bus.answer(a0_0=DONE, a1_0=DONE)
     assert phase(bus) == WeightSync(phase="commit", version=1, source=V1)
@@ -323,11 +466,13 @@ REQUEST = SyncRequested(
     target=Target(),
     timeout_ms=1,
 )
+KNOWN = frozenset({0, 1, 2, 3})
 SYNC = Sync(request=REQUEST, phase="load", members=frozenset({0, 1, 2}))
 
 
 def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
-    assert primary_conclusions(report(a0_0=DONE, a0_1=NOT_PRIMARY, a12_0=NO)) == {0: DONE, 12: NO}
+    outcomes = report(a0_0=DONE, a0_1=NOT_PRIMARY, a12_0=NO, a13_0=NO).outcomes
+    assert primary_conclusions(outcomes, frozenset({0, 12})) == {0: DONE, 12: NO}
 
 
 @pytest.mark.parametrize(
@@ -337,21 +482,22 @@ def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
         (ALREADY, True),
         (Skipped(Reason.EXPIRED), False),
         (Failed(ErrorKind.UNKNOWN, "?"), False),
-        (Missing("gone"), False),
+        (Missing("deadline"), False),
     ],
 )
 def test_only_acted_and_already_count_as_success(conclusion: Conclusion, succeeded: bool) -> None:
-    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=conclusion))
+    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=conclusion), KNOWN)
     assert sync.lost == (frozenset() if succeeded else {2})
 
 
-def test_a_replica_without_an_outcome_has_dropped_out() -> None:
-    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE))
-    assert sync.lost == {2}
+@pytest.mark.parametrize("reason", ["absent", "gone", "restarted", "engine_down"])
+def test_a_replica_that_is_away_is_left_out_and_not_quarantined(reason: Any) -> None:
+    sync, following = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=Missing(reason)), KNOWN)
+    assert sync.lost == frozenset() and isinstance(following, WeightSync) and following.phase == "commit"
 
 
 def test_a_replica_that_joins_later_is_a_member_from_then_on() -> None:
-    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NO))
+    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NO), KNOWN)
     assert sync.members == {0, 1, 2, 3} and sync.lost == {3}
 
 

@@ -58,7 +58,7 @@ from workers.machine.suppressed import clear_suppressed, still_desired, suppress
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "next_deadline"]
 
-LOGIC = 3
+LOGIC = 4
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 _SUPERSEDED = Skipped(Reason.SUPERSEDED)

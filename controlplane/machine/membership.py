@@ -1,0 +1,89 @@
+"""Which places belong to the run, whoever is at them now: the absent, the retired, and the replicas of a sync. Pure.
+
+A place is known from its first hello on, through restarts of the bus, until an operator retires it.
+"""
+
+from msgspec.structs import replace
+
+from controlplane.machine import events
+from controlplane.machine.fleet import CoordinatorState, Effects
+from schemas.commands import Target
+from schemas.formatting import agent_order, format_agents, format_list
+from schemas.identity import ROLLOUT, RolloutMode, replica_and_node
+from schemas.outcomes import Missing
+from schemas.reports import AgentOutcome
+
+_ALIVE = ("joining", "live")
+
+
+def absent_outcomes(state: CoordinatorState, at_us: int) -> tuple[AgentOutcome, ...]:
+    """Return what a command that is issued now concludes for each known agent that is not live."""
+    return tuple(
+        AgentOutcome(agent=name, conclusion=Missing("absent", max(0, at_us - member.away_us) // 1000))
+        for name, member in sorted(state.members.items())
+        if member.state != "live"
+    )
+
+
+def on_retire_requested(state: CoordinatorState, event: events.RetireRequested, effects: Effects) -> CoordinatorState:
+    """Take places out of the run for good: all that were named, or none."""
+    matches = {place: _agents_at(state, place) for place in event.places}
+    unknown = [place for place, agents in matches.items() if not agents]
+    agents = frozenset[str]().union(*matches.values())
+    alive = [name for name in agents if name in state.members and state.members[name].state in _ALIVE]
+    if unknown or alive:
+        reason = f"agent {format_agents(alive)} is running: stop it first" if alive else ""
+        reason = reason or f"this run has no agent {format_list(unknown)}"
+        effects.append(events.Refuse(ticket=event.ticket, kind="retire", reason=f"{reason}. Nothing was retired"))
+        return state
+    members = {name: member for name, member in state.members.items() if name not in agents}
+    gone_units = {state.members[name].hello.identity.unit for name in agents if name in state.members}
+    gone_units -= {member.hello.identity.unit for member in members.values()}
+    effects.append(events.Retired(ticket=event.ticket, agents=tuple(sorted(agents, key=agent_order))))
+    return replace(
+        state,
+        members=members,
+        desired={unit: desired for unit, desired in state.desired.items() if unit not in gone_units},
+        claims={name: claim for name, claim in state.claims.items() if name not in agents},
+        retired=state.retired | agents,
+    )
+
+
+def _agents_at(state: CoordinatorState, place: str) -> frozenset[str]:
+    """The agents that a place names: one agent, or all of a replica. Those that are retired already count."""
+    known = state.members.keys() | state.retired
+    if not place.isdecimal():
+        return frozenset({place} & known)
+    nodes = {name: replica_and_node(name) for name in known}
+    return frozenset(name for name, node in nodes.items() if node is not None and node[0] == int(place))
+
+
+# --- the replicas of a sync -------------------------------------------------------------------------------------------
+
+
+def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
+    """Return the known replicas that a sync with this target is for."""
+    identities = (member.hello.identity for member in state.members.values())
+    return frozenset(
+        identity.replica
+        for identity in identities
+        if identity.role == ROLLOUT and identity.mode is not RolloutMode.COLOCATED and target.includes(identity)
+    )
+
+
+def whole_target(state: CoordinatorState, target: Target) -> Target:
+    """Return the target of a sync, as that of all if it names every replica that there is to name."""
+    every = syncing_replicas(state, Target())
+    return Target() if target.replicas is not None and every and every <= target.replicas else target
+
+
+def engines_down(state: CoordinatorState) -> dict[str, int]:
+    """Return the primaries whose engines are known to be down, each with its replica."""
+    return {
+        name: member.hello.identity.replica
+        for name, member in state.members.items()
+        if member.state == "live"
+        and (member.hello.identity.role, member.hello.identity.node_rank) == (ROLLOUT, 0)
+        and member.status is not None
+        and member.status.tokenizer == "unknown"
+    }
