@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from anyio import CancelScope, fail_after, to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from controlplane.bus.bus import Bus
+from controlplane.bus.key_folder import KeyFolder
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import Absent
 from controlplane.record.log import RunLog
@@ -50,6 +51,8 @@ SendWeights = Callable[[tuple[int, ...]], object]
 """Broadcasts weights to the replicas whose indices it is given."""
 Replicas = Iterable[int] | None
 
+KEYS_VARIABLE: Final = "ROLLOUTCTL_KEYS"
+
 
 class ControlPlane:
     """The control plane of one training run.
@@ -69,11 +72,13 @@ class ControlPlane:
         profiler: Which steps `step` profiles, and how.
         checkpoints: Directory that checkpoint paths are relative to on this machine. Each agent is configured with
             its own path to the same directory.
-        insecure: Allow an address that other machines can reach. There is no authentication yet.
-        context: ZeroMQ context, for `inproc://` addresses.
+        keys: Folder made by `rolloutctl keys`: the bus's own key, and who may come in. Needed for an address that other
+            machines can reach. None for the folder that `ROLLOUTCTL_KEYS` names, or no keys.
+        insecure: Allow an address that other machines can reach without keys. Anybody on them can command the engines.
+        context: ZeroMQ context, for `inproc://` addresses. A bus with keys needs one without another such bus.
 
     Raises:
-        AddressInUse, BusAddressError, ConfigError, LogLocked, LogCorrupt, LogFull, LogError: On entering.
+        AddressInUse, BusAddressError, KeyFileError, ConfigError, LogLocked, LogCorrupt, LogFull, LogError: On entering.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class ControlPlane:
         config: BusConfig | None = None,
         profiler: ProfilerConfig | None = None,
         checkpoints: StrPath = ".",
+        keys: StrPath | None = None,
         insecure: bool = False,
         context: Context | None = None,
     ) -> None:
@@ -94,6 +100,8 @@ class ControlPlane:
             profiler or ProfilerConfig(), lambda *order: self.bus.publish(*order), self._live_identities
         )
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
+        folder = keys or os.environ.get(KEYS_VARIABLE)
+        self._keys = KeyFolder(Path(folder)) if folder else None
         self._opened: ExitStack | None = None
         self._bus: Bus
         self._portal: BlockingPortal
@@ -111,7 +119,7 @@ class ControlPlane:
             self._portal = stack.enter_context(
                 start_blocking_portal("asyncio", backend_options=options, name="rolloutctl-bus")
             )
-            bus = Bus(self._address, log, self._config, insecure=self._insecure, context=self._context)
+            bus = Bus(self._address, log, self._config, insecure=self._insecure, keys=self._keys, context=self._context)
             self._bus = stack.enter_context(self._portal.wrap_async_context_manager(bus))
             self._opened = stack.pop_all()
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, TypeVar
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from schemas.errors import ConfigError
-from schemas.identity import TIME_MAX_MS, Milliseconds
+from schemas.identity import TIME_MAX_MS, Milliseconds, Port
 
 _Interval = Annotated[int, Meta(ge=1, le=3_600_000)]
 """Of something that is done again and again: an hour at most, so that the bus or the agent is seen to live."""
@@ -27,6 +27,8 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         history: Commands kept for resending. An agent that needs older ones gets a snapshot.
         queue: Commands that may be open at once: handed to the bus, and not concluded yet. More raise BusOverloaded.
         retransmit_ms: Time until an unanswered command is sent again; doubles with each attempt.
+        publish_port: TCP port of the publish socket, on the host of the bus's address. None lets the system choose;
+            name one for a firewall.
         durability: `disk` flushes a group of records to the disk before it is published; `os` leaves that to the
             operating system, so a power cut may lose the last groups.
     """
@@ -38,6 +40,7 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     history: _Kept = 1_024
     queue: _Kept = 4_096
     retransmit_ms: Milliseconds = 1_000
+    publish_port: Port | None = None
     durability: Literal["disk", "os"] = "os"
 
 

@@ -4,8 +4,9 @@
 
     RolloutctlError
     ├── ConfigError
-    │   └── BusAddressError
-    │       └── AddressInUse
+    │   ├── BusAddressError
+    │   │   └── AddressInUse
+    │   └── KeyFileError
     ├── CommandError
     │   └── SyncInProgress
     ├── CheckpointError
@@ -14,6 +15,7 @@
     │   ├── BusFaulted
     │   ├── BusOverloaded
     │   ├── BusUnreachable
+    │   ├── KeyRefused
     │   └── AgentsMissing
     ├── AgentError
     │   └── IdentityTaken
@@ -48,6 +50,10 @@ class AddressInUse(BusAddressError):
     """Another process listens on the address."""
 
 
+class KeyFileError(ConfigError):
+    """A key file is missing or damaged, or others than its owner can read the secret in it."""
+
+
 class CommandError(RolloutctlError):
     """The command was refused before anything was published."""
 
@@ -78,6 +84,10 @@ class BusOverloaded(BusError):
 
 class BusUnreachable(BusError):
     """Nobody answered at the address in time."""
+
+
+class KeyRefused(BusError):
+    """The bus and this side don't let each other in: a key is missing, unknown, revoked, or another bus's."""
 
 
 class AgentsMissing(BusError):

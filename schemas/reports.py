@@ -130,6 +130,9 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         return self.status is not None and (not self.status.ready or self.status.torn or self.status.quarantined > 0)
 
 
+INSECURE: Final = "INSECURE: anybody who can reach this bus can command the engines; it has no keys"
+
+
 class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     """Answer to `StatusRequest`.
 
@@ -137,6 +140,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         version: Newest committed weights.
         log: Path of the run's log, on the trainer's machine.
         open: Commands that are not concluded, and who has not answered.
+        insecure: Other machines can reach the bus, and it has no keys: anybody on them can command the engines.
     """
 
     run: Name
@@ -146,6 +150,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     log: Text
     agents: tuple[AgentLine, ...]
     open: tuple[Text, ...] = ()
+    insecure: bool = False
 
     def lines(self) -> list[Line]:
         """The run, then agents of the same condition together, those in trouble first, then open commands."""
@@ -154,6 +159,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
             where = f" on {line.host}" if line.in_trouble else ""
             groups.setdefault((line.in_trouble, f"{line.condition}{where}"), []).append(line.agent)
         return [
+            *([Line(INSECURE, True)] if self.insecure else []),
             Line(f"{self.headline}, {len(self.agents)} agents"),
             *(Line(f"  {format_agents(names)}: {text}", trouble) for (trouble, text), names in groups.items()),
             *(Line(f"  open: {text}") for text in self.open),

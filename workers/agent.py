@@ -25,6 +25,7 @@ import zmq
 from anyio import CancelScope
 
 from schemas import events
+from schemas.carriers.keys import KeySource, PeerKeys, StrPath
 from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig, within_bounds
 from schemas.errors import RolloutctlError
@@ -75,11 +76,14 @@ class Agent:
         state_dir: Directory of the journal. It must outlive the process, on a disk of this machine.
         traces: What profiling sessions leave on this node's disk; None if no session leaves anything.
         config: Intervals and limits.
+        keys: File with this agent's key, for a bus that has keys; None for that of `ROLLOUTCTL_KEY_FILE`, or for
+            `ROLLOUTCTL_KEY` and `ROLLOUTCTL_SERVER_KEY`, or none. A file that changes is read again.
         context: The ZeroMQ context, for `inproc://` addresses, which exist in one context only; None for the process's
             own.
         wall_ns: The node's wall clock, which is compared with the bus's.
 
     Raises:
+        KeyFileError: The keys can't be used.
         BusAddressError: On entering: the address cannot be dialled.
         LogLocked: On entering: another process runs this agent.
         LogError: On entering: the journal cannot be read.
@@ -99,6 +103,7 @@ class Agent:
         state_dir: Path,
         traces: NodeTraces | None = None,
         config: AgentConfig | None = None,
+        keys: StrPath | PeerKeys | None = None,
         context: Context | None = None,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -106,6 +111,7 @@ class Agent:
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
         self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
         self._path = state_dir / f"agent-{identity.agent}.db"
+        self._keys = KeySource.find(keys)
         self._resources = AsyncExitStack()
         self._changed: anyio.Event | None = None  # while somebody waits for a state
 
@@ -183,6 +189,7 @@ class Agent:
             context=self._context,
             handle=self._step,
             wall_ns=self._wall_ns,
+            keys=self._keys,
         )
         driver = EngineDriver(self._engine, self._traces, self._config.observe_ms, lambda: self.state, self._step)
         self._life = _Life(link, driver)

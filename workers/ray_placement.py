@@ -59,8 +59,9 @@ class AgentActor:
         state_dir: Path,
         traces: NodeTraces | None,
         config: AgentConfig,
+        keys: str | None,
     ) -> None:
-        self._bus, self._identity, self._engine = bus, identity, engine
+        self._bus, self._keys, self._identity, self._engine = bus, keys, identity, engine
         self._state_dir, self._traces, self._config = state_dir, traces, config
         self._running, self._opened = asyncio.Lock(), asyncio.Event()
         self._scope: CancelScope | None = None
@@ -85,6 +86,7 @@ class AgentActor:
         self._state_dir.mkdir(parents=True, exist_ok=True)
         async with Agent(
             bus=self._bus,
+            keys=self._keys.replace("{agent}", self._identity.agent) if self._keys is not None else None,
             identity=self._identity,
             engine=self._engine(self._identity),
             state_dir=self._state_dir,
@@ -186,6 +188,7 @@ def place_agents(
     traces: Path | None = None,
     finish_hook: str = "",
     config: AgentConfig | None = None,
+    keys: str | None = None,
 ) -> Placement:
     """Start one agent on each node of each replica. Returns at once; `wait_ready` waits.
 
@@ -199,6 +202,8 @@ def place_agents(
         traces: Root of the session directories; None to collect no traces.
         finish_hook: Command to run after the last profiled step.
         config: Settings of every agent.
+        keys: Path of the key file on each node; `{agent}` in it stands for the agent's name, e.g. 0.1. None for what
+            the environment of the nodes says. Ray only ever carries the path: no key is in an argument or its logs.
 
     Raises:
         ConfigError: They can't be placed. Nothing was started.
@@ -221,7 +226,9 @@ def place_agents(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         node_traces = NodeTraces(traces, identity, finish_hook) if traces is not None else None
-        actors[identity.agent] = options.remote(bus, identity, engine, state_dir, node_traces, config or AgentConfig())
+        actors[identity.agent] = options.remote(
+            bus, identity, engine, state_dir, node_traces, config or AgentConfig(), keys
+        )
     return Placement(actors)
 
 

@@ -15,6 +15,7 @@ Rule 4  Every ticket ends: concluded, refused, or failed when the bus closes, ho
 """
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,8 +28,10 @@ import zmq
 from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
+from controlplane.bus.access import Access
 from controlplane.bus.callers import Callers, Order, checked_order
 from controlplane.bus.inbox import Inbox, connection_of
+from controlplane.bus.key_folder import KeyFolder
 from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide, next_deadline
 from controlplane.machine.fleet import UNKNOWN_PEER, member_at
@@ -36,8 +39,8 @@ from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
-from schemas.carriers.edge_socket import Sent
-from schemas.carriers.sockets import Context, bus_publisher, bus_router
+from schemas.carriers.edge_socket import EdgeSocket, Sent
+from schemas.carriers.sockets import LINGER_MS, Context, bus_publisher, bus_router, is_local
 from schemas.carriers.wakeup import Wakeup
 from schemas.commands import Command, Manifest, Source, Target
 from schemas.config import BusConfig
@@ -60,6 +63,7 @@ STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
 BIND_TIMEOUT_S: Final = 0.5
 """How long an address may still be in use by a bus of this process that was just closed."""
+MAKE_KEYS: Final = "`rolloutctl keys new` makes keys; pass keys=… instead of insecure=True"
 _NIL: Final = b"\xc0"
 
 
@@ -71,11 +75,13 @@ class Bus:
     Args:
         address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
         log: Open; the bus closes it.
-        insecure: Allow an address that other machines can reach, without authentication.
-        context: For `inproc://` addresses, which exist within one context only; else the process's own.
+        insecure: Allow an address that other machines can reach, without keys.
+        keys: Let in only who holds one of these keys, and what it may do. Not for `inproc://`, which needs none.
+        context: For `inproc://` addresses, which exist within one context only; else the process's own, or with keys
+            one of the bus's own, since a context has one handler for keys.
 
     Raises:
-        AddressInUse, BusAddressError, LogError: On entering.
+        AddressInUse, BusAddressError, KeyFileError, LogError: On entering.
     """
 
     def __init__(
@@ -85,14 +91,16 @@ class Bus:
         config: BusConfig | None = None,
         *,
         insecure: bool = False,
+        keys: KeyFolder | None = None,
         context: Context | None = None,
     ) -> None:
         self.address = address
         self.state = log.state
         self.fault: BusFaulted | None = None
         self._log, self._config, self._insecure = log, config or BusConfig(), insecure
-        self._context = context or zmq.Context.instance()
-        self._inbox = Inbox(log)
+        self._keys = keys if not address.startswith("inproc://") else None
+        self._access: Access | None = None
+        self._given_context = context
         self._skew_us = 0
         self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
@@ -107,6 +115,11 @@ class Bus:
     def malformed(self) -> int:
         """Messages that could not be read, of all peers."""
         return self._inbox.malformed
+
+    @property
+    def _exposed(self) -> bool:
+        """Whether anybody on another machine can command this fleet."""
+        return self._access is None and not is_local(self.address)
 
     @property
     def safety_polls(self) -> int:
@@ -167,7 +180,8 @@ class Bus:
 
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
-        return fleet_status(self.state, self._now_us(), str(self._log.path), self._inbox.last_heard_us)
+        fleet = fleet_status(self.state, self._now_us(), str(self._log.path), self._inbox.last_heard_us)
+        return replace(fleet, insecure=self._exposed)
 
     async def wait_until(self, holds: Callable[[CoordinatorState], bool]) -> CoordinatorState:
         """Return the first state, from now on, for which `holds` is true. Raises BusFaulted or BusClosed."""
@@ -205,6 +219,7 @@ class Bus:
         async with AsyncExitStack() as stack:
             stack.callback(self._wakeup.close)
             stack.push_async_callback(self._close_log)
+            await self._prepare_access(stack)
             await self._bind(stack)
             stack.callback(self._fail_all)
             await self._begin()
@@ -215,6 +230,8 @@ class Bus:
             stack.push_async_callback(self._drain)
             for task in (self._read_router, self._read_subscriptions, self._read_orders, self._keep_time):
                 tasks.start_soon(task)
+            if self._access is not None:
+                tasks.start_soon(self._watch_keys, self._access)
             self._open = stack.pop_all()
         return self
 
@@ -224,30 +241,39 @@ class Bus:
         await self._open.aclose()  # the caller's own error is not wrapped in a group
         return False
 
+    async def _prepare_access(self, stack: AsyncExitStack) -> None:
+        """Read the keys, and begin to answer for them before anybody can connect."""
+        self._context = self._given_context or zmq.Context.instance()
+        if self._keys is not None:
+            self._access = Access(self._keys)
+            if self._given_context is None:
+                self._context = zmq.Context()
+                stack.push_async_callback(_end_context, self._context)
+            handler = self._access.bind(self._context)
+            stack.callback(handler.close, 0)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(tasks.cancel_scope.cancel)
+            tasks.start_soon(self._access.serve, handler)
+        self._inbox = Inbox(self._log, self._access.grant_of if self._access is not None else None)
+
     async def _bind(self, stack: AsyncExitStack) -> None:
-        deadline = anyio.current_time() + BIND_TIMEOUT_S
-        while True:
-            try:
-                self._router = bus_router(self._context, self.address, insecure=self._insecure)
-                break
-            except AddressInUse:
-                if anyio.current_time() > deadline:
-                    raise
-                await anyio.sleep(BIND_TIMEOUT_S / 10)
+        pair = self._access.pair if self._access is not None else None
+        self._router = await _bound(lambda: bus_router(self._context, self.address, insecure=self._insecure, pair=pair))
         stack.callback(self._router.close)
         self.address = self._router.address
+        publish = f"{self.address}-publish"
         if self.address.startswith("tcp://"):
-            publish_address = f"{self.address.rpartition(':')[0]}:0"
-        else:
-            publish_address = f"{self.address}-publish"
-        self._publisher = bus_publisher(self._context, publish_address, insecure=self._insecure)
+            publish = f"{self.address.rpartition(':')[0]}:{self._config.publish_port or 0}"
+        self._publisher = await _bound(
+            lambda: bus_publisher(self._context, publish, insecure=self._insecure, pair=pair)
+        )
         stack.callback(self._publisher.close)
 
     async def _begin(self) -> None:
         """The first decision of this life."""
         settings = msgspec.convert(self._config, events.CoordinatorSettings, from_attributes=True)
-        if self.address.startswith("tcp://"):
-            settings = replace(settings, publish_port=int(self._publisher.address.rpartition(":")[2]))
+        tcp = self.address.startswith("tcp://")
+        settings = replace(settings, publish_port=int(self._publisher.address.rpartition(":")[2]) if tcp else None)
         at_us, at_ns = self._now_us(), time.time_ns()
         opened = events.Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
         self._next_head_us = at_us
@@ -255,6 +281,9 @@ class Bus:
         if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
+        if self._exposed:
+            text = f"INSECURE: anybody who can reach {self.address} can command the engines. {MAKE_KEYS}"
+            logger.warning("%s", f"\x1b[1;31m{text}\x1b[0m" if sys.stderr.isatty() else text)
 
     async def _drain(self) -> None:
         """Agents send their decisions a fraction of a heartbeat after making them: wait for the last ones."""
@@ -315,6 +344,13 @@ class Bus:
         deadline_us = next_deadline(self.state) if self.fault is None else None
         moments = (self._next_head_us, deadline_us, self._flush_us)
         return min(moment for moment in moments if moment is not None)
+
+    async def _watch_keys(self, access: Access) -> None:
+        """Shut out whose key was revoked, within a head interval."""
+        while True:
+            await access.changed(self._config.head_interval_ms / 1000)
+            self._inbox.keys_changed = True
+            await self._turn()
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
@@ -482,6 +518,9 @@ class Bus:
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _handle_requests(self) -> None:
+        for connection, answer in self._inbox.shut_out.items():
+            self._reply(connection, answer)
+        self._inbox.shut_out.clear()
         for connection, request in self._inbox.requests:
             if isinstance(request, wire.StatusRequest):
                 self._reply(connection, self.status())
@@ -492,7 +531,7 @@ class Bus:
         self._inbox.requests.clear()
         self._inbox.refused.clear()
 
-    def _reply(self, connection: bytes, reply: wire.Reply) -> None:
+    def _reply(self, connection: bytes, reply: wire.Reply | wire.Rejoin) -> None:
         body = wire.encode(reply)
         if len(body) > wire.MAX_BYTES - 1024:
             reason = f"the reply takes {len(body)} bytes, and a message has at most {wire.MAX_BYTES}"
@@ -502,6 +541,24 @@ class Bus:
     def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+async def _bound(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
+    """Bind, again and again for a moment while the address is in use."""
+    deadline = anyio.current_time() + BIND_TIMEOUT_S
+    while True:
+        try:
+            return bind()
+        except AddressInUse:
+            if anyio.current_time() > deadline:
+                raise
+            await anyio.sleep(BIND_TIMEOUT_S / 10)
+
+
+async def _end_context(context: Context) -> None:
+    """Wait, outside the loop, until what the sockets have queued is delivered or its time is over."""
+    with anyio.move_on_after(2 * LINGER_MS / 1000, shield=True):
+        await to_thread.run_sync(context.term, abandon_on_cancel=True)
 
 
 def _closed(address: str) -> BusClosed:

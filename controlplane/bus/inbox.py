@@ -9,6 +9,7 @@ heartbeat that repeats the last one is a sign of life and nothing more.
 Rule 1  Who is behind a connection is what its hello says, once: a connection speaks for one incarnation of one agent. A
         connection that has not said hello is a stranger, and is told to. One that sends an operator's request is an
         operator.
+        Where the bus has keys, the key of a connection says what it may send, in every message.
 Rule 2  Outcomes that arrived before a hello or a goodbye are passed on before it: the order decides who is missing.
 Rule 3  Nothing here grows with what strangers send: there are entries only for connections that said hello, at most
         CONNECTIONS_MAX, until they fall silent.
@@ -18,16 +19,22 @@ import hashlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from controlplane.machine import events
 from controlplane.machine.fleet import CoordinatorState, member_at
+from controlplane.machine.permissions import Grant, refusal
 from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.errors import WireError
+from schemas.identity import agent_of
 from schemas.reports import AgentStatus
 
 logger = logging.getLogger("rolloutctl.bus")
+
+GrantOf = Callable[[bytes], Grant | str]
+"""Returns what a key may do, or why it may do nothing."""
 
 CONNECTIONS_MAX: Final = 65_536
 """Connections of agents that are known at once."""
@@ -35,7 +42,7 @@ PEER_CHARS_MAX: Final = 255
 """Longest peer that the log can hold."""
 MALFORMED_US: Final = 60_000_000
 MALFORMED_LINES: Final = 20
-"""Log lines about malformed messages in each period of `MALFORMED_US`."""
+"""Log lines about malformed and refused messages in each period of `MALFORMED_US`."""
 
 
 def connection_of(peer: str) -> bytes:
@@ -46,60 +53,69 @@ def connection_of(peer: str) -> bytes:
 class Inbox:
     """What arrives at one bus.
 
+    Args:
+        log: For the decisions of agents.
+        grant_of: Returns what a key may do, or why it may do nothing. Each message then begins with its sender's key.
+
     Attributes:
         events: For the coordinator, in order.
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators, with the connections to answer.
         refused: Requests of operators that can't be read or are out of bounds, with the reason.
         strangers: Connections that sent something without a hello; to be told to say it.
+        shut_out: Connections whose key does not allow what they sent, with what to tell them.
         time_replies: For agents that asked for the time; to be completed and sent at once.
         last_heard_us: When each agent last sent a message, on the bus's clock.
         operators_only: Messages of agents are ignored from now on.
+        keys_changed: Set it when `grant_of` may answer differently from now on.
         malformed: Messages that could not be read.
     """
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: RunLog, grant_of: GrantOf | None = None) -> None:
         self.events: list[events.CoordinatorEvent] = []
         self.acks: list[tuple[str, wire.Ack]] = []
         self.requests: list[tuple[bytes, wire.Operator]] = []
         self.refused: list[tuple[bytes, str]] = []
         self.strangers: set[bytes] = set()
+        self.shut_out: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
-        self.operators_only = False
+        self.operators_only = self.keys_changed = False
         self.malformed = 0
-        self._log = log
+        self._log, self._grant_of = log, grant_of
         self._answers: list[events.PeerAnswer] = []
         self._peers: dict[bytes, str] = {}  # by connection: who said hello on it
+        self._keys: dict[bytes, bytes] = {}  # by connection of those: the key that it has proven to hold
         self._last_status: dict[str, tuple[int, bytes]] = {}  # by peer: seq and body of its last heartbeat
-        self._logged_us: deque[int] = deque(maxlen=MALFORMED_LINES)  # when malformed messages were logged
+        self._logged_us: deque[int] = deque(maxlen=MALFORMED_LINES)  # when such lines were written
         self._at_us = self._at_ns = 0
         self._state = log.state
 
     def begin_turn(self, at_us: int, at_ns: int, state: CoordinatorState) -> None:
         """Set the moment, on the bus's clock and on the wall clock, and the state that messages are read against."""
         self._at_us, self._at_ns, self._state = at_us, at_ns, state
+        if self.keys_changed:
+            self.keys_changed = False
+            self._recheck_keys()
 
     def receive(self, frames: list[bytes]) -> None:
         """Read one message. Never raises for anything that a peer sends."""
+        key, frames = (frames[0], frames[1:]) if self._grant_of is not None else (b"", frames)
         try:
             header, body = wire.parse_frames(frames[1:])
             peer = self._peers.get(connection := frames[0])
-            if peer is not None:
+            grant = self._grant_of(key) if self._grant_of is not None else None
+            if peer is not None and not isinstance(grant, str):
                 self.last_heard_us[peer] = self._at_us
                 if self._last_status.get(peer) == (header.seq, body) and member_at(self._state, peer) is not None:
                     return
             message = self._decode(connection, body)
-            if isinstance(message, (wire.StatusRequest, wire.Submit, wire.Retire)):
+            if reason := _why_not(grant, message, peer):
+                self._shut_out(connection, message, reason)
+            elif isinstance(message, (wire.StatusRequest, wire.Submit, wire.Retire)):
                 self.requests.append((connection, message))
-            elif self.operators_only:
-                return
-            elif isinstance(message, wire.Hello):
-                self._on_hello(connection, message)
-            elif peer is not None:
-                self._on_message(peer, header, body, message)
-            elif not isinstance(message, wire.Goodbye):
-                self.strangers.add(connection)
+            elif not self.operators_only:
+                self._on_agent(connection, header, body, message, key)
         except WireError as error:
             self._on_malformed(frames, error)
 
@@ -122,7 +138,7 @@ class Inbox:
         """Report agents as lost that have sent nothing since a moment, and forget them."""
         for peer, heard_us in list(self.last_heard_us.items()):
             if heard_us < since_us:  # not sooner, even for a stranger: its hello may be of this very turn
-                del self.last_heard_us[peer], self._peers[connection_of(peer)]
+                self._forget(connection_of(peer), peer)
                 if member_at(self._state, peer) is not None:
                     self.events.append(
                         events.PeerLost(at_us=self._at_us, at_ns=self._at_ns, peer=peer, reason="silent")
@@ -135,6 +151,15 @@ class Inbox:
         self.last_heard_us = {peer: min(self._at_us, heard + late_us) for peer, heard in self.last_heard_us.items()}
 
     # --- one message --------------------------------------------------------------------------------------------------
+
+    def _on_agent(self, connection: bytes, header: wire.Header, body: bytes, message: wire.Upward, key: bytes) -> None:
+        peer = self._peers.get(connection)
+        if isinstance(message, wire.Hello):
+            self._on_hello(connection, message, key)
+        elif peer is not None:
+            self._on_message(peer, header, body, message)
+        elif not isinstance(message, wire.Goodbye):
+            self.strangers.add(connection)
 
     def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
         """Read a message of an agent that said hello on this connection."""
@@ -172,7 +197,7 @@ class Inbox:
             through = self._log.append_batch(name, batch, self._at_ns)
             self.acks.append((peer, wire.Ack(journal=batch.journal, through=through)))
 
-    def _on_hello(self, connection: bytes, hello: wire.Hello) -> None:
+    def _on_hello(self, connection: bytes, hello: wire.Hello, key: bytes) -> None:
         """From here on the connection speaks for this agent."""
         name = hello.identity.agent
         peer = f"{name}/{hello.incarnation}/{connection.hex()}"
@@ -183,6 +208,8 @@ class Inbox:
         if len(peer) > PEER_CHARS_MAX or len(self._peers) >= CONNECTIONS_MAX:
             raise WireError(f"a hello of agent {name} with too long an incarnation, or with too many others")
         self._peers[connection] = peer
+        if self._grant_of is not None:
+            self._keys[connection] = key
         self._flush_answers()
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
@@ -200,13 +227,55 @@ class Inbox:
             )
             self._answers.clear()
 
+    def _recheck_keys(self) -> None:
+        """Shut out agents whose key was revoked, or may not be at their place any more."""
+        assert self._grant_of is not None
+        anything = wire.Join()  # stands for all that an agent sends
+        for connection, key in list(self._keys.items()):
+            if reason := _why_not(self._grant_of(key), anything, self._peers[connection]):
+                self._shut_out(connection, anything, reason)
+
+    def _shut_out(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
+        """Note what to tell a connection whose key does not allow what it sent. An agent's is nobody's from now on."""
+        if self._may_log():
+            logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
+        if isinstance(message, (wire.StatusRequest, wire.Submit, wire.Retire)):
+            self.shut_out[connection] = wire.RequestRejected(reason=reason)
+            return
+        self.shut_out[connection] = wire.Rejoin(reason=reason, give_up=True)
+        peer = self._peers.get(connection)
+        if peer is not None:
+            self._flush_answers()
+            self._forget(connection, peer)
+            if member_at(self._state, peer) is not None:
+                self.events.append(events.PeerLost(at_us=self._at_us, at_ns=self._at_ns, peer=peer, reason="refused"))
+
+    def _forget(self, connection: bytes, peer: str) -> None:
+        del self._peers[connection], self.last_heard_us[peer]
+        self._keys.pop(connection, None)
+        self._last_status.pop(peer, None)
+
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:
         """Count it, and log it now and then: by hash, since the bytes are a stranger's."""
         self.malformed += 1
-        if len(self._logged_us) == MALFORMED_LINES and self._at_us - self._logged_us[0] < MALFORMED_US:
+        if not self._may_log():
             return
-        self._logged_us.append(self._at_us)
         data = b"\0".join(frames[1:])
         digest = hashlib.sha256(data).hexdigest()[:16]
         text = "dropped a malformed message from %a: %s; %d bytes, sha256 %s; %d so far"
         logger.warning(text, frames[0][:64], error, len(data), digest, self.malformed)
+
+    def _may_log(self) -> bool:
+        if len(self._logged_us) == MALFORMED_LINES and self._at_us - self._logged_us[0] < MALFORMED_US:
+            return False
+        self._logged_us.append(self._at_us)
+        return True
+
+
+def _why_not(grant: Grant | str | None, message: wire.Upward | wire.Operator, peer: str | None) -> str:
+    """Return why a message is refused; empty if it is not, or if the bus has no keys."""
+    if grant is None or isinstance(grant, str):
+        return grant or ""
+    if isinstance(message, wire.Hello):
+        return refusal(grant, message, message.identity.agent)
+    return refusal(grant, message, agent_of(peer) if peer is not None else None)

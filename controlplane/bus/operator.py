@@ -9,10 +9,12 @@ import anyio
 import zmq
 
 from schemas import wire
+from schemas.carriers.handshakes import DialledSocket
+from schemas.carriers.keys import KeySource
 from schemas.carriers.sockets import agent_dealer
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.config import milliseconds
-from schemas.errors import BusUnreachable, CommandError
+from schemas.errors import BusUnreachable, CommandError, KeyRefused
 from schemas.reports import FleetStatus, Report
 
 R = TypeVar("R", FleetStatus, Report)
@@ -21,37 +23,54 @@ ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
 
 
-async def ask_status(bus: str, timeout_s: float = ANSWER_S) -> FleetStatus:
-    """Return the status of the fleet. Raises BusUnreachable, BusAddressError, or CommandError if the bus refused."""
-    return await _ask(bus, wire.StatusRequest(), FleetStatus, timeout_s)
+async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | None = None) -> FleetStatus:
+    """Return the status of the fleet.
+
+    Raises:
+        BusUnreachable: No reply.
+        KeyRefused: The bus lets this key in nowhere, or wants one.
+        BusAddressError: The address can't be used.
+        CommandError: The bus refused.
+    """
+    return await _ask(bus, wire.StatusRequest(), FleetStatus, timeout_s, keys)
 
 
-async def submit(bus: str, command: ProfileCommand | EngineCommand, target: Target, timeout_s: float) -> Report:
+async def submit(
+    bus: str,
+    command: ProfileCommand | EngineCommand,
+    target: Target,
+    timeout_s: float,
+    keys: KeySource | None = None,
+) -> Report:
     """Publish a command on a running bus, and return its report.
 
     Raises:
         BusUnreachable: No reply. The command may have been published.
+        KeyRefused: The bus lets this key in nowhere, or wants one. Nothing was published.
         BusAddressError: The address can't be used.
         CommandError: The bus refused.
         ConfigError: The timeout is out of bounds.
     """
     request = wire.Submit(command=command, target=target, timeout_ms=milliseconds(timeout_s))
-    return await _ask(bus, request, Report, timeout_s + ANSWER_S)
+    return await _ask(bus, request, Report, timeout_s + ANSWER_S, keys)
 
 
-async def retire(bus: str, places: tuple[str, ...], timeout_s: float = ANSWER_S) -> FleetStatus:
+async def retire(
+    bus: str, places: tuple[str, ...], timeout_s: float = ANSWER_S, keys: KeySource | None = None
+) -> FleetStatus:
     """Take places out of the run for good, and return the status of the fleet without them.
 
     Raises:
-        BusUnreachable, BusAddressError: As for `submit`.
+        BusUnreachable, KeyRefused, BusAddressError: As for `submit`.
         CommandError: An agent is still running there, or the run does not know the place.
     """
-    return await _ask(bus, wire.Retire(places=places), FleetStatus, timeout_s)
+    return await _ask(bus, wire.Retire(places=places), FleetStatus, timeout_s, keys)
 
 
-async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float) -> R:
-    async with agent_dealer(zmq.Context.instance(), bus) as dealer:
+async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float, keys: KeySource | None) -> R:
+    async with agent_dealer(zmq.Context.instance(), bus, keys.credentials() if keys is not None else None) as dealer:
         with anyio.move_on_after(timeout_s):
+            await _get_in(dealer, bus, keys)
             await dealer.send([wire.encode_header(0), wire.encode(request)])
             while True:
                 _, body = wire.parse_frames(await dealer.recv())
@@ -64,3 +83,15 @@ async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: f
         f"no bus answered at {bus} within {timeout_s:g} s. Is the trainer running, is this its address, and can it be "
         "reached from this machine?"
     )
+
+
+async def _get_in(dealer: DialledSocket, bus: str, keys: KeySource | None) -> None:
+    """Return when the connection is open. Tries each key that the bus may have. Raises KeyRefused."""
+    attempts = len(keys.keys.servers) if keys is not None else 1
+    for attempt in range(1, attempts + 1):
+        refused = await dealer.refusal()
+        if refused is None:
+            return
+        if attempt == attempts:
+            raise KeyRefused(f"no way into {bus}: {refused.reason}. Nothing was sent")
+        dealer.redial(keys.credentials(attempt) if keys is not None else None)

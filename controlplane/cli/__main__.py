@@ -17,6 +17,7 @@ COMMANDS = {
     "agent": "controlplane.cli.agent:agent",
     "demo": "controlplane.cli.demo:demo",
     "engine": "controlplane.cli.engine:engine",
+    "keys": "controlplane.cli.keys:keys",
     "log": "controlplane.cli.log:log",
     "timeline": "controlplane.cli.timeline:timeline",
     "report": "controlplane.cli.report:report",

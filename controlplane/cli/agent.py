@@ -37,6 +37,7 @@ def _state_home() -> str:
 
 @click.command(short_help="Run an agent beside an engine.")
 @click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
+@click.option("--keys", type=_PATH, help="File with this agent's key.  [default: ROLLOUTCTL_KEY_FILE]")
 @click.option("--replica", type=click.IntRange(0, REPLICAS_MAX - 1), required=True, help="Its index in the job.")
 @click.option(
     "--node-rank", type=click.IntRange(0, NODES_MAX - 1), default=0, show_default=True, help="Index of the node."
@@ -80,6 +81,7 @@ def _state_home() -> str:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
     bus: str,
+    keys: Path | None,
     replica: int,
     node_rank: int,
     nnodes: int,
@@ -113,24 +115,21 @@ def agent(
         engine = _launched(identity, state_dir, options, engine, profiler)
     uvloop = find_spec("uvloop") is not None
     router = _router(options)
-    interrupted = anyio.run(
-        _serve, bus, identity, engine, state_dir, traces, router, backend_options={"use_uvloop": uvloop}
-    )
+    node = Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces, keys=keys)
+    interrupted = anyio.run(_serve, node, bus, router, backend_options={"use_uvloop": uvloop})
     if interrupted:
         raise click.Abort
 
 
-async def _serve(
-    bus: str, identity: Identity, engine: Engine, state_dir: Path, traces: NodeTraces, router: "Router | None"
-) -> bool:
+async def _serve(node: Agent, bus: str, router: "Router | None") -> bool:
     """Return whether Ctrl-C ended it."""
     signals: list[signal.Signals] = []
     failure: RolloutctlError | None = None
     async with anyio.create_task_group() as tasks:
         await tasks.start(_end_on_signal, tasks.cancel_scope, signals)
         try:
-            async with Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces) as running:
-                logger.info("agent %s is up and connects to %s", identity.agent, bus)
+            async with node as running:
+                logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
                 if router is not None:
                     tasks.start_soon(router.follow, running)
                 await running.run()

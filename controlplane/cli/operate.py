@@ -15,15 +15,23 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.bus.operator import retire as ask_retire
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import fleet_table
+from schemas.carriers.keys import KeySource
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError
 from schemas.identity import NUMBER_MAX, Tag
 from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig, read_config
-from schemas.reports import FleetStatus, Report
+from schemas.reports import INSECURE, FleetStatus, Report
 
 _bus = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus; or ROLLOUTCTL_BUS.")
+_keys = click.option(
+    "--key",
+    "keys",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=lambda context, option, path: KeySource.find(path),
+    help="File with an operator's key, or an observer's for `status`.  [default: ROLLOUTCTL_KEY_FILE]",
+)
 _SECONDS = click.FloatRange(0.01, TIMEOUT_MAX_S)
 _STEP = click.IntRange(0, NUMBER_MAX)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -41,13 +49,21 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable
     """Turn a function that builds a command into one that publishes it and prints its report."""
 
     @_bus
+    @_keys
     @_json
     @click.option("--replicas", callback=_numbers, metavar="N,N…", help="Only these, e.g. 0,2.  [default: all]")
     @click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, help="Seconds.")
     @wraps(build)
-    def run(bus: str, as_json: bool, replicas: frozenset[int] | None, timeout: float, **options: Any) -> None:
+    def run(
+        bus: str,
+        keys: KeySource | None,
+        as_json: bool,
+        replicas: frozenset[int] | None,
+        timeout: float,
+        **options: Any,
+    ) -> None:
         command = build(**options)
-        report: Report = _run(partial(submit, bus, command, Target(replicas=replicas), timeout))
+        report: Report = _run(partial(submit, bus, command, Target(replicas=replicas), timeout, keys))
         _print(report, as_json)
         if not as_json:
             for outcome in report.outcomes:
@@ -72,15 +88,18 @@ def _print(report: Report, as_json: bool) -> None:
 
 @click.command(short_help="Show every agent, its state, and what it waits for.")
 @_bus
+@_keys
 @_json
 @click.option("--timeout", type=_SECONDS, default=5.0, show_default=True, help="Seconds to wait.")
-def status(bus: str, as_json: bool, timeout: float) -> None:
+def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
     """Show the fleet of a running bus."""
-    fleet: FleetStatus = _run(partial(ask_status, bus, timeout))
+    fleet: FleetStatus = _run(partial(ask_status, bus, timeout, keys))
     if as_json:
         click.echo(msgspec.json.encode(fleet))
         return
     console = Console()
+    if fleet.insecure:
+        console.print(INSECURE, style="bold red", soft_wrap=True, highlight=False)
     console.print(fleet.headline, soft_wrap=True, highlight=False, markup=False)
     console.print(fleet_table(fleet))
     for line in fleet.open:
@@ -89,14 +108,15 @@ def status(bus: str, as_json: bool, timeout: float) -> None:
 
 @click.command(short_help="Take replicas or agents out of the run for good.")
 @_bus
+@_keys
 @_json
 @click.argument("places", nargs=-1, required=True, metavar="REPLICA[.NODE]…")
-def retire(bus: str, as_json: bool, places: tuple[str, ...]) -> None:
+def retire(bus: str, keys: KeySource | None, as_json: bool, places: tuple[str, ...]) -> None:
     """Take replicas, or single agents, out of the run for good. Reports then no longer name them as absent.
 
     A running agent can't be retired: stop it first. An agent that is started at a retired place is told to give up.
     """
-    fleet: FleetStatus = _run(partial(ask_retire, bus, places))
+    fleet: FleetStatus = _run(partial(ask_retire, bus, places, keys=keys))
     if as_json:
         click.echo(msgspec.json.encode(fleet))
     else:

@@ -151,12 +151,12 @@ class ResendRequested(Struct, frozen=True, kw_only=True, tag="resend_requested")
 
 
 class PeerLost(Struct, frozen=True, kw_only=True, tag="lost"):
-    """An agent was silent too long, can't be reached, or said goodbye."""
+    """An agent was silent too long, can't be reached, said goodbye, or has a key that is not accepted any more."""
 
     at_us: int
     at_ns: int = 0
     peer: Peer
-    reason: Literal["silent", "unreachable", "left"]
+    reason: Literal["silent", "unreachable", "left", "refused"]
 
 
 class TimerFired(Struct, frozen=True, kw_only=True, tag="timer"):

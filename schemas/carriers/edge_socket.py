@@ -62,17 +62,23 @@ class EdgeSocket:
     It belongs to the thread that made it. Any number of tasks may send and receive; each message goes to one of them.
     Every call after `close`, and every call that waits while it closes, raises `anyio.ClosedResourceError`.
 
+    Args:
+        sock: The socket; it is closed with this.
+        address: Where it is bound, with the port that the system chose, or what it dials.
+        with_key: Put the public key of the sender before the frames of each message.
+
     Attributes:
-        address: Where the socket is bound, with the port that the system chose, or what it dials.
+        address: As given.
         safety_polls: How often the safety poll found something that no edge had announced. Must stay 0.
     """
 
-    def __init__(self, sock: zmq.Socket[bytes], address: str) -> None:
+    def __init__(self, sock: zmq.Socket[bytes], address: str, *, with_key: bool = False) -> None:
         self.address = address
         self.safety_polls = 0
         self._sock = sock
         self._fd = int(sock.FD)
         self._is_router = sock.type == zmq.ROUTER
+        self._with_key = with_key
         self._thread = threading.get_ident()
         self._process, self._generation = os.getpid(), len(forks)
         self._watch: _Watch | None = None
@@ -102,7 +108,7 @@ class EdgeSocket:
         try:
             # A Frame knows whether more follow; with plain bytes that takes a second call of the same cost.
             frame = _recv(sock, _NOW, copy=False)
-            frames = [frame.bytes]
+            frames = [_sender_key(frame), frame.bytes] if self._with_key else [frame.bytes]
             # A message arrives whole or not at all, so the rest of its frames are there.
             while frame.more:
                 frame = _recv(sock, _NOW, copy=False)
@@ -240,6 +246,14 @@ class EdgeSocket:
             if events & waiter.flag:
                 waiter.wake()
         return events
+
+
+def _sender_key(frame: zmq.Frame) -> bytes:
+    """The key that the ZAP handler let in; empty for an inproc peer, which has none."""
+    try:
+        return str(frame.get("User-Id")).encode()
+    except zmq.ZMQError:
+        return b""
 
 
 class _Waiter:

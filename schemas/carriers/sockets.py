@@ -18,6 +18,8 @@ from typing import Final
 import zmq
 
 from schemas.carriers.edge_socket import EdgeSocket
+from schemas.carriers.handshakes import DialledSocket, use_keys
+from schemas.carriers.keys import Credentials, KeyPair
 from schemas.errors import AddressInUse, BusAddressError
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -33,10 +35,12 @@ REDIAL_MS: Final = 200  # pause before libzmq dials again; doubles, with jitter
 REDIAL_MS_MAX: Final = 4000
 DEAD_HOST_MS: Final = 15_000  # time after which the kernel gives up a host that acknowledges nothing
 
+ZAP_DOMAIN: Final = b"rolloutctl"
+
 _EXAMPLES: Final = "An address looks like tcp://127.0.0.1:5555, tcp://127.0.0.1:0 (any free port) or ipc:///run/me/bus"
 
 
-def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
+def bus_publisher(context: Context, address: str, *, insecure: bool = False, pair: KeyPair | None = None) -> EdgeSocket:
     """Bind the XPUB socket that carries commands and heads.
 
     A stalled reader must not slow the others down, so the socket drops its messages at EVENTS_QUEUED_MAX. `recv`
@@ -45,36 +49,40 @@ def bus_publisher(context: Context, address: str, *, insecure: bool = False) -> 
     Args:
         context: ZeroMQ context.
         address: `tcp://127.0.0.1:0` lets the system choose a port; the result is in `.address`.
-        insecure: Allow an address that other machines can reach.
+        insecure: Allow an address that other machines can reach, without keys.
+        pair: Key of the bus. Then only peers come in that a ZAP handler of the context lets in.
 
     Raises:
         AddressInUse: Another process listens there.
-        BusAddressError: Not an address, or one that needs `insecure`.
+        BusAddressError: Not an address, or one that needs keys.
     """
     sock = context.socket(zmq.XPUB)
     sock.set(zmq.XPUB_VERBOSER, 1)
     sock.set(zmq.XPUB_NODROP, 0)
     sock.set(zmq.ONLY_FIRST_SUBSCRIBE, 1)
     sock.set(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
-    return _bind(sock, address, EVENTS_QUEUED_MAX, insecure)
+    return _bind(sock, address, EVENTS_QUEUED_MAX, insecure, pair)
 
 
-def bus_router(context: Context, address: str, *, insecure: bool = False) -> EdgeSocket:
+def bus_router(context: Context, address: str, *, insecure: bool = False, pair: KeyPair | None = None) -> EdgeSocket:
     """Bind the ROUTER socket for messages to and from each agent. Each begins with the routing id of its connection.
 
     The router itself makes a routing id for each connection, so a new connection never meets the queue of an old one,
     and nobody can pose as another connection. A peer could ask for an id of its own; without HANDOVER it gets none
     that is in use. MANDATORY, so that a message to an unknown peer or a full queue is reported (see `Sent`) instead of
-    dropped. Arguments and errors are those of `bus_publisher`.
+    dropped. With a pair, the public key of the sender comes before the routing id. Arguments and errors are those of
+    `bus_publisher`.
     """
     sock = context.socket(zmq.ROUTER)
     sock.set(zmq.ROUTER_MANDATORY, 1)
     sock.set(zmq.ROUTER_HANDOVER, 0)
     sock.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-    return _bind(sock, address, CONTROL_QUEUED_MAX, insecure)
+    return _bind(sock, address, CONTROL_QUEUED_MAX, insecure, pair)
 
 
-def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) -> EdgeSocket:
+def agent_subscriber(
+    context: Context, address: str, topics: Sequence[bytes], keys: Credentials | None = None
+) -> EdgeSocket:
     """Dial the publisher. The topics are set before it connects, so the first message is the welcome.
 
     Nobody has to listen yet: the socket keeps dialling. Raises BusAddressError if this is not an address.
@@ -82,33 +90,53 @@ def agent_subscriber(context: Context, address: str, topics: Sequence[bytes]) ->
     sock = context.socket(zmq.SUB)
     for topic in topics:
         sock.set(zmq.SUBSCRIBE, topic)
-    return _connect(sock, address, EVENTS_QUEUED_MAX)
+    with _dialling(sock, address, EVENTS_QUEUED_MAX):
+        if keys is not None:
+            use_keys(sock, keys)
+        sock.connect(address)
+        return EdgeSocket(sock, address)
 
 
-def agent_dealer(context: Context, address: str) -> EdgeSocket:
+def agent_dealer(context: Context, address: str, keys: Credentials | None = None) -> DialledSocket:
     """Dial the router. IMMEDIATE, so nothing is queued for a bus that is not there: `send` waits for a connection.
 
     Raises BusAddressError if `address` is not an address.
     """
     sock = context.socket(zmq.DEALER)
     sock.set(zmq.IMMEDIATE, 1)
-    return _connect(sock, address, CONTROL_QUEUED_MAX)
+    with _dialling(sock, address, CONTROL_QUEUED_MAX):
+        return DialledSocket(sock, address, keys)
 
 
-def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool) -> EdgeSocket:
+def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool, pair: KeyPair | None) -> EdgeSocket:
     # The default of 100 overflows when a fleet of thousands joins at once.
     sock.set(zmq.BACKLOG, 4096)
     with _closing_on_error(sock, address, "bind"):
         _set_common(sock, address, queued_max)
-        if not insecure:
-            _require_local(address)
+        if pair is not None:
+            _guard(sock, pair)
+        elif not insecure and not is_local(address):
+            raise BusAddressError(
+                f"refused to bind {address!r}: other machines can reach it, and without keys anybody on them could "
+                "command the engines. Make keys (`rolloutctl keys new`) and pass keys=…, bind tcp://127.0.0.1, or pass "
+                "insecure=True on a network that you trust"
+            )
         if address.startswith("ipc://"):
             _require_unused(address)
         sock.bind(address)
-        return EdgeSocket(sock, sock.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        return EdgeSocket(sock, sock.get_string(zmq.LAST_ENDPOINT).rstrip("\0"), with_key=pair is not None)
 
 
-def _connect(sock: zmq.Socket[bytes], address: str, queued_max: int) -> EdgeSocket:
+def _guard(sock: zmq.Socket[bytes], pair: KeyPair) -> None:
+    """Let in only who proves to hold a key that the ZAP handler knows. Without a handler that is nobody."""
+    sock.set(zmq.CURVE_SERVER, 1)
+    sock.set(zmq.CURVE_SECRETKEY, pair.secret.encode())
+    sock.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+@contextlib.contextmanager
+def _dialling(sock: zmq.Socket[bytes], address: str, queued_max: int) -> Iterator[None]:
     sock.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     # libzmq adds jitter, so that a fleet does not reconnect all at once.
     sock.set(zmq.RECONNECT_IVL, REDIAL_MS)
@@ -116,8 +144,7 @@ def _connect(sock: zmq.Socket[bytes], address: str, queued_max: int) -> EdgeSock
     sock.set(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)  # the kernel alone would wait for two minutes
     with _closing_on_error(sock, address, "dial"):
         _set_common(sock, address, queued_max)
-        sock.connect(address)
-        return EdgeSocket(sock, address)
+        yield
 
 
 @contextlib.contextmanager
@@ -151,24 +178,19 @@ def _set_common(sock: zmq.Socket[bytes], address: str, queued_max: int) -> None:
         sock.set(zmq.IPV6, 1)
 
 
-def _require_local(address: str) -> None:
-    """Raise BusAddressError unless only this machine can reach the address."""
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach an address. Raises BusAddressError if it is none that can be bound."""
     transport, _, place = address.partition("://")
     if transport in ("ipc", "inproc") and place:
-        return
+        return True
     if transport != "tcp" or ":" not in place:
         raise BusAddressError(f"can't bind {address!r}: not an address. {_EXAMPLES}")
     host = place.rpartition(":")[0].strip("[]")
     if host == "localhost":
-        return
-    local = False
+        return True
     with contextlib.suppress(ValueError):  # `*`, or a name that may stand for any address
-        local = ipaddress.ip_address(host).is_loopback
-    if not local:
-        raise BusAddressError(
-            f"refused to bind {address!r}: other machines can reach it, and without keys anybody on them could command "
-            "the engines. Bind tcp://127.0.0.1, or pass insecure=True on a network that you trust"
-        )
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def _require_unused(address: str) -> None:

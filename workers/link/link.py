@@ -30,6 +30,8 @@ from msgspec.structs import replace
 
 from schemas import wire
 from schemas.carriers.edge_socket import EdgeSocket
+from schemas.carriers.handshakes import DialledSocket
+from schemas.carriers.keys import Credentials, KeySource
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
@@ -94,6 +96,7 @@ class Link:
         context: The ZeroMQ context.
         handle: Gives an event to the machine. Returns once it is decided and its effects are under way.
         wall_ns: The node's wall clock.
+        keys: What to dial with; None for a bus without keys.
 
     Raises:
         BusAddressError: The address cannot be dialled.
@@ -109,10 +112,12 @@ class Link:
         context: Context,
         handle: Callable[[Event], None],
         wall_ns: Callable[[], int],
+        keys: KeySource | None = None,
     ) -> None:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
-        self._dealer = agent_dealer(context, bus)
+        self._keys, self._attempt = keys, 0
+        self._dealer, self._dialled = agent_dealer(context, bus, self._credentials()), anyio.Event()
         self._hello = wire.Hello(
             identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
         )
@@ -144,6 +149,7 @@ class Link:
             tasks.start_soon(self._send_heartbeats)
             tasks.start_soon(self._watch_lease)
             tasks.start_soon(self._watch_control)
+            tasks.start_soon(self._stay_let_in)
             tasks.start_soon(self._upload.run, lambda: self._intervals.heartbeat_ms / 4000)
             tasks.start_soon(self._waiting.run)
             await self._stay_joined()
@@ -256,7 +262,7 @@ class Link:
         topics = (wire.TOPIC_COMMAND, wire.TOPIC_HEAD)
         while True:
             async with (
-                agent_subscriber(self._context, address, topics) as subscriber,
+                agent_subscriber(self._context, address, topics, self._credentials()) as subscriber,
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(self._read_publications, subscriber, session)
@@ -289,6 +295,45 @@ class Link:
             self._session, self._welcomed = None, anyio.Event()
             self._upload.stop()
 
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    def _credentials(self) -> Credentials | None:
+        return self._keys.credentials(self._attempt) if self._keys is not None else None
+
+    async def _stay_let_in(self) -> None:
+        while True:
+            self._dialled = anyio.Event()
+            await self._get_in(self._dealer)
+            await self._dialled.wait()
+
+    async def _get_in(self, dealer: DialledSocket) -> None:
+        """Return when the connection is open, or was given up. Until then redial, and tell why it is not."""
+        pause_ms, told = self._config.hello_retry_ms, ""
+        with contextlib.suppress(anyio.ClosedResourceError):
+            while refused := await dealer.refusal():
+                reason = f"no way into {self._bus}: {refused.reason}"
+                if reason != told:
+                    logger.warning("agent %s: %s", self._agent, reason)
+                told = reason
+                self._waiting.explain(reason)
+                await anyio.sleep(self._jittered_s(pause_ms))
+                pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
+                self._attempt += 1
+                if self._keys is not None:
+                    self._keys.refresh()
+                dealer.redial(self._credentials())
+            if told:
+                self._waiting.explain(f"the bus at {self._bus} has not answered hello")
+
+    def _use_new_keys(self) -> None:
+        """Dial anew if the key file has changed. The bus then sees a new connection of the same incarnation."""
+        if self._keys is not None and self._keys.refresh():
+            logger.info("agent %s: its key file has changed; joining again with the new key", self._agent)
+            self._attempt = 0
+            self._dealer.redial(self._credentials())
+            self._dialled.set()
+            self._end_session()
+
     # --- half-open connections ----------------------------------------------------------------------------------------
 
     async def _watch_control(self) -> None:
@@ -303,8 +348,9 @@ class Link:
     async def _ask_elsewhere(self) -> None:
         """Dial beside the old connection, and take its place if only the new one is answered."""
         with CancelScope() as self._asking:
-            dealer = agent_dealer(self._context, self._bus)
+            dealer = agent_dealer(self._context, self._bus, self._credentials())
             try:
+                await self._get_in(dealer)
                 await dealer.send([self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))])
                 with anyio.move_on_after(ANSWER_S) as waiting:
                     await dealer.recv()
@@ -413,6 +459,7 @@ class Link:
             await self._welcomed.wait()
             await self._heartbeat.beat(self._intervals.heartbeat_ms)
             self._upload.retry(now_ms())
+            self._use_new_keys()
 
 
 def now_ms() -> int:

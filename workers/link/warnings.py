@@ -35,6 +35,11 @@ class WaitWarning:
         self.reason = reason
         self._waiting.set()
 
+    def explain(self, reason: str) -> None:
+        """Give a better reason for what the agent waits for, if it waits."""
+        if self.reason:
+            self.reason = reason
+
     async def run(self) -> None:
         """Warn until cancelled."""
         while True:

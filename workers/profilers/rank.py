@@ -13,6 +13,7 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
+from schemas.carriers.keys import PeerKeys, StrPath
 from schemas.config import AgentConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
@@ -47,6 +48,7 @@ class TrainingRank:
         traces: Root of the traces; None for `save_path` of the profiler's configuration.
         profiler: The trainer's configuration, if it is known here: a plan that can't be honoured then raises at once.
         config: Settings of the agent.
+        keys: File with this rank's key, or what `Agent` takes instead.
         model: The module that stages run, for tools that watch one.
 
     Attributes:
@@ -55,7 +57,7 @@ class TrainingRank:
     Raises:
         ConfigError: An argument is wrong.
         UnsupportedError: This process can't record what the configuration asks for.
-        BusAddressError, LogLocked, LogError, AgentError: On entering.
+        BusAddressError, KeyFileError, LogLocked, LogError, AgentError: On entering.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TrainingRank:
         traces: Path | str | None = None,
         profiler: ProfilerConfig | None = None,
         config: AgentConfig | None = None,
+        keys: StrPath | PeerKeys | None = None,
         model: object | None = None,
     ) -> None:
         self.identity = _identity(role, rank, world_size)
@@ -82,6 +85,7 @@ class TrainingRank:
         self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
         self.failure: RolloutctlError | None = None
         self._bus, self._state, self._config = bus, Path(state_dir), config
+        self._keys = keys
         self._traces = NodeTraces(Path(root), self.identity, profiler.finish_hook_cmd)
         self._opened: Future[None] = Future()
         self._thread: Thread | None = None
@@ -139,6 +143,7 @@ class TrainingRank:
             state_dir=self._state,
             traces=self._traces,
             config=self._config,
+            keys=self._keys,
         )
         async with BlockingPortal() as self._portal, agent:
             with anyio.CancelScope() as self._serving:

@@ -25,6 +25,7 @@ from anyio import CancelScope
 from msgspec import Struct
 from msgspec.structs import replace
 
+from schemas.carriers.keys import environment_of_children
 from schemas.errors import ConfigError
 from schemas.events import EngineCall, Observation, Returned
 from workers.engine import Engine
@@ -159,6 +160,7 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,
+                env=environment_of_children(),
                 start_new_session=True,  # Ctrl-C in the agent's terminal must reach only the agent
             )
         assert self._guard.stdin is not None and self._guard.stdout is not None

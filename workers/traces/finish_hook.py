@@ -14,6 +14,7 @@ from typing import Final
 
 from anyio import to_thread
 
+from schemas.carriers.keys import environment_of_children
 from schemas.errors import EngineError
 from schemas.identity import Identity
 from workers import background
@@ -74,7 +75,7 @@ class FinishHook:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **self._variables(tool, steps)},
+                    env={**environment_of_children(), **self._variables(tool, steps)},
                     start_new_session=True,
                 )
         except OSError as error:

@@ -1,0 +1,122 @@
+"""Who may connect to a bus with keys: the ZAP handler of its sockets, and the list that it goes by.
+
+Theory of operation. libzmq asks this handler about every connection, after the peer has proven that it holds the secret
+of its key. The answer is one look into a dict. The folder of keys is read again when it has changed, in a thread, and
+the dict is replaced; so a key that is revoked is refused at its next connection, and by `grant_of` at its next message.
+
+Rule 1  The handler never ends: whatever arrives, and whatever the folder holds, it goes on with the list that it has.
+Rule 2  Closed by default: a socket that enforces its domain lets nobody in while there is no handler.
+"""
+
+import logging
+from typing import Final
+
+import anyio
+import zmq
+from anyio import to_thread
+from zmq.utils import z85
+
+from controlplane.bus.key_folder import AccessList, KeyFolder, is_settled
+from controlplane.machine.permissions import Grant
+from schemas.carriers.edge_socket import EdgeSocket
+from schemas.carriers.sockets import Context
+from schemas.errors import KeyFileError
+
+logger = logging.getLogger("rolloutctl.keys")
+
+ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+REFUSED_LINES: Final = 20
+"""Log lines about refused connections between two looks at the folder."""
+_VERSION: Final = b"1.0"
+
+
+class Access:
+    """The keys of one bus while it runs.
+
+    Args:
+        folder: Where they are.
+
+    Attributes:
+        pair: The bus's own.
+
+    Raises:
+        KeyFileError: The bus's own key can't be used, or the folder can't be read.
+    """
+
+    def __init__(self, folder: KeyFolder) -> None:
+        self._folder = folder
+        self._signature = folder.signature()
+        self._settled = is_settled(self._signature)
+        self._list: AccessList = folder.access_list()
+        self._lines = 0
+        self.pair = folder.server_pair()
+
+    def grant_of(self, public: bytes) -> Grant | str:
+        """Return what a key may do, or why it may do nothing."""
+        key = public.decode("ascii", "replace")
+        if grant := self._list.grants.get(key):
+            return grant
+        if name := self._list.revoked.get(key):
+            return f"key {name} was revoked"
+        return "this key is not one of the bus's"
+
+    def bind(self, context: Context) -> EdgeSocket:
+        """Return the handler's socket. Bind it before the sockets that it guards."""
+        sock = context.socket(zmq.ROUTER)
+        sock.set(zmq.LINGER, 0)
+        try:
+            sock.bind(ZAP_ADDRESS)
+        except zmq.ZMQError as error:
+            sock.close(0)
+            raise KeyFileError(
+                "the ZeroMQ context given has keys of another bus already: give each bus with keys a context of its own"
+            ) from error
+        return EdgeSocket(sock, ZAP_ADDRESS)
+
+    async def serve(self, handler: EdgeSocket) -> None:
+        """Answer libzmq until cancelled."""
+        while True:
+            frames = await handler.recv()
+            try:
+                handler.send_nowait(self._answer(frames))
+            except Exception:  # rule 1: a handler that ended would shut everybody out
+                logger.exception("a connection was refused, since its request could not be answered")
+
+    async def changed(self, interval_s: float) -> None:
+        """Return when the list has been replaced, because the folder has changed."""
+        while True:
+            await anyio.sleep(interval_s)
+            self._lines = 0
+            try:
+                if await to_thread.run_sync(self._read):  # the folder may be on a disk that hangs
+                    return
+            except (KeyFileError, OSError) as error:
+                logger.error("the keys can't be read again, and those read before stay valid: %s", error)
+
+    def _read(self) -> bool:
+        signature = self._folder.signature()
+        if signature == self._signature and self._settled:
+            return False
+        settled = is_settled(signature)  # looked at before the files: what changes while they are read is read again
+        found = self._folder.access_list()
+        replaced, self._list = found != self._list, found
+        self._signature, self._settled = signature, settled
+        return replaced
+
+    def _answer(self, frames: list[bytes]) -> list[bytes]:
+        """The reply to: sender, b"", version, request id, domain, address, routing id, mechanism, credentials."""
+        sender, _, version, request, _, address, _, mechanism, *credentials = frames
+        if version != _VERSION or mechanism != b"CURVE" or len(credentials) != 1:
+            return [sender, b"", _VERSION, request, b"400", b"keys are needed", b"", b""]
+        public = z85.encode(credentials[0])
+        grant = self.grant_of(public)
+        if isinstance(grant, str):
+            self._log_refused(address, grant)
+            return [sender, b"", _VERSION, request, b"400", grant.encode(), b"", b""]
+        return [sender, b"", _VERSION, request, b"200", b"OK", public, b""]
+
+    def _log_refused(self, address: bytes, reason: str) -> None:
+        """Log it, but no more than a few times in each interval: anybody may try."""
+        self._lines += 1
+        if self._lines <= REFUSED_LINES:
+            logger.warning("refused a connection from %a: %s", address[:64], reason)

@@ -1,0 +1,69 @@
+"""What each key may do. Pure: `refusal` is asked about every message that arrives with a key.
+
+A key has one role. An agent's key may be bound to places. What a connection may claim is thus decided by its key, which
+it has proven to hold, and by nothing that it says.
+"""
+
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from schemas import wire
+from schemas.reports import AgentStatus
+
+KeyRole = Literal["agent", "operator", "observer"]
+"""`agent` joins the fleet, `operator` reads the status and publishes commands, `observer` only reads."""
+
+MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
+    "agent": (
+        *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest),
+        *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Goodbye),
+    ),
+    "operator": (wire.StatusRequest, wire.Submit, wire.Retire),
+    "observer": (wire.StatusRequest,),
+}
+"""Messages that each role may send. Whoever holds any valid key may also subscribe."""
+
+
+class Grant(Struct, frozen=True, kw_only=True):
+    """What one key may do.
+
+    Attributes:
+        name: Of the key.
+        role: Its role.
+        places: Of an agent's key: the agents it may be. `0.1` is one node, `0` every node of replica 0, `actor` every
+            rank of that role. Empty for any.
+    """
+
+    name: str
+    role: KeyRole
+    places: tuple[str, ...] = ()
+
+
+def refusal(grant: Grant, message: wire.Upward | wire.Operator, agent: str | None) -> str:
+    """Return why a key may not send a message; empty if it may.
+
+    Args:
+        grant: Of the sender's key.
+        message: What it sent.
+        agent: The agent that the sender is, or with a hello wants to be; None if it is none.
+    """
+    if not isinstance(message, MAY_SEND[grant.role]):
+        return f"key {grant.name} is for {_WHO[grant.role]}, and may not {_WHAT.get(type(message), _WHAT_AGENTS_DO)}"
+    if grant.places and agent is not None and not any(covers(place, agent) for place in grant.places):
+        return f"key {grant.name} is for {' and '.join(grant.places)}, and may not be agent {agent}"
+    return ""
+
+
+def covers(place: str, agent: str) -> bool:
+    """Whether an agent is at a place: it is the place, or below it."""
+    return agent == place or agent.startswith(f"{place}.")
+
+
+_WHO: Final[dict[KeyRole, str]] = {"agent": "agents", "operator": "operators", "observer": "observers"}
+_WHAT: Final[dict[type, str]] = {
+    wire.Submit: "publish commands",
+    wire.Retire: "take places out of the run",
+    wire.StatusRequest: "read the status",
+}
+_WHAT_AGENTS_DO: Final = "join the fleet"
