@@ -1,0 +1,59 @@
+"""Connections that look alive and carry nothing, between a real agent and a real bus."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from schemas.carriers.sockets import Context
+from schemas.config import BusConfig
+from tests.attacks.proxy import HOST, Proxy, proxied
+from tests.unit.small_bus import FLUSH, PRIMARY, Engine, running
+from tests.unit.test_bus import ALL, QUICK, live, opened, outcomes, reached
+from tests.waiting import until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+
+HEALED_S = 15
+"""Time in which an agent has joined again, whatever broke."""
+LENGTHS = [pytest.param(QUICK, id="quick"), pytest.param(BusConfig(), id="as shipped", marks=pytest.mark.attacks)]
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent of a quick bus loses patience quickly, too."""
+    if request.node.callspec.params["config"] is QUICK:
+        monkeypatch.setattr("workers.link.link.SILENT_MS", 300)
+        monkeypatch.setattr("workers.link.link.ANSWER_S", 0.5)
+        monkeypatch.setattr("workers.link.link.BUSY_S", 0.1)
+        monkeypatch.setattr("schemas.carriers.sockets.HANDSHAKE_MS", 300)
+
+
+@pytest.mark.parametrize("silent", ["control", "publish", "both"])
+@pytest.mark.parametrize("config", LENGTHS)
+async def test_an_agent_with_a_half_open_connection_joins_again_soon_after_the_heal(
+    tmp_path: Path, context: Context, config: BusConfig, silent: str
+) -> None:
+    async with opened(tmp_path, context, config=config) as bus:
+        control, publish = int(bus.address.rpartition(":")[2]), bus.state.settings.publish_port
+        assert publish is not None
+        cut = {"control": {control}, "publish": {publish}, "both": {control, publish}}[silent]
+        address = f"tcp://{HOST}:{control}"
+        async with proxied(control, publish) as proxy, running(address, context, Engine(), tmp_path, PRIMARY):
+            await reached(bus, lambda state: live(state) == {"0.0"})
+            assert proxy.accepted == {control: 1, publish: 1}
+            before = bus.state.members["0.0"].peer
+            proxy.silent |= cut
+            await until(lambda: any(proxy.accepted[port] > 1 for port in cut))  # and the new connection is silent, too
+            proxy.silent.clear()
+            proxy.carried.clear()
+            with anyio.fail_after(HEALED_S):
+                await until(lambda: _carries(proxy, control, publish))
+                if control in cut:
+                    await bus.wait_until(lambda state: state.members["0.0"].peer != before)
+                await bus.wait_until(lambda state: live(state) == {"0.0"})
+            assert outcomes(await bus.publish(FLUSH, ALL, 10_000)) == {"0.0": "acted"}
+
+
+def _carries(proxy: Proxy, *ports: int) -> bool:
+    return all(proxy.carried[port] for port in ports)
