@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import World
 
 HOLD = 8
+SILENT_MS = 3_000
+HEADS_MISSED_MS = 5_000
 NO_TOKENIZER = events.Observation(engine="model", tokenizer="absent")
 
 
@@ -92,16 +94,18 @@ class Process:
     def __init__(self, slot: Slot) -> None:
         self.slot, self.world = slot, slot.world
         self.incarnation = f"i{slot.incarnations}"
-        self.peer = f"{slot.name}/{self.incarnation}"
         self.alive = True
         self.state = AgentState()
         self.pending: list[tuple[bytes, bytes]] = []
-        self.wire = 0  # number of the connection: what was in flight on an older one is lost
+        self.wire = 0  # number of the control connection
+        self.silent: set[str] = set()  # which of the two connections, control and pub, carries nothing any more
+        self.still_read: set[int] = set()  # older connections of which the bus reads what was in flight
+        self.hellos = 0
         self.bus: Bus | None = None
         self.sub: Bus | None = None
         self.last_arrival_ms = {"up": 0, "down": 0}
         self.welcomed = self.hears = self.snapshot_due = False
-        self.heard_ms = self.world.now
+        self.heard_ms = self.answered_ms = self.published_ms = self.world.now
         self.lease_over = False
         self.next_hello_ms = self.next_join_ms = 0
         self.deadline_ms: int | None = None
@@ -110,6 +114,11 @@ class Process:
     @property
     def clock_ms(self) -> int:
         return self.world.now + self.slot.clock_ms
+
+    @property
+    def peer(self) -> str:
+        """Its newest connection."""
+        return f"{self.slot.name}/{self.incarnation}/{self.wire:08x}"
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -269,39 +278,68 @@ class Process:
             self.world.at(500, self.connect)
             return
         self.bus = bus
+        self.silent.discard("control")
+        self.answered_ms = self.world.now
         self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
         if not self.welcomed:
             self.hello()
 
     def subscribe(self, wire: int) -> None:
         if self.alive and wire == self.wire and self.bus is not None:
+            self.silent.discard("pub")
+            self.published_ms = self.world.now
             self.sub = self.bus
             self.bus.greet(self)
 
     def cut(self) -> None:
-        """Break the connection in both directions; what was in flight on it is lost."""
+        """Break both connections. What was in flight is lost, or the bus has it already and reads it late."""
         if self.alive:
+            if self.world.rng.random() < 0.3:
+                self.still_read.add(self.wire)
             self.wire += 1
             self.bus = self.sub = None
             self.hears = False
             self.world.at(self.world.rng.choice((5, 200, 1500)), self.connect)
 
+    def fall_silent(self, connections: tuple[str, ...]) -> None:
+        """Half-open connections: from now on they carry nothing, and neither side is told."""
+        self.world.say(f"{self.peer}: nothing passes on {', '.join(connections)} any more")
+        self.silent.update(connections)
+
+    def watch_connections(self) -> None:
+        """Dial anew the connection on which nothing comes, as `workers.link.link` does."""
+        now, mechanisms = self.world.now, self.world.mechanisms
+        if self.bus is None:
+            return
+        if mechanisms.redial_control and now - self.answered_ms > self.world.settings.heartbeat_ms + SILENT_MS:
+            self.world.say(f"{self.peer} gets no answer and dials anew")
+            self.world.abandoned.add(self.peer)
+            self.welcomed = False
+            self.cut()
+        elif mechanisms.redial_subscription and self.sub is not None and self._heads_stopped(now):
+            self.world.say(f"{self.peer} hears no heads and subscribes anew")
+            self.sub, self.published_ms = None, now
+            self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
+
+    def _heads_stopped(self, now: int) -> bool:
+        return now - self.published_ms > HEADS_MISSED_MS and self.answered_ms > now - HEADS_MISSED_MS
+
     def up(self, message: Upward, seq: int = 0, origin: int = 0) -> None:
         """Send to the bus: in order, unless the connection breaks."""
         bus = self.bus
-        if bus is not None and not self.world.blocked(self.slot, "up"):
-            self.world.in_order(self, "up", self._arrives, bus, self.wire, message, seq, origin)
+        if bus is not None and "control" not in self.silent and not self.world.blocked(self.slot, "up"):
+            self.world.in_order(self, "up", self._arrives, bus, self.wire, self.peer, message, seq, origin)
 
-    def _arrives(self, bus: Bus, wire: int, message: Upward, seq: int, origin: int) -> None:
-        if wire == self.wire and bus.alive and not self.world.blocked(self.slot, "up"):
-            bus.receive(self, message, seq, origin)
+    def _arrives(self, bus: Bus, wire: int, peer: str, message: Upward, seq: int, origin: int) -> None:
+        if (wire == self.wire or wire in self.still_read) and bus.alive and not self.world.blocked(self.slot, "up"):
+            bus.receive(peer, message, seq, origin)
 
     def hello(self) -> None:
         self.welcomed = False
         self.next_hello_ms = self.world.now + self.world.rng.randrange(500, 1500)
-        self.up(
-            Hello(identity=self.slot.identity, incarnation=self.incarnation, journal=self.slot.name, host="h", pid=1)
-        )
+        place, journal, attempt = self.slot.identity, self.slot.name, self.hellos
+        self.hellos += 1
+        self.up(Hello(identity=place, incarnation=self.incarnation, journal=journal, host="h", pid=1, attempt=attempt))
 
     def join(self) -> None:
         self.next_join_ms = self.world.now + 1000
@@ -312,6 +350,7 @@ class Process:
         if not self.alive:
             return
         self.world.at(self.world.settings.heartbeat_ms, self.beat)
+        self.watch_connections()
         self.commit()
         now = self.world.now
         if not self.welcomed:
@@ -335,6 +374,7 @@ class Process:
         if not self.alive:
             return
         self.hear()
+        self.published_ms = self.world.now
         if not self.hears:
             self.hears = True
             if self.welcomed and self.snapshot_due:
@@ -361,6 +401,7 @@ class Process:
         if not self.alive:
             return
         self.hear()
+        self.answered_ms = self.world.now
         match message:
             case Welcome():
                 self.welcomed = self.snapshot_due = True

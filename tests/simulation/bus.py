@@ -14,12 +14,26 @@ from msgspec.msgpack import Decoder
 
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, next_deadline
+from controlplane.machine.fleet import UNKNOWN_PEER
 from schemas.reports import AgentStatus
-from schemas.wire import CommandOutcome, Downward, Envelope, Goodbye, Hello, Join, ResendRequest, Upward, encode
+from schemas.wire import (
+    CommandOutcome,
+    Downward,
+    Envelope,
+    Goodbye,
+    Hello,
+    Join,
+    ResendRequest,
+    TimeReply,
+    Upward,
+    encode,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Process
     from tests.simulation.cluster import World
+
+TIME_REPLY = TimeReply(sent_ns=0, received_ns=0, replied_ns=0)
 
 event_decoder: Decoder[events.CoordinatorEvent] = Decoder(events.CoordinatorEvent)
 
@@ -40,7 +54,7 @@ class Bus:
         self.alive = True
         self.state = CoordinatorState()
         self.clock_us = world.rng.randrange(1_000_000_000)
-        self.heard: dict[str, int] = {}
+        self.heard: dict[str, int] = {}  # by connection on which somebody said hello
         self.statuses: dict[str, tuple[int, AgentStatus]] = {}
         self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
@@ -127,7 +141,7 @@ class Bus:
             case events.Send():
                 self.send(effect.peer, effect.epoch, effect.seq, effect.message)
             case events.Ping():
-                if self.process_at(effect.peer) is None:
+                if self.process_at(effect.peer) is None and effect.peer not in self.world.abandoned:
                     self.unreachable(effect.peer)
             case _:
                 pass
@@ -148,8 +162,9 @@ class Bus:
     def send(self, peer: str, epoch: int, seq: int, message: Downward) -> None:
         process = self.process_at(peer)
         if process is None:
-            self.unreachable(peer)
-        elif not self.world.blocked(process.slot, "down"):
+            if peer not in self.world.abandoned:  # else the bus can't tell
+                self.unreachable(peer)
+        elif "control" not in process.silent and not self.world.blocked(process.slot, "down"):
             self.world.in_order(process, "down", self._arrives, process, process.wire, epoch, seq, message)
 
     def _arrives(self, process: Process, wire: int, epoch: int, seq: int, message: Downward) -> None:
@@ -165,7 +180,7 @@ class Bus:
                     self.world.at(delay_ms, self._published, process, epoch, origin, seq, envelope)
 
     def _published(self, process: Process, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:
-        if not self.world.blocked(process.slot, "pub"):
+        if "pub" not in process.silent and not self.world.blocked(process.slot, "pub"):
             process.on_published(epoch, origin, seq, envelope)
 
     def greet(self, process: Process) -> None:
@@ -194,9 +209,12 @@ class Bus:
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
-    def receive(self, process: Process, message: Upward, seq: int, origin: int) -> None:
-        """Take a control message. Any message counts as a sign of life."""
-        peer = process.peer
+    def receive(self, peer: str, message: Upward, seq: int, origin: int) -> None:
+        """Take a control message. A connection begins with a hello; from then on any message is a sign of life."""
+        if peer not in self.heard and not isinstance(message, Hello):
+            if not isinstance(message, Goodbye):
+                self.send(peer, self.state.epoch, self.state.seq, UNKNOWN_PEER)
+            return
         self.heard[peer] = self.world.now
         match message:
             case CommandOutcome():
@@ -207,6 +225,8 @@ class Bus:
                 if len(self.batch) == 1:
                     self.world.at(self.world.rng.randrange(2), self.flush)
             case AgentStatus():
+                if not self.is_stranger(peer):
+                    self.send(peer, self.state.epoch, self.state.seq, TIME_REPLY)
                 if self.statuses.get(peer) != (seq, message) or self.is_stranger(peer):
                     self.statuses[peer] = (seq, message)
                     self.feed(events.StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))

@@ -49,6 +49,8 @@ class Mechanisms:
     beacon: bool = True
     journal: bool = True
     storage_fence: bool = True
+    redial_control: bool = True
+    redial_subscription: bool = True
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Weather:
     trainer_dies: float = 0.0
     cuts: float = 0.0
     partitions: float = 0.0
+    half_open: float = 0.0
     engine_dies: float = 0.0
 
     @classmethod
@@ -74,6 +77,7 @@ class Weather:
             trainer_dies=rng.choice((0.0, 0.0, 0.003, 0.02)),
             cuts=rng.choice((0.0, 0.0, 0.1)),
             partitions=rng.choice((0.0, 0.0, 0.05)),
+            half_open=rng.choice((0.0, 0.0, 0.05)),
             engine_dies=rng.choice((0.0, 0.0, 0.0, 0.02)),
         )
 
@@ -96,6 +100,7 @@ class World:
         self.lives = 0
         self.buses: list[Bus] = []
         self.bus: Bus | None = None
+        self.abandoned: set[str] = set()  # half-open connections that their agents gave up and their bus did not
         self.slots = self._fleet()
         self.by_name = {slot.name: slot for slot in self.slots}
         self.trainer = Trainer(self)
@@ -192,8 +197,10 @@ class World:
             if weather.cuts and rng.random() < weather.cuts and slot.process is not None:
                 slot.process.cut()
             if weather.partitions and rng.random() < weather.partitions:
-                for way in rng.choice((("up",), ("down",), ("pub",), ("up", "down", "pub"))):
+                for way in rng.choice((("up",), ("down",), ("pub",), ("up", "down"), ("up", "down", "pub"))):
                     slot.blocked_until[way] = self.now + rng.choice((500, 3000, 15_000))
+            if weather.half_open and rng.random() < weather.half_open and slot.process is not None:
+                slot.process.fall_silent(rng.choice((("control",), ("pub",), ("control", "pub"))))
             if weather.engine_dies and rng.random() < weather.engine_dies:
                 self.say(f"the engine of {slot.name} is relaunched")
                 slot.relaunch()

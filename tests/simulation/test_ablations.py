@@ -61,6 +61,11 @@ ABLATIONS = {
     "split of the epochs": Ablation(Mechanisms(agent=with_one_epoch), "P6 fencing"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
+    # A half-open control connection carries nothing, and neither side is told. The agent hears heads, and is gone.
+    "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence"),
+    # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was
+    # lost.
+    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence"),
 }
 
 

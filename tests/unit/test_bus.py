@@ -154,7 +154,6 @@ async def test_a_second_agent_with_one_identity_is_turned_away_with_the_holders_
 
 async def joined(bus: Bus, dealer: zmq.Socket[bytes]) -> None:
     """Make a plain socket the agent 0.0."""
-    dealer.set(zmq.ROUTING_ID, b"0.0/a")
     dealer.connect(bus.address)
     hello = wire.Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
     for message in (hello, wire.Join()):
