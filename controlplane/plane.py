@@ -22,6 +22,7 @@ from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import Absent
+from controlplane.machine.status import all_serve, what_agents_lack
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
@@ -165,11 +166,14 @@ class ControlPlane:
         return self._portal.call(self.bus.status)
 
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
-        """Wait until `count` agents are live, and every live one is ready to serve.
+        """Wait until `count` agents are live, and every live replica is proven to serve.
+
+        Only what an agent reports after this call counts. Node rank 0 of a replica must then generate on the committed
+        weights, in sync and not quarantined. Other nodes and training ranks must be alive.
 
         Raises:
             ConfigError: The timeout is out of bounds.
-            AgentsMissing: From the ticket. Names the agents that are there, and what they wait for.
+            AgentsMissing: From the ticket. Names what each known agent still lacks.
         """
         ticket: Ticket[FleetStatus] = Ticket(0)
         bus = self.bus
@@ -364,21 +368,16 @@ async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int,
 
 
 async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[FleetStatus]) -> None:
-    def complete(state: CoordinatorState) -> bool:
-        live = [member for member in state.members.values() if member.state == "live"]
-        return len(live) >= count and all(member.status is not None and member.status.ready for member in live)
-
     try:
+        since_us = await bus.ask_anew()
         with fail_after(timeout_s):
-            await bus.wait_until(complete)
+            await bus.wait_until(lambda state: all_serve(state, count, since_us))
         ticket.resolve(bus.status())
     except TimeoutError:
-        ticket.fail(
-            AgentsMissing(
-                f"expected {count} agents, all of them ready, within {timeout_s:g} s:\n{bus.status()}\n"
-                "Read the logs of the others: each says which address it connects to and what it waits for"
-            )
-        )
+        lacking = (f"  {name} lacks: {what}" for name, what in what_agents_lack(bus.state, since_us).items())
+        lines = [f"expected {count} agents, all of them serving, within {timeout_s:g} s:", *lacking, str(bus.status())]
+        advice = "Read the logs of the others: each says which address it connects to and what it waits for"
+        ticket.fail(AgentsMissing("\n".join([*lines, advice])))
     except BaseException as error:
         ticket.fail(error if isinstance(error, RolloutctlError) else BusClosed("the bus was closed meanwhile"))
         raise

@@ -17,6 +17,7 @@ from schemas.formatting import (
     count_outcomes,
     describe,
     format_agents,
+    format_duration,
     format_replicas,
     group_outcomes,
     is_trouble,
@@ -97,6 +98,7 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         state: joining, live, gone or left.
         silent_ms: Time since the last message; 0 for an agent that is gone.
         waits_for: Commands that it has not answered yet.
+        away_ms: How long it has been away; 0 if it is live.
     """
 
     agent: Name
@@ -107,20 +109,22 @@ class AgentLine(Struct, frozen=True, kw_only=True):
     seq: Count
     status: AgentStatus | None
     waits_for: tuple[Text, ...] = ()
+    away_ms: Count = 0
 
     @property
     def condition(self) -> str:
         """What the agent is doing, in a few words; of one that is gone, what it was doing."""
+        away = f" for {format_duration(self.away_ms)}" if self.away_ms else ""
         if self.state == "left":
-            return "left"
+            return f"left{away}"
         identity = identity_of(self.agent)
         if self.status is None:
-            return "gone" if self.state == "gone" else "no heartbeat yet"
+            return f"gone{away}" if self.state == "gone" else "no heartbeat yet"
         condition = self.status.condition(identity.role)
         if self.state != "gone":
             return condition
         earlier = f"a healthy follower, node rank {identity.node_rank}" if condition == "follower" else condition
-        return f"gone (was {earlier})"
+        return f"gone{away} (was {earlier})"
 
     @property
     def in_trouble(self) -> bool:
@@ -128,6 +132,11 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         if self.state not in ("joining", "live"):
             return self.state == "gone"
         return self.status is not None and (not self.status.ready or self.status.torn or self.status.quarantined > 0)
+
+    @property
+    def urgency(self) -> tuple[object, ...]:
+        """Sort key: agents that are away, then those in trouble, then the others."""
+        return self.state == "live", not self.in_trouble, agent_order(self.agent)
 
 
 INSECURE: Final = "INSECURE: anybody who can reach this bus can command the engines; it has no keys"
@@ -139,8 +148,10 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     Attributes:
         version: Newest committed weights.
         log: Path of the run's log, on the trainer's machine.
+        agents: Those of unproven replicas and those that are away come first.
         open: Commands that are not concluded, and who has not answered.
         insecure: Other machines can reach the bus, and it has no keys: anybody on them can command the engines.
+        unproven: Replicas that the run knows and that are not proven to hold the committed weights.
     """
 
     run: Name
@@ -151,19 +162,27 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     agents: tuple[AgentLine, ...]
     open: tuple[Text, ...] = ()
     insecure: bool = False
+    unproven: tuple[Count, ...] = ()
 
     def lines(self) -> list[Line]:
-        """The run, then agents of the same condition together, those in trouble first, then open commands."""
+        """The run, then agents of the same condition together, those away or in trouble first, then open commands."""
         groups: dict[tuple[bool, str], list[str]] = {}
-        for line in sorted(self.agents, key=lambda line: (not line.in_trouble, agent_order(line.agent))):
+        for line in sorted(self.agents, key=lambda line: line.urgency):
             where = f" on {line.host}" if line.in_trouble else ""
             groups.setdefault((line.in_trouble, f"{line.condition}{where}"), []).append(line.agent)
         return [
             *([Line(INSECURE, True)] if self.insecure else []),
             Line(f"{self.headline}, {len(self.agents)} agents"),
+            *(Line(f"  {text}", trouble=True) for text in self.warnings),
             *(Line(f"  {format_agents(names)}: {text}", trouble) for (trouble, text), names in groups.items()),
             *(Line(f"  open: {text}") for text in self.open),
         ]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What comes before everything else: replicas that may serve other weights than the committed ones."""
+        text = f"{format_replicas(self.unproven)} not proven to hold v{self.version}"
+        return (text,) if self.unproven else ()
 
     @property
     def headline(self) -> str:

@@ -183,6 +183,12 @@ class Bus:
         fleet = fleet_status(self.state, self._now_us(), str(self._log.path), self._inbox.last_heard_us)
         return replace(fleet, insecure=self._exposed)
 
+    async def ask_anew(self) -> int:
+        """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""
+        await self._turn()
+        self._inbox.forget_statuses()
+        return self._now_us()
+
     async def wait_until(self, holds: Callable[[CoordinatorState], bool]) -> CoordinatorState:
         """Return the first state, from now on, for which `holds` is true. Raises BusFaulted or BusClosed."""
         while not holds(self.state):

@@ -134,6 +134,10 @@ class Inbox:
         taken, self.events = self.events, []
         return taken
 
+    def forget_statuses(self) -> None:
+        """Let the next heartbeat of every agent be an event, also if it repeats the one before."""
+        self._last_status.clear()
+
     def drop_silent(self, since_us: int) -> None:
         """Report agents as lost that have sent nothing since a moment, and forget them."""
         for peer, heard_us in list(self.last_heard_us.items()):

@@ -101,6 +101,8 @@ def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> N
     if fleet.insecure:
         console.print(INSECURE, style="bold red", soft_wrap=True, highlight=False)
     console.print(fleet.headline, soft_wrap=True, highlight=False, markup=False)
+    for line in fleet.warnings:
+        console.print(line, style="red", soft_wrap=True, highlight=False, markup=False)
     console.print(fleet_table(fleet))
     for line in fleet.open:
         console.print(f"open: {line}", soft_wrap=True, highlight=False, markup=False)

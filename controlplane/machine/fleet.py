@@ -41,6 +41,8 @@ class Member(Struct, frozen=True, kw_only=True):
         fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
         away_us: Since when it is not live, on the clock of this life of the bus.
         seq: Last command that it applied, by its own report.
+        status: What it last reported.
+        status_us: When it did, on the clock of this life of the bus. A heartbeat that repeats the last one is no event.
     """
 
     peer: str
@@ -50,6 +52,7 @@ class Member(Struct, frozen=True, kw_only=True):
     away_us: int = 0
     seq: Count = 0
     status: AgentStatus | None = None
+    status_us: int = 0
 
 
 class OpenCommand(Struct, frozen=True, kw_only=True):
@@ -228,12 +231,12 @@ def _first_desired(default_desired: Desired, identity: Identity) -> Desired:
 
 
 def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Effects) -> CoordinatorState:
-    """Keep what an agent reports of itself, for people and for `wait_for_agents`. No decision depends on it."""
+    """Keep what an agent reports of itself: for people, for `wait_for_agents`, and for a sync whose engine is down."""
     name = member_at(state, event.peer)
     if name is None:
         send(state, event.peer, UNKNOWN_PEER, effects)
         return state
-    member = replace(state.members[name], seq=event.seq, status=event.status)
+    member = replace(state.members[name], seq=event.seq, status=event.status, status_us=event.at_us)
     return replace(state, members={**state.members, name: member})
 
 

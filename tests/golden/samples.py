@@ -136,6 +136,7 @@ SAMPLES: tuple[Struct, ...] = (
             ),
         ),
         open=("pause (seq 7) waits for 1.0",),
+        unproven=(3,),
     ),
     REPORT,
     wire.RequestRejected(reason="not by hand"),

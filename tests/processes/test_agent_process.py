@@ -16,6 +16,7 @@ from controlplane import ControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
 from schemas.errors import EngineError
+from schemas.formatting import kind_and_reason
 from tests.running import python, rolloutctl
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
@@ -72,7 +73,8 @@ def test_it_joins_answers_and_leaves(plane: ControlPlane, tmp_path: Path, ended_
         plane.wait_for_agents(1, timeout=60).wait()
         assert plane.flush().wait().skipped == ("0.1",)
         assert node.end(ended_by) == code
-        assert plane.flush(timeout=10).wait().outcomes == ()  # it said that it leaves, so nobody waits for it
+        away = plane.flush(timeout=600).wait(timeout=60)  # it said that it leaves, so nobody waits for it
+        assert [kind_and_reason(outcome.conclusion) for outcome in away.outcomes] == [("missing", "absent")]
         assert lives(plane) == {"0.1": "left"}
         assert "Traceback" not in node.output and "shutting down" in node.output
 

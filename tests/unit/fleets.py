@@ -80,8 +80,8 @@ class Coordinator:
     def join(self, agent: str, incarnation: str = "a") -> None:
         self.feed(events.JoinReceived(at_us=0, peer=f"{agent}/{incarnation}"))
 
-    def status(self, agent: str, status: AgentStatus, seq: int = 0, incarnation: str = "a") -> None:
-        self.feed(events.StatusReceived(at_us=0, peer=f"{agent}/{incarnation}", seq=seq, status=status))
+    def status(self, agent: str, status: AgentStatus, seq: int = 0, incarnation: str = "a", at_us: int = 0) -> None:
+        self.feed(events.StatusReceived(at_us=at_us, peer=f"{agent}/{incarnation}", seq=seq, status=status))
 
     def lose(self, agent: str, why: str = "silent", at_us: int = 0) -> None:
         self.feed(events.PeerLost(at_us=at_us, peer=f"{agent}/a", reason="left" if why == "left" else "silent"))

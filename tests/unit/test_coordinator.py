@@ -305,8 +305,8 @@ def test_the_status_of_the_fleet() -> None:
     bus.answer(a2_0=DONE)
     seen = fleet_status(bus.state, 5_000_000, "run.db", {"2.0/a": 3_000_000})
     assert [(line.agent, line.state, line.silent_ms, line.waits_for) for line in seen.agents] == [
-        ("2.0", "live", 2000, ()),
         ("2.1", "gone", 0, ()),
+        ("2.0", "live", 2000, ()),
         ("10.0", "live", 0, ("pause (seq 2)",)),
     ]
     assert seen.open == ("pause (seq 2) waits for 10.0",)

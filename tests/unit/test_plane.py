@@ -157,8 +157,8 @@ def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
         wait_until(lambda: bool(plane.status().agents))
         with pytest.raises(errors.AgentsMissing) as caught:
             plane.wait_for_agents(2, timeout=0.05).wait()
-    assert "expected 2 agents, all of them ready, within 0.05 s" in str(caught.value)
-    assert "0.0: " in str(caught.value) and "not ready" in str(caught.value)
+    assert "expected 2 agents, all of them serving, within 0.05 s" in str(caught.value)
+    assert "0.0 lacks: " in str(caught.value) and "not ready" in str(caught.value)
 
 
 def test_an_empty_fleet_is_named_too(plane: ControlPlane) -> None:

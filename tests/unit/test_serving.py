@@ -1,0 +1,129 @@
+"""Which replicas are proven to serve: what `wait_for_agents` waits for, and what the status shows first."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from controlplane import ControlPlane
+from controlplane.machine.status import all_serve, fleet_status, unproven_replicas, what_agents_lack
+from schemas import errors
+from schemas.identity import RolloutMode
+from schemas.reports import AgentStatus, FleetStatus
+from tests.processes.test_agent_process import QUICK, Node
+from tests.unit.fleets import DONE, SECOND_US, Coordinator
+
+SERVING = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True, version=1)
+FOLLOWER = AgentStatus(ready=True, tokenizer="absent")
+
+
+def committed() -> Coordinator:
+    """A primary, a follower, a judge and a training rank; version 1 is committed."""
+    bus = Coordinator("0.0", "0.1", "actor.0")
+    bus.arrive("1.0", mode=RolloutMode.COLOCATED)
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a0_1=DONE, a1_0=DONE, actor_0=DONE)
+    return bus
+
+
+def heard(bus: Coordinator, at_us: int, **statuses: AgentStatus) -> None:
+    """A heartbeat of every agent; those named say something else."""
+    said = {"a0_0": SERVING, "a0_1": FOLLOWER, "a1_0": replace(SERVING, version=0), "actor_0": FOLLOWER, **statuses}
+    for agent, status in said.items():
+        bus.status(agent.removeprefix("a").replace("_", ".") if agent != "actor_0" else "actor.0", status, at_us=at_us)
+
+
+def status(bus: Coordinator) -> FleetStatus:
+    return fleet_status(bus.state, 90 * SECOND_US, "run.db", {})
+
+
+def test_replicas_serve_once_each_agent_was_heard_after_the_call() -> None:
+    bus = committed()
+    heard(bus, at_us=5)
+    assert all_serve(bus.state, 4, since_us=4) and not all_serve(bus.state, 5, since_us=4)
+    assert what_agents_lack(bus.state, 5) == dict.fromkeys(
+        ("0.0", "0.1", "1.0", "actor.0"), "no heartbeat since the call"
+    )
+    heard(bus, at_us=6)
+    assert all_serve(bus.state, 4, since_us=5)
+
+
+@pytest.mark.parametrize(
+    ("said", "lacks"),
+    [
+        (replace(SERVING, quarantined=1), "quarantined since v1"),
+        (replace(SERVING, version=0), "it holds v0, and v1 is committed"),
+        (replace(SERVING, torn=True), "its weights are torn"),
+        (replace(SERVING, generating=False), "it does not serve: v1, paused"),
+        (replace(SERVING, generating=False, asleep=("weights",)), "it does not serve: v1, paused, asleep weights"),
+        (replace(SERVING, ready=False, activity="load"), "it does not serve: not ready, v1, generating, busy: load"),
+    ],
+)
+def test_a_replica_that_does_not_serve_is_not_ready(said: AgentStatus, lacks: str) -> None:
+    bus = committed()
+    heard(bus, at_us=5, a0_0=said)
+    assert what_agents_lack(bus.state, 4) == {"0.0": lacks} and not all_serve(bus.state, 1, since_us=4)
+
+
+def test_an_agent_that_is_away_is_named_and_not_waited_for() -> None:
+    bus = committed()
+    bus.lose("0.0", at_us=SECOND_US)
+    heard(bus, at_us=200 * SECOND_US)
+    lacking = what_agents_lack(bus.state, 181 * SECOND_US)
+    assert lacking == {"0.0": "its agent is gone (away for 3 min at the call)"}
+    assert all_serve(bus.state, 3, since_us=181 * SECOND_US)
+
+
+def test_the_status_shows_unproven_and_absent_agents_first() -> None:
+    bus = committed()
+    bus.arrive("2.0")
+    bus.status("2.0", SERVING)
+    heard(bus, at_us=1)
+    assert unproven_replicas(bus.state) == frozenset() and status(bus).warnings == ()
+    bus.status("2.0", replace(SERVING, version=0))
+    bus.lose("actor.0", "left", at_us=30 * SECOND_US)
+    shown = status(bus)
+    assert [line.agent for line in shown.agents] == ["2.0", "actor.0", "0.0", "0.1", "1.0"]
+    assert str(shown).splitlines()[1:3] == ["  replica 2 not proven to hold v1", "  actor.0: left for 1 min"]
+    bus.lose("0.0", at_us=60 * SECOND_US)
+    assert status(bus).unproven == (0, 2) and "0.0: gone for 30 s (was v1, generating)" in str(status(bus))
+
+
+def test_nobody_is_unproven_before_anything_is_committed() -> None:
+    bus = Coordinator("0.0")
+    bus.lose("0.0")
+    assert unproven_replicas(bus.state) == frozenset()
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[ControlPlane]:
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as opened:
+        yield opened
+
+
+def test_the_last_heartbeat_of_an_agent_that_was_just_stopped_does_not_count(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    with Node(plane.address, tmp_path, 0, 1) as node:
+        plane.wait_for_agents(1, timeout=60).wait()
+        os.kill(node.process.pid, signal.SIGSTOP)
+        with pytest.raises(errors.AgentsMissing, match=r"0\.1 lacks: no heartbeat since the call"):
+            plane.wait_for_agents(1, timeout=0.5).wait()
+        os.kill(node.process.pid, signal.SIGCONT)
+        plane.wait_for_agents(1, timeout=60).wait()
+
+
+def test_a_paused_replica_is_waited_for_until_it_is_resumed(plane: ControlPlane, tmp_path: Path) -> None:
+    with Node(plane.address, tmp_path, 0, 0):
+        plane.wait_for_agents(1, timeout=60).wait()
+        plane.pause().wait().raise_for_failures()
+        with pytest.raises(errors.AgentsMissing, match=r"0\.0 lacks: it does not serve: .*paused"):
+            plane.wait_for_agents(1, timeout=0.5).wait()
+        ticket = plane.wait_for_agents(1, timeout=60)
+        plane.resume().wait().raise_for_failures()
+        status = ticket.wait().agents[0].status
+        assert status is not None and status.generating
