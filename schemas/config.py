@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, TypeVar
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from schemas.errors import ConfigError
-from schemas.identity import TIME_MAX_MS, Milliseconds, Port
+from schemas.identity import TIME_MAX_MS, Milliseconds, OnLostBus, Port
 
 _Interval = Annotated[int, Meta(ge=1, le=3_600_000)]
 """Of something that is done again and again: an hour at most, so that the bus or the agent is seen to live."""
@@ -53,6 +53,9 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         reconcile_timeout_ms: Deadline of an engine call that belongs to no command.
         batch: Most decisions sent to the log in one message.
         durability: Of the journal, as in `BusConfig`.
+        on_lost_bus: What the engine does once its agent has heard nothing from the bus for a lease: `serve` continues
+            on the committed weights, `pause` stops until a bus is back. The replica leaves its router in both cases.
+        wedged_after_s: An engine whose running requests produce no token for this long is not ready.
     """
 
     hello_retry_ms: _Interval = 200
@@ -60,6 +63,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     reconcile_timeout_ms: Milliseconds = 600_000
     batch: _Kept = 256
     durability: Literal["disk", "os"] = "os"
+    on_lost_bus: OnLostBus = "serve"
+    wedged_after_s: Annotated[int, Meta(ge=1, le=TIME_MAX_MS // 1000)] = 300
 
 
 T = TypeVar("T", bound=Struct)

@@ -126,15 +126,21 @@ def desired_after(desired: Desired, command: Command | UnknownCommand, targeted:
             assert_never(command)
 
 
-def _after_profile(desired: Desired, command: ProfileCommand, identity: Identity) -> Desired:
-    if command.action != "start":
-        stopping = command.action == "stop" and desired.profile is not None
-        return replace(desired, profile=None) if stopping else desired
+def requested_session(command: ProfileCommand, identity: Identity) -> ProfileSession | None:
+    """Return the session that a profile start asks of this unit; None if it asks for none, or is no start."""
     plan = command.plan_for(identity.role)
-    if plan is None or profile_skip_reason(plan, command.step, identity) is not None:
-        return desired
-    session = ProfileSession(command.step, plan)  # a second start of the same step may carry another plan
-    return desired if desired.profile == session else replace(desired, profile=session)
+    if command.action != "start" or plan is None or profile_skip_reason(plan, command.step, identity) is not None:
+        return None
+    return ProfileSession(command.step, plan)
+
+
+def _after_profile(desired: Desired, command: ProfileCommand, identity: Identity) -> Desired:
+    """A stop closes the session of its own step and no other."""
+    if command.action == "stop":
+        stopped = desired.profile is not None and desired.profile.step == command.step
+        return replace(desired, profile=None) if stopped else desired
+    session = requested_session(command, identity)  # a second start of the same step may carry another plan
+    return desired if session is None or desired.profile == session else replace(desired, profile=session)
 
 
 def _after_engine_command(desired: Desired, command: EngineCommand) -> Desired:

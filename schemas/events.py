@@ -18,6 +18,7 @@ from schemas.identity import (
     Milliseconds,
     MillisecondsLeft,
     Name,
+    OnLostBus,
     Operation,
     Positive,
     Tag,
@@ -132,6 +133,9 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
         profiling: A session is open.
         version: Version label of the weights; 0 for those of the launch.
         digest: sha256 of the weights themselves.
+        running: Requests that are being generated.
+        generated: Tokens generated since the launch.
+        trouble: Why the engine can't be used from here, in its own words: it refuses the key, say.
     """
 
     engine: Name
@@ -143,6 +147,9 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     profiling: bool | None = None
     version: Count | None = None
     digest: Name | None = None
+    running: Count | None = None
+    generated: Count | None = None
+    trouble: Text | None = None
 
 
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
@@ -165,16 +172,20 @@ class Fault(Struct, frozen=True, tag="fault"):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-class MachineSettings(Struct, frozen=True, kw_only=True):
-    """Limits of one machine.
+class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Limits and choices of one machine.
 
     Attributes:
         max_buffered: Most commands queued, and most commands buffered behind a hole.
         reconcile_timeout_ms: Deadline of an engine call that belongs to no command.
+        on_lost_bus: What the engine does once the lease has expired: serve the committed weights, or pause.
+        wedged_after_ms: An engine whose running requests make no progress for this long is wedged.
     """
 
     max_buffered: Positive = 256
     reconcile_timeout_ms: Milliseconds = 600_000
+    on_lost_bus: OnLostBus = "serve"
+    wedged_after_ms: Milliseconds = 300_000
 
 
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
@@ -252,7 +263,23 @@ class Tick(Struct, frozen=True, kw_only=True, tag="tick"):
     at_ms: int
 
 
-Event = Started | CommandReceived | HeadSeen | SnapshotReceived | EngineObserved | EngineReturned | LeaseExpired | Tick
+class Stopping(Struct, frozen=True, kw_only=True, tag="stopping"):
+    """The agent was asked to end. It awaits the call in flight and begins no other; what is queued is not decided."""
+
+    at_ms: int
+
+
+Event = (
+    Started
+    | CommandReceived
+    | HeadSeen
+    | SnapshotReceived
+    | EngineObserved
+    | EngineReturned
+    | LeaseExpired
+    | Tick
+    | Stopping
+)
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 

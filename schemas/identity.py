@@ -44,6 +44,9 @@ Tag = Literal["weights", "kv_cache"]
 InFlight = Literal["abort", "wait", "keep"]
 """What a pause does to running requests: abort them, wait until they finish, or freeze them and continue later."""
 
+OnLostBus = Literal["serve", "pause"]
+"""What an engine does while its agent is cut off from the bus for longer than the lease."""
+
 
 class RolloutMode(StrEnum):
     """How a replica shares GPUs and weights with the trainer."""

@@ -46,13 +46,15 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
     """The heartbeat: what an agent and its engine are doing. The header's seq is the last command applied.
 
     Attributes:
-        ready: The engine is as desired, and may serve.
+        ready: The engine is as desired, and serves. One that is paused, asleep or in quarantine is not ready.
         quarantined: Version that this replica could not follow; 0 if none.
         torn: A load failed or was cut off, and what the engine holds is unknown.
         activity: The engine call in flight, and for how long.
         queued: Commands that wait for the engine.
         buffered: Commands that arrived out of order, and wait for those before them.
         clock: The newest estimate of the agent's clocks; None before the first.
+        wedged: Its engine runs requests and has generated nothing for too long.
+        trouble: What keeps the replica from serving, and what it waits for; empty if nothing but a command does.
     """
 
     ready: bool
@@ -69,6 +71,13 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
     queued: Count = 0
     buffered: Count = 0
     clock: Clock | None = None
+    wedged: bool = False
+    trouble: Text = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether the replica is paused or asleep because it was told to be."""
+        return not (self.ready or self.trouble or self.generating) and self.tokenizer == "present"
 
     def condition(self, role: str = ROLLOUT) -> str:
         """Return the status in a few words.
@@ -76,7 +85,7 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
         Args:
             role: Of the agent. A training rank has no weights, and never generates.
         """
-        parts = [] if self.ready else ["not ready"]
+        parts = [] if self.ready or self.held else ["not ready"]
         parts += [f"quarantined since v{self.quarantined}"] if self.quarantined else []
         parts += ["torn weights"] if self.torn else []
         if role != ROLLOUT:
@@ -88,6 +97,7 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
         parts += [f"asleep {' '.join(self.asleep)}"] if self.asleep else []
         parts += [f"profiling step {self.profiling_step}"] if self.profiling_step is not None else []
         parts += [f"busy: {self.activity}"] if self.activity else []
+        parts += [self.trouble] if self.trouble else []
         return ", ".join(parts)
 
 
@@ -131,7 +141,8 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         """Whether the agent is out of the fleet without having left, or not fit to serve."""
         if self.state not in ("joining", "live"):
             return self.state == "gone"
-        return self.status is not None and (not self.status.ready or self.status.torn or self.status.quarantined > 0)
+        status = self.status
+        return status is not None and (not (status.ready or status.held) or status.torn or status.quarantined > 0)
 
     @property
     def urgency(self) -> tuple[object, ...]:

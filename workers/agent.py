@@ -35,7 +35,8 @@ from workers.driver import EngineDriver
 from workers.engine import Engine
 from workers.link.journal import Journal, archive_journal
 from workers.link.link import Link, RunChanged, now_ms
-from workers.machine.decide import decide, in_sync, next_deadline
+from workers.machine.decide import decide, next_deadline
+from workers.machine.readiness import is_ready
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
 
@@ -165,8 +166,8 @@ class Agent:
                 self._begin()
 
     async def wait_ready(self) -> None:
-        """Return when the engine is as desired, with nothing under way: the replica may serve."""
-        await self.wait_until(in_sync)
+        """Return when the engine is as desired, with nothing under way, and serves."""
+        await self.wait_until(is_ready)
 
     async def wait_until(self, condition: Callable[[AgentState], bool]) -> AgentState:
         """Return the first state, from now on, for which `condition` is true."""
@@ -193,7 +194,11 @@ class Agent:
         )
         driver = EngineDriver(self._engine, self._traces, self._config.observe_ms, lambda: self.state, self._step)
         self._life = _Life(link, driver)
-        settings = events.MachineSettings(reconcile_timeout_ms=self._config.reconcile_timeout_ms)
+        settings = events.MachineSettings(
+            reconcile_timeout_ms=self._config.reconcile_timeout_ms,
+            on_lost_bus=self._config.on_lost_bus,
+            wedged_after_ms=self._config.wedged_after_s * 1000,
+        )
         self._step(events.Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))
 
     async def _serve(self, life: _Life) -> None:
@@ -203,12 +208,20 @@ class Agent:
                     tasks.start_soon(life.driver.make_calls)
                     tasks.start_soon(life.driver.watch)
                     tasks.start_soon(self._tick, life)
+                    tasks.start_soon(self._announce_end)
                     tasks.start_soon(life.link.run)
         finally:
             try:
                 self._journal.commit()
             finally:
                 life.link.leave()
+
+    async def _announce_end(self) -> None:
+        """Tell the machine as soon as the agent is to end: a call in flight is awaited, and may take minutes."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self._step(events.Stopping(at_ms=now_ms()))
 
     def _open_journal(self) -> Journal:
         return Journal.open(self._path, self.identity.agent, self._config.durability)
@@ -236,7 +249,8 @@ class Agent:
             journal.commit()
         for effect in effects:
             self._perform(effect, life)
-        if state.activity is not before.activity or state.queue is not before.queue:
+        engine, queue = state.engine, state.queue
+        if state.activity is not before.activity or queue is not before.queue or engine is not before.engine:
             self._plan_tick(state, life)
         life.link.note_decision(state)
         if self._changed is not None:

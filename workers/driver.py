@@ -20,6 +20,7 @@ from schemas.events import Call, DiskCall, EngineObserved, EngineReturned, Event
 from schemas.wire import DECODE_ERRORS, encode, event_decoder
 from workers.engine import Engine
 from workers.link.link import now_ms
+from workers.machine.progress import is_news, stalls_after
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
 
@@ -29,6 +30,8 @@ RESULT_BYTES: Final = 64 * 1024
 """Largest result of a call. It travels in an outcome, and is twice in the log."""
 MESSAGE_MAX: Final = 2000
 """Most characters of an engine's own message in an outcome."""
+WARN_AGAIN_MS: Final = 60_000
+"""Time between two warnings about the same engine."""
 
 _DONE = Returned()
 
@@ -59,7 +62,10 @@ class EngineDriver:
         self._requested: Perform | None = None
         self._wanted = anyio.Event()
         self._lock = anyio.Lock(fast_acquire=True)
-        self._observed: Observation | None = None  # the newest one that the machine has seen
+        self._observed: Observation | None = None  # the newest one
+        self._fed: Observation | None = None  # the newest one that the machine has seen
+        self._warned_ms: int | None = None  # when the engine's trouble was last logged
+        self._stalls = 0  # observations in a row in which running requests made no progress
 
     def request(self, perform: Perform) -> None:
         """Make a call as soon as the engine is free."""
@@ -82,15 +88,24 @@ class EngineDriver:
         while True:
             async with self._lock:
                 observation = await self._observe()
-                if observation is not None and observation != self._observed:
-                    self._observed = observation
-                    self._handle(EngineObserved(at_ms=now_ms(), observation=observation))
+                if observation is not None:
+                    self._warn_of_trouble(observation)
+                    self._feed(observation)
             await anyio.sleep(self._observe_s)
+
+    def _feed(self, observation: Observation) -> None:
+        stalls = stalls_after(self._stalls, self._observed, observation)
+        news = is_news(self._fed, observation, self._stalls, stalls)
+        self._observed, self._stalls = observation, stalls
+        if news:
+            self._fed = observation
+            self._handle(EngineObserved(at_ms=now_ms(), observation=observation))
 
     async def _make(self, perform: Perform) -> None:
         result = await _or_fault(self._perform(perform.call))
         self._warn_if_unanswered(perform.call, result)
-        self._observed = observation = await self._observe()
+        self._observed = self._fed = observation = await self._observe()
+        self._stalls = 0
         event = EngineReturned(
             at_ms=now_ms(), call_id=perform.call_id, result=recordable(result), observation=observation
         )
@@ -111,6 +126,15 @@ class EngineDriver:
             return None
         known = observation == self._observed
         return observation if known or _readable(EngineObserved(at_ms=0, observation=observation)) else None
+
+    def _warn_of_trouble(self, observation: Observation) -> None:
+        """Log an engine that can't be used from here, at once and then now and then: somebody has to act."""
+        now = now_ms()
+        if observation.trouble is None:
+            self._warned_ms = None
+        elif self._warned_ms is None or now - self._warned_ms >= WARN_AGAIN_MS:
+            self._warned_ms = now
+            logger.warning("agent %s: %s", self._state().identity.agent, observation.trouble)
 
     def _warn_if_unanswered(self, call: Call, result: Returned | Fault) -> None:
         """Log a failure that no outcome reports, because no command waits for the call, or none does any more."""

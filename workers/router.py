@@ -39,6 +39,7 @@ from workers.agent import Agent
 from workers.engines.client import CallRefused, mapping_at, text_at
 from workers.engines.http import HttpClient, Route, base_url
 from workers.machine.decide import AgentState, in_sync
+from workers.machine.readiness import is_wedged
 from workers.machine.reconcile import holds_committed, holds_weights
 from workers.machine.suppressed import still_desired
 
@@ -74,6 +75,8 @@ def routable(state: AgentState) -> bool:
     - its engine is there (`tokenizer` present);
     - its weights are not torn, and no memory is asleep or about to be put to sleep;
     - it is not quarantined, neither by the trainer nor by itself;
+    - its agent is not cut off from the bus for longer than the lease: another version may be committed by now;
+    - it is not wedged: running requests make progress;
     - it holds the committed weights. During a weight sync it may also hold the weights of that sync, while paused;
     - if it is paused, then not because something failed or hangs (reconcile blocked, or a call past its deadline).
 
@@ -84,7 +87,7 @@ def routable(state: AgentState) -> bool:
     engine, desired = state.engine, still_desired(state.desired, state.suppressed)
     if state.identity.node_rank > 0 or not state.joined or engine.tokenizer != "present":
         return False
-    if engine.torn or engine.asleep or desired.asleep or desired.quarantined:
+    if engine.torn or engine.asleep or desired.asleep or desired.quarantined or state.bus_lost or is_wedged(state):
         return False
     syncing = desired.sync is not None and not engine.generating and holds_weights(engine, desired.sync)
     if not (syncing or holds_committed(desired, engine)):

@@ -12,7 +12,7 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas.commands import ProfilePlan
-from schemas.config import TIMEOUT_MAX_S
+from schemas.config import TIMEOUT_MAX_S, AgentConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.profiler.config import ProfilerConfig, read_config
@@ -78,6 +78,20 @@ def _state_home() -> str:
     default=_state_home,
     help="Folder of the journal, on a local disk.  [default: the user's state folder]",
 )
+@click.option(
+    "--on-lost-bus",
+    type=click.Choice(["serve", "pause"]),
+    default="serve",
+    show_default=True,
+    help="What the engine does while the bus is out of reach for longer than the lease.",
+)
+@click.option(
+    "--wedged-after",
+    type=click.IntRange(1, TIMEOUT_MAX_S),
+    default=AgentConfig().wedged_after_s,
+    show_default=True,
+    help="Seconds without a token, with requests running, after which the replica is not ready.",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
     bus: str,
@@ -115,7 +129,10 @@ def agent(
         engine = _launched(identity, state_dir, options, engine, profiler)
     uvloop = find_spec("uvloop") is not None
     router = _router(options)
-    node = Agent(bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces, keys=keys)
+    config = AgentConfig(on_lost_bus=options["on_lost_bus"], wedged_after_s=options["wedged_after"])
+    node = Agent(
+        bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces, config=config, keys=keys
+    )
     interrupted = anyio.run(_serve, node, bus, router, backend_options={"use_uvloop": uvloop})
     if interrupted:
         raise click.Abort

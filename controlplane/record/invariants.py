@@ -216,6 +216,7 @@ class _Agent:
         self._identity = identity_of(name)
         self._desired = Desired()
         self._epoch = self._seq = 0
+        self._history = 0  # epoch of the last snapshot in this life
         self._joined = False  # has been sent the desired state in this life
         self._listening = False  # to commands: joined, and the lease has not expired since
         self._received: dict[tuple[int, int], events.CommandReceived] = {}  # by epoch and seq of the record
@@ -261,12 +262,14 @@ class _Agent:
             case events.Started():
                 self._identity, self._calling = event.identity, False
                 self._joined = self._listening = False
+                self._history = 0
                 self._received.clear()
             case events.CommandReceived():
                 yield from self._on_command(position, event, answers)
             case events.SnapshotReceived():
-                if event.epoch < self._epoch or (self._listening and event.seq < self._seq):
+                if event.epoch < self._epoch or (event.epoch == self._history and event.seq < self._seq):
                     return  # refused
+                self._history = event.epoch
                 self._epoch, self._seq, self._desired = event.epoch, event.seq, event.desired
                 self._joined = self._listening = True
             case events.HeadSeen():
@@ -274,6 +277,8 @@ class _Agent:
             case events.LeaseExpired():
                 self._desired = orphaned(self._desired)
                 self._listening = False
+            case events.Stopping():
+                self._joined = self._listening = False  # whatever is half done stays so
             case _:
                 pass
 

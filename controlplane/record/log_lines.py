@@ -111,6 +111,8 @@ def format_agent_event(event: events.Event) -> str:
             return "the bus's lease expires"
         case events.Tick():
             return "deadline reached"
+        case events.Stopping():
+            return "is asked to end"
         case _:
             assert_never(event)
 
@@ -123,6 +125,8 @@ def format_observation(seen: events.Observation) -> str:
     parts += ["generating" if seen.generating else "paused"] if seen.generating is not None else []
     parts += [f"asleep {' '.join(sorted(seen.asleep))}"] if seen.asleep else []
     parts += ["profiling"] if seen.profiling else []
+    parts += [f"{seen.running} requests, {seen.generated} tokens"] if seen.running is not None else []
+    parts += [seen.trouble] if seen.trouble else []
     return ", ".join(parts)
 
 

@@ -72,7 +72,8 @@ class AgentHistory(Struct, kw_only=True):
     @property
     def unready(self) -> bool:
         """Whether it is in the fleet, and last reported that its engine is not as desired."""
-        return self.status is not None and not self.status.ready and self.membership in ("joining", "live")
+        status = self.status
+        return status is not None and not (status.ready or status.held) and self.membership in ("joining", "live")
 
 
 class Quarantine(Struct, kw_only=True):

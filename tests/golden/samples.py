@@ -65,6 +65,9 @@ OBSERVATION = agent.Observation(
     profiling=False,
     version=4,
     digest="dd",
+    running=2,
+    generated=1000,
+    trouble="it refuses the key",
 )
 REPORT = Report(
     seq=7,
@@ -95,6 +98,7 @@ SAMPLES: tuple[Struct, ...] = (
     wire.Join(),
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
+    AgentStatus(ready=False, wedged=True, trouble="tiny 1 is wedged"),
     wire.TimeRequest(sent_ns=5_000_000_000),
     wire.CommandOutcome(
         outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10
@@ -152,6 +156,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.EngineReturned(at_ms=6, call_id=2, result=agent.Fault("engine_error", "no")),
     agent.LeaseExpired(at_ms=7),
     agent.Tick(at_ms=8),
+    agent.Stopping(at_ms=9),
     # its effects
     agent.Perform(call_id=1, call=agent.CheckSource(SOURCE, MANIFEST, 5)),
     agent.Perform(call_id=2, call=agent.Pause("wait")),

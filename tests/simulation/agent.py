@@ -152,7 +152,14 @@ class Process:
         self.world.at(self.world.rng.choice((10, 500, 3000)), self.slot.start)
 
     def leave(self) -> None:
-        """An orderly end."""
+        """An orderly end: the call in flight is awaited, and no other is begun."""
+        if not self.alive:
+            return
+        if not self.state.stopping:
+            self.feed(events.Stopping(at_ms=self.clock_ms))
+        if self.state.activity is not None and self.alive:
+            self.world.at(50, self.leave)
+            return
         self.commit()
         self.up(Goodbye())
         self.die()
@@ -177,6 +184,8 @@ class Process:
             self.world.say(f"    {self.peer} {event}\n            -> {list(effects)}")
         if effects or (self.state is not before and self.state != before):
             self.pending.append((encode(event), encode(effects)))
+        if before.stopping and any(isinstance(effect, events.Perform) for effect in effects):
+            self.world.promises.broken("P5 one effect", f"{self.peer} was asked to end, and begins {effects}")
         self.world.promises.after_agent(self, before, event, effects)
         if any(_binding(effect) for effect in effects) or self.world.rng.random() < 0.3:
             self.commit()

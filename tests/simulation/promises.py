@@ -227,6 +227,9 @@ class Promises:
         committed = desired.committed.source.path if desired.committed is not None else LAUNCHED
         if state.desired != desired:
             self.broken("P4 late joiner", f"{name} wants {state.desired}, the log says {desired}")
+        # What failed is not pursued: a replica that could not be paused continues to generate.
+        desired = replace(desired, generation=state.suppressed.generation or desired.generation)
+        desired = replace(desired, asleep=(desired.asleep - state.suppressed.awake) | state.suppressed.asleep)
         if Operation.SLEEP in engine.temper.lacks:
             desired = replace(desired, asleep=frozenset())
         sync = desired.sync

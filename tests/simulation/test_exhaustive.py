@@ -1,4 +1,4 @@
-"""Every schedule of one agent's machine, within small bounds: 3 commands, 2 epochs, 2 crashes (1 in the short run).
+"""Every schedule of one agent's machine, within small bounds: 4 commands, 3 epochs, 2 crashes (1 in the short run).
 
 The world around the machine is as hostile as the network may be. Anything that was ever sent may arrive now, again, or
 not at all; a trainer that was replaced sends on; the agent dies between any two decisions, with its engine's call done
@@ -26,9 +26,11 @@ from workers.machine.decide import AgentState, decide
 PLACE = Identity(replica=0, node_rank=0)
 
 # The run: epoch 1 published a pause; epoch 2 began with the second record and published a flush. The trainer of epoch 1
-# does not know, and published a resume as its own second record.
+# does not know, and published a resume as its own second record. Epoch 3 began after a power cut, in which the log lost
+# all of epoch 2, and so a position that the agent may have reached.
 PAUSE, RESUME, FLUSH = (EngineCommand(operation=name) for name in ("pause", "resume", "flush"))
-HISTORY = ((1, 1, PAUSE), (2, 2, EpochStart(previous_epoch=1, logic=1)), (2, 3, FLUSH))
+BEGIN = EpochStart(previous_epoch=1, logic=1)
+HISTORY = ((1, 1, PAUSE), (2, 2, BEGIN), (2, 3, FLUSH))
 
 
 def sent(epoch: int, origin: int, seq: int, command: EngineCommand | EpochStart) -> events.CommandReceived:
@@ -50,6 +52,17 @@ MESSAGES: tuple[events.Event, ...] = (
     *(sent(2, origin, seq, command) for origin, seq, command in HISTORY),
     events.HeadSeen(at_ms=0, epoch=2, seq=3),
     *(events.SnapshotReceived(at_ms=0, epoch=2, seq=seq, desired=desired_at(seq)) for seq in (1, 2, 3)),
+)
+AFTER_THE_LOSS = events.SnapshotReceived(at_ms=0, epoch=3, seq=2, desired=desired_at(2))
+WITH_A_LOST_TAIL: tuple[events.Event, ...] = (
+    sent(1, 1, 1, PAUSE),
+    events.SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=desired_at(0)),
+    *(sent(2, origin, seq, command) for origin, seq, command in HISTORY[1:]),
+    events.SnapshotReceived(at_ms=0, epoch=2, seq=2, desired=desired_at(2)),
+    sent(3, 3, 2, BEGIN),
+    sent(3, 3, 3, RESUME),
+    events.HeadSeen(at_ms=0, epoch=3, seq=3),
+    AFTER_THE_LOSS,
 )
 
 
@@ -154,9 +167,11 @@ def done(situation: Situation) -> Situation:
     return replace(situation, generating=generating)
 
 
-def following(situation: Situation, machine: AgentDecide, crashes: int) -> Iterator[Situation]:
+def following(
+    situation: Situation, machine: AgentDecide, crashes: int, messages: tuple[events.Event, ...] = MESSAGES
+) -> Iterator[Situation]:
     """Yield everything that may happen next."""
-    for message in MESSAGES:
+    for message in messages:
         if not _of_another_connection(situation.state, message):
             yield step(situation, message, machine)
     if situation.calling is not None:
@@ -176,17 +191,21 @@ def following(situation: Situation, machine: AgentDecide, crashes: int) -> Itera
 
 
 def _of_another_connection(state: AgentState, message: events.Event) -> bool:
-    """Whether a snapshot belongs to another connection: the bus of this one is never behind this agent."""
-    return isinstance(message, events.SnapshotReceived) and not state.joined and message.seq < state.seq
+    """Whether a snapshot belongs to another connection: the bus of this one is not behind this agent, unless it lost
+    the tail of its log.
+    """
+    behind = isinstance(message, events.SnapshotReceived) and message.seq < state.seq
+    lost = message is AFTER_THE_LOSS and all(answer.epoch < AFTER_THE_LOSS.epoch for answer in state.answers)
+    return behind and not lost and not state.joined
 
 
-def search(machine: AgentDecide, crashes: int) -> dict[bytes, Situation]:
+def search(machine: AgentDecide, crashes: int, messages: tuple[events.Event, ...] = MESSAGES) -> dict[bytes, Situation]:
     """Return all reachable situations by their encoding. Raises AssertionError if a promise is broken."""
     first = begin(Situation(AgentState(), AgentState()), machine)
     seen = {encode(first): first}
     queue = deque([first])
     while queue:
-        for found in following(queue.popleft(), machine, crashes):
+        for found in following(queue.popleft(), machine, crashes, messages):
             key = encode(found)
             if key not in seen:
                 seen[key] = found
@@ -197,12 +216,35 @@ def search(machine: AgentDecide, crashes: int) -> dict[bytes, Situation]:
 @pytest.mark.parametrize("crashes", [1, pytest.param(2, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_no_schedule_breaks_the_machine(crashes: int) -> None:
     found = search(decide, crashes)
-    assert len(found) > 10_000  # the search is as wide as it should be
+    assert len(found) > 5_000  # the search is as wide as it should be
     ends = [end for end in found.values() if end.state.seq == 3 and end.state.epoch == 2 and end.calling is None]
     assert any(end.crashes == crashes for end in ends)
     for end in ends:
         if end.state.joined and not end.state.diverged and not end.state.queue and not end.state.reconcile_blocked:
             assert end.generating, "the pause of a replaced trainer must not hold"
+
+
+def follow_the_bus_that_lost_its_tail(machine: AgentDecide, crashes: int) -> int:
+    """From every situation, its snapshot leads into its history. Returns the number of situations."""
+    found = search(machine, crashes, WITH_A_LOST_TAIL)
+    for situation in found.values():
+        state, _ = machine(situation.state, AFTER_THE_LOSS)
+        assert (state.history, state.diverged) == (3, False), "P2: it stays in a history that is lost"
+        assert all(waiting.epoch == 3 for waiting in (*state.queue, *state.reorder_buffer))
+    return len(found)
+
+
+def clinging(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[events.Effect, ...]]:
+    """Ignore snapshots from behind the position, whatever life of the bus they come from."""
+    behind = isinstance(event, events.SnapshotReceived) and state.joined and event.seq < state.seq
+    return (state, ()) if behind else decide(state, event)
+
+
+@pytest.mark.parametrize("crashes", [0, 1])
+def test_from_everywhere_a_snapshot_leads_into_the_history_of_a_bus_that_lost_its_tail(crashes: int) -> None:
+    assert follow_the_bus_that_lost_its_tail(decide, crashes) > 500
+    with pytest.raises(AssertionError, match="P2: it stays in a history that is lost"):
+        follow_the_bus_that_lost_its_tail(clinging, crashes)
 
 
 @pytest.mark.parametrize(

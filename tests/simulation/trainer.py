@@ -99,7 +99,9 @@ class Trainer:
         bus = self.world.bus
         if bus is None:
             self.world.promises.broken("convergence", "there is no bus to restore from")
-        self.issue(bus, ProfileCommand(action="stop", step=0), Target(), timeout_ms=5000)
+        sessions = {desired.profile.step for desired in bus.state.desired.values() if desired.profile is not None}
+        for step in sorted(sessions):
+            self.issue(bus, ProfileCommand(action="stop", step=step), Target(), timeout_ms=5000)
         self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=5000)
         self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=5000)
         self.world.run(self.world.now + 10_000)

@@ -12,7 +12,7 @@ from schemas.carriers.records import RecordFile
 from schemas.carriers.sockets import Context
 from schemas.desired import Desired
 from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
-from schemas.events import Call, Decision, EngineReturned, Pause, Perform, Returned
+from schemas.events import Call, Decision, EngineReturned, Pause, Perform, RequestResend, Resume, Returned
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from tests.unit.small_bus import (
     FLUSH,
@@ -137,8 +137,8 @@ async def test_a_call_is_awaited_past_its_deadline_and_never_cancelled(bus: Bus,
         busy = (await bus.outcome(2)).outcome
         assert isinstance(busy, Failed) and busy.error == ErrorKind.ENGINE_BUSY
         engine.gate.set()
-        await reaches(agent, lambda state: state.activity is None and not state.engine.generating)
-        assert engine.calls == [Pause("abort")]
+        await reaches(agent, lambda state: state.activity is None)
+        assert engine.calls == [Pause("abort"), Resume()]  # it failed, so it does not last
 
 
 async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result(
@@ -211,7 +211,7 @@ async def test_only_changes_of_the_engine_are_recorded(engine: Engine, tmp_path:
         with anyio.fail_after(10):
             while engine.observations < 5:
                 await anyio.lowlevel.checkpoint()
-    assert len(recorded(tmp_path, SECOND)) == 2  # started, observed
+    assert len(recorded(tmp_path, SECOND)) == 3  # started, observed, asked to end
 
 
 # Restart
@@ -269,7 +269,8 @@ async def test_a_journal_of_other_logic_is_not_continued(bus: Bus, tmp_path: Pat
     with RecordFile.open(path) as file:
         command = next(record for record in file.records() if record.kind == "command")
         event = wire.decision_decoder.decode(command.body).event
-        body = wire.encode(Decision(msgspec.Raw(event), msgspec.Raw(wire.encode(()))))
+        effects = wire.encode((RequestResend(7),))
+        body = wire.encode(Decision(msgspec.Raw(event), msgspec.Raw(effects)))
         file.append("command", "0.0", 1, body)
         file.append("command", "0.0", 1, body)
     with pytest.raises(AgentError, match="cannot be continued.*would be a different one today"):

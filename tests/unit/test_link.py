@@ -283,6 +283,7 @@ async def test_decisions_are_uploaded_once_and_in_order(bus: Bus, engine: Engine
             bus.publish(PAUSE)
             await bus.outcome(seq)
         await take(bus, log, 14)  # started, epoch seen, snapshot, observed, and the commands
+    log.extend((await bus.next(wire.DecisionBatch)).decisions)  # asked to end
     assert log == recorded(tmp_path, SECOND)
     kinds = {type(wire.event_decoder.decode(decision.event)) for decision in log}
     assert CommandReceived in kinds

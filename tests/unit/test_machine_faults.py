@@ -170,8 +170,10 @@ def test_an_engine_that_is_relaunched_during_a_call_fails_the_command() -> None:
 
 
 def test_a_relaunched_engine_is_reconciled_even_if_reconciling_had_failed() -> None:
-    state, _ = decide(agent(), command(PAUSE, 1))
+    paused = SnapshotReceived(at_ms=0, epoch=1, seq=1, desired=Desired(generation="paused"))
+    state, _ = decide(agent(), paused)
     failed = EngineReturned(at_ms=0, call_id=1, result=Fault("engine_error", "No."), observation=PRESENT)
-    state, _ = decide(state, failed)
+    state, effects = decide(state, failed)
+    assert effects == () and state.reconcile_blocked
     _, effects = decide(state, observed(replace(PRESENT, instance="launch 2")))
     assert effects == (Perform(call_id=2, call=Pause("abort")),)

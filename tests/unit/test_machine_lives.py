@@ -127,10 +127,12 @@ def test_a_hole_is_requested_once_and_again_at_each_head() -> None:
     assert effects == [events.RequestResend(1)]
 
 
-def test_a_new_epoch_empties_the_reorder_buffer_and_requests_the_hole_again() -> None:
+def test_a_new_epoch_empties_the_reorder_buffer_and_begins_with_a_snapshot() -> None:
     state, _ = fold(agent(), command(FLUSH, 3))
     state, effects = fold(state, events.HeadSeen(at_ms=0, epoch=2, seq=5))
-    assert effects == [events.RequestResend(1)] and state.reorder_buffer == () and state.epoch == 2
+    assert effects == [events.RequestSnapshot()] and state.reorder_buffer == () and state.epoch == 2
+    _, effects = fold(state, command(FLUSH, 1, epoch=2, origin=1))
+    assert effects == [events.RequestSnapshot()]
 
 
 def test_a_full_reorder_buffer_drops_the_command_furthest_ahead() -> None:
@@ -138,16 +140,39 @@ def test_a_full_reorder_buffer_drops_the_command_furthest_ahead() -> None:
     assert [buffered.seq for buffered in state.reorder_buffer] == [3, 4, 5, 7]
 
 
-def test_a_different_record_under_an_applied_seq_needs_a_snapshot() -> None:
-    state, _ = fold(agent(SECOND, epoch=2), command(PAUSE, 1, epoch=2, origin=1))
-    state, effects = fold(state, command(PAUSE, 1, epoch=2, origin=2))
+def ahead() -> AgentState:
+    """Return an agent that applied the commands 1 to 3 of epoch 1, of which the log lost the last two."""
+    return fold(agent(SECOND), *(command(FLUSH, seq) for seq in (1, 2, 3)))[0]
+
+
+EPOCH_START = EpochStart(previous_epoch=1, logic=1)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        events.HeadSeen(at_ms=0, epoch=2, seq=2),
+        events.HeadSeen(at_ms=0, epoch=2, seq=9),
+        command(EPOCH_START, 2, epoch=2),
+        command(FLUSH, 4, epoch=2),
+    ],
+    ids=["head behind", "head ahead", "record under an applied seq", "record that seems to be next"],
+)
+def test_an_agent_ahead_of_a_bus_that_lost_its_tail_takes_the_snapshot_that_it_asks_for(first: events.Event) -> None:
+    state, effects = fold(ahead(), first)
     assert effects == [events.RequestSnapshot()] and state.diverged and not in_sync(state)
-    state, effects = fold(state, command(RESUME, 2, epoch=2))
-    assert effects == [events.RequestSnapshot()]
-    state, effects = fold(state, events.HeadSeen(at_ms=0, epoch=2, seq=2))
-    assert effects == [events.RequestSnapshot()]
     state, effects = fold(state, snapshot(Desired(), 2, 2))
-    assert not state.diverged and in_sync(state)
+    assert (state.epoch, state.seq, state.diverged) == (2, 2, False) and in_sync(state)
+    state, effects = fold(state, command(FLUSH, 3, epoch=2))
+    first_answer = answers(effects)[0]
+    assert (first_answer.seq, first_answer.rule) == (3, 6)  # not the answer of the lost command
+    (again,) = answers(fold(state, command(FLUSH, 3, epoch=2))[1])
+    assert again.epoch == 2
+
+
+def test_a_bus_that_lost_nothing_is_followed_without_a_snapshot() -> None:
+    state, effects = fold(ahead(), events.HeadSeen(at_ms=0, epoch=2, seq=4), command(EPOCH_START, 4, epoch=2))
+    assert [answer.seq for answer in answers(effects)] == [4] and not state.diverged
 
 
 def test_the_newest_answers_are_stored() -> None:
@@ -221,22 +246,15 @@ def test_past_its_deadline_a_command_fails_and_its_call_is_awaited() -> None:
     state, effects = fold(
         state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PAUSED)
     )
-    assert effects == [] and in_sync(state)
+    _, calls, seen = carry_out(state, effects, PAUSED)
+    assert [call_name(call) for call in calls] == ["resume"] and seen.generating  # it failed, so it does not last
 
 
-def test_the_rest_of_an_overdue_command_is_reconciled_when_its_call_ends() -> None:
+def test_the_rest_of_an_overdue_command_is_not_begun_when_its_call_ends() -> None:
     state, effects = fold(agent(), command(SLEEP, ttl_ms=50), events.Tick(at_ms=50))
     assert names(effects) == ["pause"]
     _, effects = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PAUSED))
-    assert names(effects) == ["sleep"] and answers(effects) == []
-
-
-def test_the_rest_of_an_overdue_command_is_dropped_if_no_longer_desired() -> None:
-    state, _ = fold(agent(), command(SLEEP, 1, ttl_ms=50), events.Tick(at_ms=50))
-    state, effects = fold(state, command(WAKE, 2, at_ms=60))
-    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_BUSY
-    _, effects = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PAUSED))
-    assert names(effects) == ["resume"]
+    assert names(effects) == ["resume"] and answers(effects) == []
 
 
 def test_the_result_of_a_call_of_an_earlier_incarnation_is_ignored() -> None:

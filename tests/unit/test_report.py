@@ -196,12 +196,13 @@ def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
 
 def test_an_agent_that_is_not_ready_at_the_end_is_a_warning() -> None:
     bus = Recorded("0.0", "1.0")
-    for agent, ready in (("0.0", True), ("1.0", False)):
-        bus.status(agent, AgentStatus(ready=ready, tokenizer="present", engine="tiny", generating=ready))
+    for agent, ready, trouble in (("0.0", True, ""), ("1.0", False, "a resume failed")):
+        status = AgentStatus(ready=ready, tokenizer="present", engine="tiny", generating=ready, trouble=trouble)
+        bus.status(agent, status)
     report = bus.report()
     assert (report.tone, report.verdict) == ("warn", "1 not ready")
     page = bus.page()
-    assert "Agent 1.0 on node-1 is <b>not ready</b>: not ready, v0, paused." in page
+    assert "Agent 1.0 on node-1 is <b>not ready</b>: not ready, v0, paused, a resume failed." in page
     assert "Nothing failed." not in page and "was resolved" not in page and "No outcome failed" not in page
     bus.lose("1.0", "left")
     assert bus.report().tone == "ok"

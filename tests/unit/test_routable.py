@@ -13,7 +13,7 @@ from schemas.errors import ConfigError
 from schemas.events import Load, Resume, StopProfile
 from tests.unit import machines
 from workers.engines.http import api_key
-from workers.machine.state import Activity, AgentState, Suppressed
+from workers.machine.state import Activity, AgentState, Progress, Suppressed
 from workers.router import KEY_VARIABLE, Router, may_register, routable, should_be_registered
 
 SOURCE = Checkpoint("v1")
@@ -46,8 +46,10 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
         (agent_state(desired=Desired(committed=ONE)), engine(version=1, loaded=ONE)),
     ),
     "a profiling session is open": (IN, (agent_state(desired=Desired(profile=SESSION)), engine(session=SESSION))),
-    "no snapshot yet": (OUT, (agent_state(joined=False),)),
-    "the trainer is gone": (KEPT, (agent_state(diverged=True),)),
+    "no snapshot yet": (OUT, (agent_state(history=0),)),
+    "the bus is lost for longer than the lease": (OUT, (agent_state(bus_lost=True),)),
+    "the trainer was restarted, and has not sent its snapshot yet": (KEPT, (agent_state(epoch=2),)),
+    "wedged": (OUT, (engine(progress=Progress(generated=1, since_ms=0, stalled=True, wedged=True)),)),
     "engine launching": (OUT, (engine(tokenizer="unknown"),)),
     "no engine": (OUT, (engine(tokenizer="absent"),)),
     "torn": (OUT, (engine(torn=True),)),

@@ -8,8 +8,9 @@ import anyio
 from schemas.reports import AgentStatus, Clock
 from schemas.wire import TimeReply, TimeRequest
 from workers.link.clocks import Clocks
-from workers.machine.decide import in_sync
+from workers.machine.readiness import is_ready, is_wedged, trouble
 from workers.machine.state import AgentState, call_name
+from workers.machine.suppressed import still_desired
 
 
 class Heartbeat:
@@ -39,7 +40,7 @@ class Heartbeat:
 
     def note(self, state: AgentState) -> None:
         """Send the next heartbeat at once if the agent has just become ready."""
-        if not self._reported_ready and in_sync(state):
+        if not self._reported_ready and is_ready(state):
             self._due.set()
 
     def apply_time(self, reply: TimeReply) -> None:
@@ -65,7 +66,7 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
     """Return the heartbeat of an agent in `state`, with its newest clock estimate."""
     engine, activity = state.engine, state.activity
     return AgentStatus(
-        ready=in_sync(state),
+        ready=is_ready(state),
         tokenizer=engine.tokenizer,
         engine=engine.name,
         generating=engine.generating,
@@ -73,10 +74,12 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
         profiling_step=engine.session.step if engine.session is not None else None,
         version=engine.version,
         digest=engine.digest,
-        quarantined=state.desired.quarantined,
+        quarantined=still_desired(state.desired, state.suppressed).quarantined,
         torn=engine.torn,
         activity=call_name(activity.calls[0]) if activity is not None else None,
         queued=len(state.queue),
         buffered=len(state.reorder_buffer),
         clock=clock,
+        wedged=is_wedged(state),
+        trouble=trouble(state),
     )

@@ -35,11 +35,16 @@ def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, iden
     if type(command) is not ProfileCommand or command.action == "collect":
         return False
     if command.action == "stop":
-        return engine.session is None
+        return not is_open(command.step, engine)
     plan = command.plan_for(identity.role)
     if command.action == "finish":
         return finish_skip_reason(plan, identity) is not None
     return profile_skip_reason(plan, None if command.action == "check" else command.step, identity) is not None
+
+
+def is_open(step: int, engine: EngineState) -> bool:
+    """Whether the session of this step is open."""
+    return engine.session is not None and engine.session.step == step
 
 
 def missing_operation(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
@@ -97,7 +102,7 @@ def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
 
 def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
     if command.action == "stop":
-        return reconcile(after, engine, identity) if engine.session is not None else Skipped(Reason.NOT_PROFILING)
+        return reconcile(after, engine, identity) if is_open(command.step, engine) else Skipped(Reason.NOT_PROFILING)
     plan = command.plan_for(identity.role) or _NO_PLAN
     if command.action == "finish":
         reason = finish_skip_reason(plan, identity)
@@ -119,7 +124,7 @@ def _collect(session: ProfileSession, identity: Identity) -> CallsOrOutcome:
 
 
 def _start(step: int, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
-    if engine.session is not None and engine.session.step == step:
+    if is_open(step, engine):
         return Skipped(Reason.ALREADY_PROFILING)
     if after.quarantined or engine.torn:
         return _out_of_service(identity, after)

@@ -24,8 +24,8 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from schemas.commands import Command, ProfileCommand, UnknownCommand, WeightSync, durable_source
-from schemas.desired import desired_after, orphaned
+from schemas.commands import Command, EngineCommand, ProfileCommand, UnknownCommand, WeightSync, durable_source
+from schemas.desired import Desired, desired_after, orphaned
 from schemas.events import (
     Answer,
     Call,
@@ -40,20 +40,32 @@ from schemas.events import (
     HeadSeen,
     LeaseExpired,
     Load,
+    Observation,
+    Pause,
     Perform,
     Restart,
     Returned,
     SnapshotReceived,
     Started,
+    Stopping,
     Tick,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import calls_for, finish_call, needs_no_engine
 from workers.machine.gate import expiry, is_targeted, must_wait, refusal
 from workers.machine.observe import apply_interruption, apply_observation, apply_result, relaunched, with_engine_state
-from workers.machine.order import apply_head, drain_buffer, is_next, take_in
+from workers.machine.order import apply_head, drain_buffer, enter_epoch, is_next, take_in
+from workers.machine.progress import apply_time, progress_after, wedged_at
 from workers.machine.reconcile import PAUSE_AND_RESUME, holds_committed, may_serve, reconcile
-from workers.machine.state import NOTHING_REPORTED, NOTHING_SUPPRESSED, Activity, AgentState, call_name, remember
+from workers.machine.state import (
+    NOTHING_REPORTED,
+    NOTHING_SUPPRESSED,
+    Activity,
+    AgentState,
+    EngineState,
+    call_name,
+    remember,
+)
 from workers.machine.suppressed import clear_suppressed, still_desired, suppress
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "next_deadline"]
@@ -70,6 +82,8 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
     """Return the next state, and the effects to perform, in order."""
     engine = state.engine
     effects: Effects = []
+    if state.stopping and not isinstance(event, EngineReturned | Started):
+        return state, ()
     match event:
         case CommandReceived():
             state = _on_command(state, event, effects)
@@ -87,6 +101,8 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
             state = _on_tick(state, event, effects)
         case Started():
             state = _on_started(state, event)
+        case Stopping():
+            state = replace(state, stopping=True)
         case _:
             assert_never(event)
     if engine is not state.engine and relaunched(engine, state.engine) and _out_of_service(state):
@@ -96,6 +112,14 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
 
 def next_deadline(state: AgentState) -> int | None:
     """Return when the machine needs a `Tick`, in ms of its own clock; None if nothing is pending."""
+    if state.stopping:
+        return None
+    wedged_ms = wedged_at(state.engine, state.settings.wedged_after_ms)
+    command_ms = _command_deadline(state)
+    return wedged_ms if command_ms is None else command_ms if wedged_ms is None else min(command_ms, wedged_ms)
+
+
+def _command_deadline(state: AgentState) -> int | None:
     if state.activity is not None and not state.activity.overdue:
         return state.activity.deadline_ms  # queued commands are decided after that, whatever their own deadline
     return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
@@ -142,6 +166,8 @@ def _on_command(state: AgentState, event: CommandReceived, effects: Effects) -> 
 
 def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
     """Decide queued commands while the engine is free; then reconcile."""
+    if state.stopping:
+        return state
     while state.queue and (state.activity is None or state.activity.overdue):
         event = state.queue[0]
         if must_wait(state, event, now_ms):
@@ -149,7 +175,7 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         state = _decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
         if state.reorder_buffer:
             state = drain_buffer(state)
-    if state.activity is not None or not state.joined:
+    if state.activity is not None:
         return state
     calls = _own_calls(state)
     if not calls:
@@ -161,11 +187,16 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
 
 def _own_calls(state: AgentState) -> tuple[Call, ...]:
     """Return the calls that an idle machine makes by itself."""
-    if state.deferred_finish is not None:
+    if state.joined and state.deferred_finish is not None:
         return (state.deferred_finish,)
     if state.reconcile_blocked or state.identity.node_rank > 0 or state.engine.tokenizer != "present":
         return ()
-    return reconcile(still_desired(state.desired, state.suppressed), state.engine, state.identity)
+    pausing = state.bus_lost and state.settings.on_lost_bus == "pause"
+    if not state.joined:  # nothing is known to be desired
+        pausable = state.engine.generating and state.engine.operations >= PAUSE_AND_RESUME
+        return (Pause("abort"),) if pausing and pausable else ()
+    desired = still_desired(state.desired, state.suppressed)
+    return reconcile(replace(desired, generation="paused") if pausing else desired, state.engine, state.identity)
 
 
 def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
@@ -176,7 +207,7 @@ def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms:
     command, suppressed = event.command, state.suppressed
     targeted = is_targeted(state, event)
     if targeted and suppressed is not NOTHING_SUPPRESSED:
-        suppressed = clear_suppressed(suppressed, command, state.desired)
+        suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
     desired = desired_after(state.desired, command, targeted, state.identity)
     expired = now_ms >= event.at_ms + event.ttl_ms
     refused = expiry(state, event) if expired else refusal(state, event)
@@ -184,8 +215,10 @@ def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms:
     if refused is not None:
         effects.append(refused)
         answers = remember(answers, refused)
-        if refused.rule == 4 and isinstance(command, ProfileCommand):  # a late start would profile another step
-            suppressed = suppress(suppressed, command, desired, state.engine)
+        if targeted and _gives_up(refused, command):
+            before = still_desired(state.desired, state.suppressed)
+            remaining = still_desired(desired, suppressed)
+            suppressed = suppress(suppressed, command, before, remaining, state.engine)
     decided = replace(
         state,
         seq=seq,
@@ -198,15 +231,25 @@ def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms:
     return _act(decided, state, event, effects) if refused is None else decided
 
 
+def _gives_up(refused: Answer, command: Command | UnknownCommand) -> bool:
+    """Whether what a refused command asks for is not pursued either. A late profile start would profile another step;
+    an engine that launches (rule 7) is brought to the desired state once it is up.
+    """
+    if isinstance(command, ProfileCommand):
+        return refused.rule in (4, 7, 8, 9)
+    return isinstance(command, EngineCommand) and refused.rule in (8, 9)
+
+
 def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
     """Rule 10: make the calls that the command needs, or answer it at once. `earlier` is the state before it."""
     command = event.command
+    before = still_desired(earlier.desired, earlier.suppressed)
     if state.activity is not None and not _needs_no_free_engine(state, command):
-        return _act_while_overdue(state, state.activity, event, effects)
+        return _act_while_overdue(state, state.activity, before, event, effects)
     sync = earlier.desired.sync
     result = calls_for(
         command,
-        still_desired(earlier.desired, earlier.suppressed),
+        before,
         still_desired(state.desired, state.suppressed),
         sync.version if sync is not None else 0,
         state.engine,
@@ -214,10 +257,10 @@ def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects
     )
     if isinstance(result, tuple):
         if result:
-            return _begin(state, event, result, event.at_ms + event.ttl_ms, effects)
+            return _begin(state, event, result, event.at_ms + event.ttl_ms, effects, before)
         return _answer(state, event, _acted(state, command, ()), effects)
     if isinstance(result, Failed):
-        state = _suppress(state, command)
+        state = _suppress(state, command, before)
     return _answer(state, event, result, effects)
 
 
@@ -227,7 +270,9 @@ def _needs_no_free_engine(state: AgentState, command: Command | UnknownCommand) 
     return not stopping and needs_no_engine(command, state.engine, state.identity)
 
 
-def _act_while_overdue(state: AgentState, overdue: Activity, event: CommandReceived, effects: Effects) -> AgentState:
+def _act_while_overdue(
+    state: AgentState, overdue: Activity, before: Desired, event: CommandReceived, effects: Effects
+) -> AgentState:
     """Fail a command while an overdue call is awaited. Only a finish is deferred until the engine is free."""
     command = event.command
     if isinstance(command, ProfileCommand) and command.action == "finish":
@@ -235,7 +280,7 @@ def _act_while_overdue(state: AgentState, overdue: Activity, event: CommandRecei
         return _answer(state, event, Acted(calls=(), still_running=True), effects)
     call = call_name(overdue.calls[0])
     message = f"{state.engine.name} has not answered {call} yet, past its deadline. Nothing else is sent until it does."
-    return _answer(_suppress(state, command), event, Failed(ErrorKind.ENGINE_BUSY, message), effects)
+    return _answer(_suppress(state, command, before), event, Failed(ErrorKind.ENGINE_BUSY, message), effects)
 
 
 def _answer(
@@ -265,19 +310,25 @@ def _acted(
     )
 
 
-def _suppress(state: AgentState, failed: Command | UnknownCommand | Call) -> AgentState:
+def _suppress(state: AgentState, failed: Command | UnknownCommand | Call, before: Desired | None = None) -> AgentState:
     remaining = still_desired(state.desired, state.suppressed)
-    return replace(state, suppressed=suppress(state.suppressed, failed, remaining, state.engine))
+    return replace(state, suppressed=suppress(state.suppressed, failed, before, remaining, state.engine))
 
 
 # --- engine calls -----------------------------------------------------------------------------------------------------
 
 
 def _begin(
-    state: AgentState, trigger: CommandReceived | None, calls: tuple[Call, ...], deadline_ms: int, effects: Effects
+    state: AgentState,
+    trigger: CommandReceived | None,
+    calls: tuple[Call, ...],
+    deadline_ms: int,
+    effects: Effects,
+    before: Desired | None = None,
 ) -> AgentState:
     call_id = state.calls_made + 1
-    activity = Activity(trigger=trigger, calls=calls, call_id=call_id, deadline_ms=deadline_ms)
+    before = before if trigger is not None and isinstance(trigger.command, EngineCommand) else None
+    activity = Activity(trigger=trigger, calls=calls, call_id=call_id, deadline_ms=deadline_ms, before=before)
     effects.append(Perform(call_id=call_id, call=calls[0]))
     return replace(state, activity=activity, calls_made=call_id)
 
@@ -288,6 +339,7 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         return state  # the result of a call of an earlier incarnation
     call, result = activity.calls[0], event.result
     engine, failure = apply_result(state.engine, call, result, event.observation)
+    engine = _with_progress(engine, event.observation, event.at_ms)
     restarted = relaunched(state.engine, engine)
     if failure is None and restarted:
         message = f"{engine.name} was relaunched during {call_name(call)}."
@@ -297,6 +349,8 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     completed = (*activity.completed, call_name(call))
     reported = _merge(activity.reported, result) if isinstance(result, Returned) else activity.reported
     rest, trigger = activity.calls[1:], activity.trigger
+    if rest and not activity.overdue and state.stopping:
+        return _stop_within(replace(state, engine=engine), activity, completed, effects)
     if rest and not activity.overdue:
         call_id = state.calls_made + 1
         activity = replace(activity, calls=rest, call_id=call_id, completed=completed, reported=reported)
@@ -306,6 +360,17 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     if trigger is not None and not activity.overdue:
         state = _answer(state, trigger, _acted(state, trigger.command, completed, reported), effects)
     return _proceed(state, event.at_ms, effects)
+
+
+def _stop_within(state: AgentState, activity: Activity, completed: tuple[str, ...], effects: Effects) -> AgentState:
+    """End a command of several calls between two of them, because the agent was asked to end."""
+    state = replace(state, activity=None)
+    if activity.trigger is None:
+        return state
+    rest = ", ".join(call_name(call) for call in activity.calls[1:])
+    message = f"the agent was asked to end after {', '.join(completed)}; {rest} was not begun."
+    failed = Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine))
+    return _answer(state, activity.trigger, failed, effects)
 
 
 def _merge(earlier: Returned, later: Returned) -> Returned:
@@ -325,11 +390,11 @@ def _fail(
 ) -> AgentState:
     """End an activity whose call failed. `restarted` says that the engine was relaunched during the call."""
     call, trigger = activity.calls[0], activity.trigger
-    # Reconciling does not repeat these calls, nor a failed sync, whose version is suppressed.
+    # Reconciling does not repeat these calls, nor the commands, which are suppressed.
     not_repeated = isinstance(call, CheckSource | Load | CheckProfile | DiskCall)
-    syncing = trigger is not None and isinstance(trigger.command, WeightSync)
-    state = _suppress(state, trigger.command if trigger is not None else call)
-    state = replace(state, activity=None, reconcile_blocked=not (restarted or not_repeated or syncing))
+    given_up = trigger is not None and isinstance(trigger.command, WeightSync | EngineCommand)
+    state = _suppress(state, trigger.command if trigger is not None else call, activity.before)
+    state = replace(state, activity=None, reconcile_blocked=not (restarted or not_repeated or given_up))
     if trigger is not None and not activity.overdue:
         state = _answer(state, trigger, failure, effects)
     return _proceed(state, now_ms, effects)
@@ -343,9 +408,12 @@ def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
                 f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
                 "cancelled; until it ends, nothing else is sent to this engine."
             )
-            state = _suppress(state, activity.trigger.command)
+            state = _suppress(state, activity.trigger.command, activity.before)
             state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
-        state = replace(state, activity=replace(activity, overdue=True))
+        state = replace(state, activity=replace(activity, overdue=True, before=None))
+    engine = apply_time(state.engine, state.settings.wedged_after_ms, event.at_ms)
+    if engine is not state.engine:
+        state = replace(state, engine=engine)
     return _proceed(state, event.at_ms, effects)
 
 
@@ -354,24 +422,23 @@ def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
 
 def _on_snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -> AgentState:
     """Take the desired state of the snapshot, which stands for every command up to its position."""
-    newer = event.epoch > state.epoch
-    if event.epoch < state.epoch or (event.seq < state.seq and not newer and state.joined):
+    if event.epoch < state.epoch or (event.epoch == state.history and event.seq < state.seq):
         return state
+    state = enter_epoch(state, event.epoch)
     for queued in state.queue:
         state = _answer(state, queued, _SUPERSEDED, effects, rule=2)
     activity = state.activity
     if activity is not None:
         if activity.trigger is not None and not activity.overdue:
             state = _answer(state, activity.trigger, _SUPERSEDED, effects, rule=2)
-        activity = replace(activity, trigger=None, calls=activity.calls[:1])
+        activity = replace(activity, trigger=None, calls=activity.calls[:1], before=None)
     state = replace(
         state,
-        epoch=event.epoch,
+        history=event.epoch,
         seq=event.seq,
         desired=event.desired,
         suppressed=NOTHING_SUPPRESSED,
-        joined=True,
-        diverged=False,
+        bus_lost=False,
         queue=(),
         reorder_buffer=tuple(buffered for buffered in state.reorder_buffer if buffered.seq > event.seq),
         resend_from=0,
@@ -382,10 +449,16 @@ def _on_snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -
 
 
 def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentState:
-    """Return to the committed weights, since the trainer is gone. No command is obeyed before the next snapshot."""
-    if not state.joined:
+    """Return to the committed weights, since the trainer is gone, and serve or pause, as the settings say.
+
+    No command is obeyed before the next snapshot.
+    """
+    if not state.joined and state.settings.on_lost_bus == "serve":
         return state
-    state = replace(state, desired=orphaned(state.desired), diverged=True, reconcile_blocked=False)
+    if state.joined:
+        suppressed = replace(state.suppressed, generation=None)
+        state = replace(state, desired=orphaned(state.desired), suppressed=suppressed)
+    state = replace(state, bus_lost=True, reconcile_blocked=False)
     return _proceed(state, event.at_ms, effects)
 
 
@@ -400,7 +473,7 @@ def _on_started(state: AgentState, event: Started) -> AgentState:
         settings=event.settings,
         epoch=state.epoch,
         seq=state.seq,
-        engine=replace(state.engine, tokenizer="unknown"),
+        engine=replace(state.engine, tokenizer="unknown", progress=None, trouble=None),
         calls_made=state.calls_made,
         answers=state.answers,
         deferred_finish=state.deferred_finish,
@@ -413,9 +486,16 @@ def _on_observed(state: AgentState, event: EngineObserved, effects: Effects) -> 
     observation = event.observation
     if state.interrupted is not None and observation.tokenizer != "unknown":
         return _resolve_interruption(state, state.interrupted, event, effects)
-    engine = apply_observation(state.engine, observation)
+    engine = _with_progress(apply_observation(state.engine, observation), observation, event.at_ms)
     reconcile_blocked = state.reconcile_blocked and not relaunched(state.engine, engine)
     return _proceed(replace(state, engine=engine, reconcile_blocked=reconcile_blocked), event.at_ms, effects)
+
+
+def _with_progress(engine: EngineState, observation: Observation | None, at_ms: int) -> EngineState:
+    if observation is None:
+        return engine
+    progress = progress_after(engine.progress, observation, engine.generating, at_ms)
+    return engine if progress is engine.progress else replace(engine, progress=progress)
 
 
 def _resolve_interruption(

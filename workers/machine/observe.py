@@ -48,6 +48,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         session=None if observation.profiling is False else engine.session,
         version=engine.version if observation.version is None else observation.version,
         digest=engine.digest if observation.digest is None else observation.digest,
+        trouble=observation.trouble,
     )
 
 

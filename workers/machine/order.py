@@ -3,11 +3,16 @@
 A command that one of these rules stops does not move the position. One that passes them moves it and joins the queue.
 One that leaves a hole waits in the reorder buffer until the missing commands have been sent again.
 
+A position is good in one epoch only. A bus that begins a new life may have lost the tail of its log (a power cut, with
+durability "os"), so its first commands may bear the seq of others that were applied here. In a newer epoch, nothing is
+taken before an `EpochStart` that follows the position directly, or a snapshot, which may lie behind the position.
+
 The functions append to `effects` and return the next state.
 """
 
 from msgspec.structs import replace
 
+from schemas.commands import EpochStart
 from schemas.events import Answer, CommandReceived, Effect, HeadSeen, RequestResend, RequestSnapshot
 from schemas.outcomes import Reason, Skipped
 from workers.machine.state import AgentState
@@ -34,6 +39,8 @@ def take_in(state: AgentState, event: CommandReceived, effects: list[Effect]) ->
         effects.append(Answer(epoch=event.origin, seq=event.seq, outcome=_STALE_EPOCH, rule=1))
         return state
     state = enter_epoch(state, event.epoch)
+    if _continues_history(state, event):
+        state = replace(state, history=event.epoch)
     if not state.joined or state.diverged:  # rule 3, and everything is missing
         if state.diverged:
             effects.append(RequestSnapshot())
@@ -45,6 +52,18 @@ def take_in(state: AgentState, event: CommandReceived, effects: list[Effect]) ->
     if len(state.queue) >= state.settings.max_buffered:
         return _buffer(state, event)  # until the queue has room
     return drain_buffer(replace(state, seq=event.seq, queue=(*state.queue, event)))
+
+
+def _continues_history(state: AgentState, event: CommandReceived) -> bool:
+    """Whether this command begins a newer epoch directly after the position, so that the bus's log has lost nothing."""
+    command = event.command
+    return (
+        isinstance(command, EpochStart)
+        and event.origin == event.epoch
+        and event.seq == state.seq + 1
+        and command.previous_epoch == state.history
+        and state.joined
+    )
 
 
 def apply_head(state: AgentState, event: HeadSeen, effects: list[Effect]) -> AgentState:
@@ -68,7 +87,9 @@ def enter_epoch(state: AgentState, epoch: int) -> AgentState:
 
 
 def drain_buffer(state: AgentState) -> AgentState:
-    """Move buffered commands that are next in line to the queue, while it has room."""
+    """Move buffered commands that are next in line to the queue, while it has room and only commands are missing."""
+    if state.diverged:
+        return state
     seq, queue, buffered = state.seq, list(state.queue), state.reorder_buffer
     while buffered and buffered[0].seq <= seq + 1 and len(queue) < state.settings.max_buffered:
         if buffered[0].seq == seq + 1:
@@ -97,11 +118,9 @@ def _buffer(state: AgentState, event: CommandReceived) -> AgentState:
 
 
 def _answer_again(state: AgentState, event: CommandReceived, effects: list[Effect]) -> AgentState:
-    """Rule 2. A different record under a seq that was applied means that two histories exist: only a snapshot helps."""
-    stored = next((answer for answer in state.answers if answer.seq == event.seq), None)
-    if stored is not None and stored.epoch != event.origin:
-        effects.append(RequestSnapshot())
-        return replace(state, diverged=True)
+    """Rule 2. A record is known by its seq and its origin."""
+    record = (event.seq, event.origin)
+    stored = next((answer for answer in state.answers if (answer.seq, answer.epoch) == record), None)
     if stored is None and _is_undecided(state, event.seq):
         return state
     effects.append(stored or Answer(epoch=event.origin, seq=event.seq, outcome=_SUPERSEDED, rule=2))

@@ -16,6 +16,22 @@ NOTHING_REPORTED = Returned()
 _CALL_NAMES = {kind: str(kind.__struct_config__.tag) for kind in get_args(Call)}
 
 
+class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Progress of the requests that an engine runs, by its own counter.
+
+    Attributes:
+        generated: Tokens generated since the launch, as last observed.
+        since_ms: When that number was first observed.
+        stalled: It was observed twice, with requests running.
+        wedged: It has been so for too long.
+    """
+
+    generated: Count
+    since_ms: int
+    stalled: bool = False
+    wedged: bool = False
+
+
 class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What the machine believes about its engine: the effect of its calls, corrected by each observation.
 
@@ -35,6 +51,8 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
             version may be tried again from another source.
         checked: The weights whose source last passed its check.
         requests_kept: The last pause froze the requests. They will continue, so their cache must not be flushed.
+        progress: Progress of the running requests; None if none run, or the engine does not count.
+        trouble: Why the engine can't be used from here.
     """
 
     name: str = "unknown"
@@ -51,6 +69,8 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     loaded: Committed | None = None
     checked: Committed | None = None
     requests_kept: bool = False
+    progress: Progress | None = None
+    trouble: str | None = None
 
 
 class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,11 +81,17 @@ class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
         sync: Version of the weight sync that this replica has dropped out of; 0 if none.
         quarantined: Version that this replica could not load; 0 if none. The replica stays paused until the next
             commit, or until that sync is aborted.
+        generation: What the replica continues to be, because a pause or a resume failed; None if neither did.
+        awake: Memory that could not be released, and stays awake.
+        asleep: Memory that could not be woken, and stays asleep.
     """
 
     session: bool = False
     sync: Count = 0
     quarantined: Count = 0
+    generation: Literal["running", "paused"] | None = None
+    awake: frozenset[Tag] = frozenset()
+    asleep: frozenset[Tag] = frozenset()
 
 
 NOTHING_SUPPRESSED = Suppressed()
@@ -82,6 +108,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
         completed: Names of the calls that succeeded.
         reported: What those calls reported about a profiling session.
         overdue: The deadline has passed and the command was answered. The call in flight is still awaited.
+        before: What was desired before the trigger, if that is an engine command; if it fails, that is pursued again.
     """
 
     trigger: CommandReceived | None
@@ -91,6 +118,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     completed: tuple[str, ...] = ()
     reported: Returned = NOTHING_REPORTED
     overdue: bool = False
+    before: Desired | None = None
 
 
 class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -101,12 +129,12 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         incarnation: Names this life of the agent.
         settings: Limits of the machine.
         epoch: Newest bus epoch seen.
+        history: Epoch of the snapshot that the position builds on; 0 before the first one of this incarnation.
         seq: Position: the last command that was taken in order.
         desired: The fold of the run's commands up to `seq`.
         suppressed: Parts of `desired` that are not pursued.
         engine: What is believed about the engine.
-        joined: A snapshot was applied in this incarnation.
-        diverged: The lease expired or two histories exist. Only a snapshot helps.
+        bus_lost: The lease has expired since the last snapshot.
         queue: Commands in order, not decided yet.
         reorder_buffer: Commands behind a hole.
         resend_from: First seq of the pending resend request; 0 if none.
@@ -116,18 +144,19 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         reconcile_blocked: Reconciling failed, and is not tried again until something changes.
         deferred_finish: A finish that waits until the engine has written its last trace.
         interrupted: What was under way when the last incarnation ended. It is resolved by the next observation.
+        stopping: The agent was asked to end. The call in flight is awaited, and no other is begun.
     """
 
     identity: Identity = Identity(replica=0, node_rank=0)
     incarnation: str = ""
     settings: MachineSettings = MachineSettings()
     epoch: Count = 0
+    history: Count = 0
     seq: Count = 0
     desired: Desired = Desired()
     suppressed: Suppressed = NOTHING_SUPPRESSED
     engine: EngineState = EngineState()
-    joined: bool = False
-    diverged: bool = False
+    bus_lost: bool = False
     queue: tuple[CommandReceived, ...] = ()
     reorder_buffer: tuple[CommandReceived, ...] = ()
     resend_from: Count = 0
@@ -137,6 +166,19 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     reconcile_blocked: bool = False
     deferred_finish: FinishProfile | None = None
     interrupted: Activity | None = None
+    stopping: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """Whether a snapshot was applied in this incarnation."""
+        return self.history > 0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether only a snapshot helps: the lease expired, or a bus began a new life, whose log may have lost what
+        this agent applied.
+        """
+        return self.bus_lost or 0 < self.history < self.epoch
 
 
 def remember(answers: tuple[Answer, ...], answer: Answer) -> tuple[Answer, ...]:

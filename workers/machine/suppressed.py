@@ -7,9 +7,11 @@ arrives.
 
 from msgspec.structs import replace
 
-from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
-from schemas.desired import Desired
+from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.desired import ALL_TAGS, Desired, requested_session
 from schemas.events import Call, CheckSource, Load, StartProfile
+from schemas.identity import Identity
+from workers.machine.commands import is_open
 from workers.machine.reconcile import holds_committed
 from workers.machine.state import NOTHING_SUPPRESSED, EngineState, Suppressed
 
@@ -21,48 +23,91 @@ def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
     dropped_out = desired.sync is not None and desired.sync.version == suppressed.sync
     return replace(
         desired,
+        generation=suppressed.generation or desired.generation,
+        asleep=(desired.asleep - suppressed.awake) | suppressed.asleep,
         profile=None if suppressed.session else desired.profile,
         sync=None if dropped_out else desired.sync,
         quarantined=desired.quarantined or suppressed.quarantined,
     )
 
 
-def clear_suppressed(suppressed: Suppressed, command: Command | UnknownCommand, before: Desired) -> Suppressed:
+def clear_suppressed(
+    suppressed: Suppressed, command: Command | UnknownCommand, before: Desired, identity: Identity
+) -> Suppressed:
     """Return what stays suppressed after `command`, which targets this replica and may ask again for what failed.
 
     `before` is the desired state before the command.
     """
     match command:
-        case ProfileCommand(action="collect" | "check" | "finish"):
-            return suppressed
         case ProfileCommand():
-            return replace(suppressed, session=False)
+            stopped = command.action == "stop" and before.profile is not None and before.profile.step == command.step
+            requested = requested_session(command, identity) is not None
+            return replace(suppressed, session=False) if stopped or requested else suppressed
+        case EngineCommand() if before.sync is None:
+            return _clear_engine(suppressed, command)
         case EpochStart():
-            return replace(suppressed, session=False, sync=0)
+            return Suppressed(quarantined=suppressed.quarantined)
         case WeightSync() if command.version > before.version and command.phase != "load":
-            ended = command.phase == "commit" or command.version == suppressed.quarantined
-            lifted = ended and command.phase != "prepare"
-            return replace(suppressed, sync=0, quarantined=0 if lifted else suppressed.quarantined)
+            return _clear_sync(suppressed, command)
         case _:
             return suppressed
 
 
+def _clear_engine(suppressed: Suppressed, command: EngineCommand) -> Suppressed:
+    match command.operation:
+        case "pause" | "resume":
+            return replace(suppressed, generation=None)
+        case "sleep" | "wake":
+            tags = command.tags or ALL_TAGS
+            return replace(suppressed, awake=suppressed.awake - tags, asleep=suppressed.asleep - tags)
+        case _:
+            return suppressed
+
+
+def _clear_sync(suppressed: Suppressed, command: WeightSync) -> Suppressed:
+    """A sync asks every replica to take part; its end lifts a quarantine, and resumes where a resume failed before."""
+    if command.phase == "prepare":
+        return replace(suppressed, sync=0)
+    lifted = command.phase == "commit" or command.version == suppressed.quarantined
+    return replace(
+        suppressed,
+        sync=0,
+        quarantined=0 if lifted else suppressed.quarantined,
+        generation=None if suppressed.generation == "paused" else suppressed.generation,
+    )
+
+
 def suppress(
-    suppressed: Suppressed, failed: Command | UnknownCommand | Call, remaining: Desired, engine: EngineState
+    suppressed: Suppressed,
+    failed: Command | UnknownCommand | Call,
+    before: Desired | None,
+    remaining: Desired,
+    engine: EngineState,
 ) -> Suppressed:
     """Return what is suppressed after the failure of a command, or of a call that no command had asked for.
 
-    What failed is not tried again until a command asks for it. `remaining` is what was still desired, `engine` the
-    engine afterwards.
+    What failed is not tried again until a command asks for it.
 
     A replica that refused to prepare was not touched, and continues as before the sync. One that did not load is
     quarantined: otherwise it could serve weights that were never committed.
+
+    Args:
+        before: What was still desired before an engine command; that is pursued again.
+        remaining: What was still desired when it failed.
+        engine: The engine afterwards.
     """
     match failed:
-        case ProfileCommand(action="collect" | "check" | "finish"):
-            return suppressed
-        case ProfileCommand() | StartProfile():
-            return replace(suppressed, session=True)
+        case ProfileCommand(action="start"):
+            return _suppress_session(suppressed, failed.step, remaining, engine)
+        case StartProfile():
+            return _suppress_session(suppressed, failed.session.step, remaining, engine)
+        case EngineCommand() if before is not None:
+            return replace(
+                suppressed,
+                generation=suppressed.generation if before.generation == remaining.generation else before.generation,
+                awake=suppressed.awake | (remaining.asleep - before.asleep),
+                asleep=suppressed.asleep | (before.asleep - remaining.asleep),
+            )
         case WeightSync(phase="prepare"):
             return replace(suppressed, sync=failed.version)
         case WeightSync() | CheckSource() | Load():
@@ -75,3 +120,9 @@ def suppress(
             return suppressed
         case _:
             return suppressed
+
+
+def _suppress_session(suppressed: Suppressed, step: int, remaining: Desired, engine: EngineState) -> Suppressed:
+    """Give up the session of this step, unless it is open already or another one is desired by now."""
+    wanted = remaining.profile is not None and remaining.profile.step == step
+    return replace(suppressed, session=True) if wanted and not is_open(step, engine) else suppressed

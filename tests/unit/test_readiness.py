@@ -1,0 +1,148 @@
+"""When a replica is ready, and what is reported of one that is not."""
+
+import pytest
+from msgspec.structs import replace
+
+from schemas import events
+from schemas.commands import ProfilePlan
+from schemas.desired import ALL_TAGS, Desired, ProfileSession
+from schemas.identity import Identity, OnLostBus, Operation
+from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, carry_out, command, fault, fold
+from tests.unit.test_machine_lives import FLUSH, PAUSED, RESUME, V1, names, observed, snapshot
+from workers.link.heartbeat import status_of
+from workers.machine.decide import AgentState, next_deadline
+from workers.machine.readiness import is_ready, is_wedged
+from workers.router import routable
+
+ASLEEP = replace(PAUSED, asleep=ALL_TAGS)
+
+
+def test_a_replica_that_serves_is_ready() -> None:
+    status = status_of(agent())
+    assert status.ready and status.trouble == "" and status.condition() == "v0, generating"
+
+
+def test_a_replica_that_cannot_load_what_is_committed_is_reported_as_it_is() -> None:
+    state, effects = fold(agent(), snapshot(Desired(committed=V1), 3))
+    assert names(effects) == ["check_source"]
+    state, effects = fault(state, "It is not there.", PRESENT)
+    state, _, seen = carry_out(state, effects)
+    assert not seen.generating
+    status = status_of(state)
+    assert (status.ready, status.quarantined, status.version) == (False, 1, 0)
+    assert status.trouble == "could not load version 1; waits for the next committed sync, or a restart"
+    assert not routable(state)
+
+
+@pytest.mark.parametrize("seen", [PAUSED, ASLEEP], ids=["paused", "asleep"])
+def test_a_replica_that_was_told_not_to_serve_is_not_ready_and_not_in_trouble(seen: events.Observation) -> None:
+    state = agent(seen=seen, desired=Desired(generation="paused", asleep=seen.asleep or frozenset()))
+    status = status_of(state)
+    assert not status.ready and status.trouble == "" and status.held and "not ready" not in status.condition()
+
+
+def test_a_replica_whose_resume_failed_says_whom_it_waits_for() -> None:
+    state, _ = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
+    state, _ = fault(state, "No.", PAUSED)
+    status = status_of(state)
+    assert not status.ready and not status.held and "waits for another resume" in status.trouble
+
+
+def test_a_follower_and_a_training_rank_are_ready_without_an_engine_that_generates() -> None:
+    assert is_ready(agent(SECOND, replace(PAUSED, tokenizer="absent")))
+    rank = replace(PRESENT, operations=frozenset({Operation.PROFILE}), generating=None)
+    assert is_ready(agent(Identity(replica=3, node_rank=0, role="actor"), rank))
+
+
+# --- cut off from the bus ---------------------------------------------------------------------------------------------
+
+
+def cut_off(
+    on_lost_bus: OnLostBus, desired: Desired | None = None, joined: bool = True
+) -> tuple[AgentState, list[str]]:
+    """Return an agent whose lease has expired, and the calls that it then made."""
+    settings = events.MachineSettings(on_lost_bus=on_lost_bus)
+    state, _ = fold(
+        AgentState(), events.Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=settings), observed()
+    )
+    if joined:
+        state, effects = fold(state, snapshot(desired, 1))
+        state, _, _ = carry_out(state, effects)
+    state, effects = fold(state, events.LeaseExpired(at_ms=9))
+    calls = names(effects)
+    state, _, _ = carry_out(state, effects)
+    return state, calls
+
+
+def test_a_replica_that_lost_its_bus_serves_on_and_leaves_its_router() -> None:
+    state, calls = cut_off("serve")
+    assert calls == [] and state.engine.generating
+    assert not is_ready(state) and not routable(state) and "waits for the bus" in status_of(state).trouble
+    state, _ = fold(state, snapshot(seq=1))
+    assert is_ready(state) and routable(state)
+
+
+def test_a_replica_that_is_to_pause_without_a_bus_resumes_by_a_bus_alone() -> None:
+    state, calls = cut_off("pause")
+    assert calls == ["pause"] and not state.engine.generating
+    for event in (events.HeadSeen(at_ms=10, epoch=1, seq=1), command(FLUSH, 2), events.LeaseExpired(at_ms=20)):
+        state, effects = fold(state, event)
+        assert names(effects) == []
+    _, effects = fold(state, snapshot(seq=2))
+    assert names(effects) == ["resume"]
+
+
+def test_without_a_bus_the_pause_comes_after_the_end_of_what_the_trainer_left_open() -> None:
+    state, calls = cut_off("pause", Desired(profile=ProfileSession(3, ProfilePlan())))
+    assert calls == ["stop_profile"] and not state.engine.generating and state.engine.session is None
+
+
+@pytest.mark.parametrize(("on_lost_bus", "calls"), [("serve", []), ("pause", ["pause"])])
+def test_an_agent_restarted_without_a_bus_keeps_to_the_same_choice(on_lost_bus: OnLostBus, calls: list[str]) -> None:
+    assert cut_off(on_lost_bus, joined=False)[1] == calls
+
+
+# --- wedged -----------------------------------------------------------------------------------------------------------
+
+
+def counted(generated: int, at_ms: int, running: int = 2) -> events.EngineObserved:
+    seen = replace(PRESENT, running=running, generated=generated)
+    return events.EngineObserved(at_ms=at_ms, observation=seen)
+
+
+AFTER_MS = events.MachineSettings().wedged_after_ms
+
+
+def test_an_engine_that_runs_requests_and_generates_nothing_is_wedged_after_a_time() -> None:
+    state, _ = fold(agent(), counted(50, 1000))
+    assert next_deadline(state) is None  # one observation shows no progress, and no lack of it
+    state, _ = fold(state, counted(50, 2000))
+    assert next_deadline(state) == 1000 + AFTER_MS
+    state, _ = fold(state, events.Tick(at_ms=999 + AFTER_MS))
+    assert is_ready(state)
+    state, _ = fold(state, events.Tick(at_ms=1000 + AFTER_MS))
+    status = status_of(state)
+    assert is_wedged(state) and status.wedged and not status.ready and "generates nothing" in status.trouble
+    assert not routable(state) and next_deadline(state) is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [counted(51, 3000), counted(50, 3000, running=0), observed(replace(PAUSED, running=2, generated=50))],
+    ids=["a token", "no request left", "paused"],
+)
+def test_an_engine_that_makes_progress_or_has_nothing_to_do_is_not_wedged(event: events.Event) -> None:
+    state, _ = fold(agent(), counted(50, 1000), counted(50, 2000), event, events.Tick(at_ms=9 * AFTER_MS))
+    assert not is_wedged(state)
+
+
+def test_a_wedged_engine_is_ready_again_with_its_next_token() -> None:
+    state, _ = fold(agent(), counted(50, 1000), counted(50, 2000), events.Tick(at_ms=1000 + AFTER_MS))
+    state, _ = fold(state, counted(51, 2000 + AFTER_MS))
+    assert is_ready(state) and routable(state)
+
+
+def test_a_restarted_agent_counts_anew() -> None:
+    state, _ = fold(agent(), counted(50, 1000), counted(50, 2000))
+    state, _ = fold(state, events.Started(at_ms=5, identity=PRIMARY, incarnation="b"))
+    assert next_deadline(state) is None

@@ -1,0 +1,232 @@
+"""What failed is not carried out later, and what failed for others takes nothing away from anybody."""
+
+import pytest
+from msgspec.structs import replace
+
+from schemas import events
+from schemas.commands import EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
+from schemas.desired import Desired, ProfileSession
+from schemas.outcomes import Acted, ErrorKind, Reason, Skipped
+from tests.unit.machines import PRESENT, START, agent, answers, carry_out, command, fault, fold, sync
+from tests.unit.test_machine_lives import FLUSH, PAUSE, PAUSED, RESUME, SLEEP, WAKE, error, names, observed, snapshot
+from workers.machine.decide import AgentState, in_sync
+from workers.machine.state import call_name
+
+OTHERS = Target(replicas=frozenset({9}))
+
+
+def profiling(step: int = 7) -> tuple[AgentState, events.Observation]:
+    """Return an agent whose engine has the session of this step open, and what is observed of it."""
+    state, effects = fold(agent(), command(replace(START, step=step), 1))
+    state, _, seen = carry_out(state, effects)
+    assert state.engine.session is not None and in_sync(state)
+    return state, seen
+
+
+# --- profiling sessions -----------------------------------------------------------------------------------------------
+
+
+def test_a_stop_of_another_step_leaves_the_session_open() -> None:
+    state, _ = profiling(7)
+    state, effects = fold(state, command(ProfileCommand(action="stop", step=5), 2))
+    assert [answer.outcome for answer in answers(effects)] == [Skipped(Reason.NOT_PROFILING)]
+    assert names(effects) == [] and state.desired.profile is not None and state.desired.profile.step == 7
+    state, effects = fold(state, command(ProfileCommand(action="stop", step=7), 3))
+    assert names(effects) == ["stop_profile"]
+
+
+@pytest.mark.parametrize(
+    ("late", "target"),
+    [
+        (replace(START, step=8), OTHERS),
+        (ProfileCommand(action="stop", step=7), OTHERS),
+        (replace(START, step=8, plan=ProfilePlan(ranks=frozenset({99}))), Target()),
+        (replace(START, step=7), Target()),
+    ],
+    ids=["start for others", "stop for others", "start of which this replica is no part", "the same start again"],
+)
+def test_an_expired_command_that_asks_nothing_of_this_replica_leaves_its_session_open(
+    late: ProfileCommand, target: Target
+) -> None:
+    state, _ = profiling(7)
+    state, effects = fold(state, command(late, 2, ttl_ms=0, target=target))
+    assert [(answer.rule, answer.outcome) for answer in answers(effects)] == [(4, Skipped(Reason.EXPIRED))]
+    assert names(effects) == [] and state.engine.session is not None
+
+
+def test_an_expired_start_of_another_step_ends_the_session_and_opens_none() -> None:
+    state, seen = profiling(7)
+    state, effects = fold(state, command(replace(START, step=8), 2, ttl_ms=0))
+    _, calls, seen = carry_out(state, effects, seen)
+    assert [call_name(call) for call in calls] == ["stop_profile"] and not seen.profiling
+
+
+def test_a_session_that_failed_to_open_is_not_opened_by_the_stop_of_another_step() -> None:
+    state, effects = fold(agent(), command(replace(START, step=7), 1))
+    state, effects = fault(state, "No.", PRESENT)
+    for seq, body in enumerate(
+        (ProfileCommand(action="stop", step=5), replace(START, plan=ProfilePlan(enabled=False))), 2
+    ):
+        state, effects = fold(state, command(body, seq))
+        assert names(effects) == []
+    _, effects = fold(state, command(replace(START, step=7), 4))
+    assert names(effects) == ["start_profile"]
+
+
+def test_the_late_failure_of_one_session_does_not_give_up_the_next() -> None:
+    state, _ = fold(agent(), command(replace(START, step=3), 1, ttl_ms=50), events.Tick(at_ms=50))
+    state, _ = fold(state, snapshot(Desired(profile=ProfileSession(4, ProfilePlan())), 2))
+    state, effects = fault(state, "No.", PRESENT)
+    state, effects = fold(state, command(FLUSH, 3, target=OTHERS))
+    assert names(effects) == ["start_profile"]
+
+
+def test_a_session_that_came_too_late_for_a_launching_engine_is_not_opened_when_it_is_up() -> None:
+    state = agent(seen=replace(PRESENT, tokenizer="unknown"))
+    state, effects = fold(state, command(START, 1, ttl_ms=50), events.Tick(at_ms=50))
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_NOT_READY
+    _, effects = fold(state, observed())
+    assert names(effects) == []
+
+
+# --- engine commands --------------------------------------------------------------------------------------------------
+
+
+def overdue_flush(desired: Desired | None = None, seen: events.Observation = PRESENT) -> AgentState:
+    """Return an agent whose engine has not answered a flush by its deadline."""
+    state, effects = fold(agent(desired=desired, seen=seen), command(FLUSH, 1, ttl_ms=50), events.Tick(at_ms=50))
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_TIMEOUT
+    return state
+
+
+ALL_ASLEEP = Desired(generation="paused", asleep=frozenset({"weights"}))
+
+
+@pytest.mark.parametrize(
+    ("failing", "desired", "seen"),
+    [
+        (PAUSE, None, PRESENT),
+        (RESUME, Desired(generation="paused"), PAUSED),
+        (SLEEP, None, PRESENT),
+        (WAKE, ALL_ASLEEP, replace(PAUSED, asleep=frozenset({"weights"}))),
+        (FLUSH, None, PRESENT),
+    ],
+    ids=lambda value: value.operation if isinstance(value, EngineCommand) else "",
+)
+def test_a_command_that_was_answered_as_failed_is_not_carried_out_later(
+    failing: EngineCommand, desired: Desired | None, seen: events.Observation
+) -> None:
+    state = overdue_flush(desired, seen)
+    state, effects = fold(state, command(failing, 2, at_ms=60))
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_BUSY
+    state, effects = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=seen))
+    assert names(effects) == []
+    state, effects = fold(state, command(PAUSE, 3, at_ms=100, target=Target(replicas=frozenset({9}))))
+    assert names(effects) == []  # nor when a command for others lets it reconcile again
+
+
+def test_a_failed_command_is_carried_out_when_it_is_asked_for_again() -> None:
+    state, _ = fold(overdue_flush(), command(PAUSE, 2, at_ms=60))
+    state, _ = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PRESENT))
+    _, effects = fold(state, command(PAUSE, 3, at_ms=100))
+    assert names(effects) == ["pause"]
+
+
+def test_a_failed_resume_is_made_good_by_the_next_commit() -> None:
+    state, effects = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
+    state, effects = fault(state, "No.", PAUSED)
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR and names(effects) == []
+    seen = PAUSED
+    for seq, phase in enumerate(("prepare", "load", "commit"), 2):
+        state, effects = fold(state, command(sync(phase), seq))
+        state, _, seen = carry_out(state, effects, seen)
+    assert seen.generating
+
+
+def test_a_sleep_that_fails_half_way_is_taken_back() -> None:
+    state, effects = fold(agent(), command(SLEEP, 1))
+    state, _ = fold(state, events.EngineReturned(at_ms=1, call_id=1, result=events.Returned(), observation=PAUSED))
+    state, effects = fault(state, "No.", PAUSED)
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR
+    assert names(effects) == ["resume"]
+
+
+def test_a_failed_sleep_of_one_tag_is_not_made_good_by_a_wake_of_another() -> None:
+    both = replace(PAUSED, asleep=frozenset({"kv_cache"}))
+    state = agent(seen=both, desired=Desired(asleep=frozenset({"kv_cache"})))
+    state, effects = fold(state, command(EngineCommand(operation="sleep", tags=frozenset({"weights"})), 1))
+    assert names(effects) == ["sleep"]
+    state, effects = fault(state, "No.", both)
+    assert names(effects) == []
+    state, effects = fold(state, command(EngineCommand(operation="wake", tags=frozenset({"kv_cache"})), 2))
+    _, calls, seen = carry_out(state, effects, both)
+    assert "sleep" not in [call_name(call) for call in calls] and seen.generating and not seen.asleep
+
+
+def test_an_engine_without_a_tokenizer_is_not_paused_late_either() -> None:
+    state, effects = fold(agent(seen=replace(PRESENT, tokenizer="absent")), command(PAUSE, 1))
+    assert error(answers(effects)[0].outcome) is ErrorKind.TOKENIZER_MISSING
+    _, effects = fold(state, observed())
+    assert names(effects) == []
+
+
+def test_a_launching_engine_is_paused_as_soon_as_it_is_up() -> None:
+    state = agent(seen=replace(PRESENT, tokenizer="unknown"))
+    state, effects = fold(state, command(PAUSE, 1, ttl_ms=50), events.Tick(at_ms=50))
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_NOT_READY
+    _, effects = fold(state, observed())
+    assert names(effects) == ["pause"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [snapshot(Desired(), 1), events.LeaseExpired(at_ms=9), command(EpochStart(previous_epoch=1, logic=1), 2, epoch=2)],
+    ids=["snapshot", "lease", "next trainer"],
+)
+def test_a_failed_resume_is_made_good_when_the_desired_state_is_given_anew(event: events.Event) -> None:
+    state, _ = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
+    state, effects = fault(state, "No.", PAUSED)
+    assert names(effects) == [] and state.suppressed.generation == "paused"
+    _, effects = fold(state, event)
+    assert names(effects) == ["resume"]
+
+
+def test_a_pause_that_was_refused_in_a_sync_changes_nothing_after_it() -> None:
+    state, effects = fold(agent(), command(sync("prepare"), 1))
+    state, _, seen = carry_out(state, effects)
+    state, effects = fold(state, command(PAUSE, 2))
+    assert error(answers(effects)[0].outcome) is ErrorKind.SYNC_IN_PROGRESS
+    state, effects = fold(state, command(sync("abort"), 3))
+    _, _, seen = carry_out(state, effects, seen)
+    assert seen.generating
+
+
+# --- the end of an agent ----------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_asked_to_end_awaits_the_call_in_flight_and_begins_no_other() -> None:
+    state, effects = fold(agent(), command(SLEEP, 1), command(FLUSH, 2))
+    assert names(effects) == ["pause"]
+    state, effects = fold(state, events.Stopping(at_ms=5), command(RESUME, 3), events.Tick(at_ms=9999))
+    assert effects == []
+    returned = events.EngineReturned(at_ms=6, call_id=1, result=events.Returned(), observation=PAUSED)
+    state, effects = fold(state, returned)
+    assert names(effects) == [] and state.activity is None and not state.engine.generating
+    (answer,) = answers(effects)
+    assert (
+        answer.seq == 1 and error(answer.outcome) is ErrorKind.UNKNOWN and "sleep was not begun" in str(answer.outcome)
+    )
+
+
+def test_an_agent_that_is_asked_to_end_still_answers_what_the_last_call_has_done() -> None:
+    state, _ = fold(agent(), command(PAUSE, 1), events.Stopping(at_ms=5))
+    returned = events.EngineReturned(at_ms=6, call_id=1, result=events.Returned(), observation=PAUSED)
+    _, effects = fold(state, returned)
+    assert [answer.outcome for answer in answers(effects)] == [Acted(calls=("pause",))]
+
+
+def test_the_next_incarnation_is_not_stopping() -> None:
+    state, _ = fold(
+        agent(), events.Stopping(at_ms=5), events.Started(at_ms=6, identity=agent().identity, incarnation="b")
+    )
+    assert not state.stopping
