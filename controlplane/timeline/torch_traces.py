@@ -26,6 +26,12 @@ FIRST_PID: Final = 100_001
 FIRST_TID: Final = 1_000_000_001
 ARROW_BITS: Final = 40
 """Bits of a trace's own arrow number; the file's number stands above them."""
+TEXT_BYTES: Final = 64 << 20
+"""Most bytes between two quotes."""
+LANES_MAX: Final = 64
+"""Lanes of one thread. What overlaps more is drawn on the last."""
+TIME_DIGITS: Final = 18
+"""Digits of a time in µs before the point."""
 FIELD_BYTES: Final = 4_096
 """Longest field that is found when it spans two reads."""
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
@@ -148,6 +154,8 @@ class _Thread:
             for ends in self._open.values():
                 ends.clear()
         tid = next((tid for tid, ends in self._open.items() if _nests(ts_ns, end_ns, ends)), None)
+        if tid is None and len(self._open) >= LANES_MAX:
+            tid = next(reversed(self._open))
         if tid is None:
             tid = next(self._tids)
             self._open[tid] = []
@@ -228,9 +236,9 @@ class TorchTrace:
             if name in event:
                 event[name] = self._number << ARROW_BITS | int(str(event[name]), 0) % (1 << ARROW_BITS)
         if "ts" in event:
-            ts_ns = int(Decimal(event["ts"]) * 1000) + self._shift_ns
+            ts_ns = _nanoseconds(event["ts"]) + self._shift_ns
             if kind == "X" and "dur" in event:
-                dur_ns = int(Decimal(event["dur"]) * 1000)
+                dur_ns = _nanoseconds(event["dur"])
                 category = str(event.get("cat"))
                 if self._file.stacks and category == "user_annotation":  # outlasts the Python call that it begins in
                     thread = self._thread(pid, f"annotations (thread {thread.name})")
@@ -274,6 +282,14 @@ class TorchTrace:
         return thread
 
 
+def _nanoseconds(microseconds: str | int | Decimal) -> int:
+    """Raises ValueError for a time that is infinite or has too many digits: to write out 1e999999 takes long."""
+    time = Decimal(microseconds)
+    if not time.is_finite() or time.adjusted() >= TIME_DIGITS:
+        raise ValueError("a time out of bounds")
+    return int(time * 1000)
+
+
 def _name(original: object) -> str:
     """Default name of a process or thread; torch's profiler numbers some of its own with an empty text."""
     return str(original) or "profiler"
@@ -297,6 +313,8 @@ class _ValidJson:
         """Return some bytes, not necessarily `size`; none at the end."""
         while piece := self._file.read(size):
             text = self._rest + piece
+            if len(text) > TEXT_BYTES:
+                raise EOFError(f"{TEXT_BYTES:,} bytes without a name or a text: it is no trace")
             at = text.rfind(b'"')  # whatever begins before the last quote ends before it
             while at > 0 and text[at - 1 : at] == b"\\":
                 at = text.rfind(b'"', 0, at)

@@ -49,7 +49,7 @@ class ProfilerConfig(ProfilerSettings, frozen=True, kw_only=True, forbid_unknown
         """
         from schemas.profiler.readers import read_yaml
 
-        return cls(**asdict(read_yaml(source)))
+        return checked(cls(**asdict(read_yaml(source))))
 
 
 class ConfigReading(NamedTuple):
@@ -64,7 +64,7 @@ def read_verl_config(source: ConfigSource, *, ranks: RankUnit = "global", layout
     from schemas.profiler.readers import read_verl
 
     settings, warnings = read_verl(source, ranks=ranks, layout=layout)
-    return ConfigReading(ProfilerConfig(**asdict(settings)), warnings)
+    return ConfigReading(checked(ProfilerConfig(**asdict(settings))), warnings)
 
 
 def read_config(source: ConfigSource) -> ConfigReading:
@@ -78,7 +78,7 @@ def read_config(source: ConfigSource) -> ConfigReading:
 
 
 def checked(config: ProfilerConfig) -> ProfilerConfig:
-    """Return a configuration built in Python with all its field types and bounds checked. Raises ConfigError."""
+    """Return the configuration, with all its types and bounds checked, as Structs do not. Raises ConfigError."""
     try:
         return msgspec.convert(msgspec.to_builtins(config), ProfilerConfig)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import inspect
 
 from schemas.errors import ConfigError
+from schemas.identity import NUMBER_MAX
 
 T = TypeVar("T")
-_LARGEST: Final = 2**63 - 1
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 
 
@@ -54,6 +54,8 @@ def unknown_keys(value: object, kind: type[msgspec.Struct], path: str = "") -> l
 
 def shown(value: object) -> str:
     """Format a value as its file would have it, cut to 80 characters."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"  # Python refuses to write out the largest
     text = repr(list(value) if isinstance(value, tuple) else value)
     text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
     return text if len(text) <= 80 else f"{text[:77]}…"
@@ -95,8 +97,8 @@ def _item(kind: inspect.Type, index: int) -> inspect.Type:
 
 
 def _without_nulls(value: object, kind: inspect.Type, path: str) -> object:
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        raise ConfigError(f"{path} is {shown(value)}: allowed is a whole number below 2^63")
+    if isinstance(value, int) and abs(value) > NUMBER_MAX:
+        raise ConfigError(f"{path} is {shown(value)}: allowed is a whole number of at most 2^53")
     if isinstance(value, list):
         return [_without_nulls(item, _item(kind, index), f"{path}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -147,8 +149,10 @@ def _allowed(kind: inspect.Type) -> str:
             return f"one of {', '.join(sorted(map(str, values)))}"
         case inspect.BoolType():
             return "true or false"
-        case inspect.IntType(ge=least):
-            return "a whole number" if least is None else f"a whole number of at least {least}"
+        case inspect.IntType(ge=least, le=most):
+            bounds = [f"at least {least}"] if least is not None else []
+            bounds += [f"at most {most}"] if most is not None and most < NUMBER_MAX else []
+            return f"a whole number of {' and '.join(bounds)}" if bounds else "a whole number"
         case inspect.StrType(min_length=least, max_length=most):
             return "a text" if most is None else f"a text of {least or 0} to {most} characters"
         case inspect.VarTupleType() | inspect.TupleType() | inspect.FrozenSetType():

@@ -5,7 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from schemas.commands import ProfilePlan
-from schemas.identity import Count, Positive, Role
+from schemas.identity import Count, Milliseconds, Role
 
 Layout = Literal["step", "verl_step", "verl"]
 """How trace directories are named (`schemas.selection.trace_directory`)."""
@@ -30,6 +30,6 @@ class ProfilerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     roles: dict[Role, ProfilePlan] = {}
     steps: tuple[Count, ...] = ()
     continuous: bool = False
-    timeout_ms: Positive = 30_000
+    timeout_ms: Milliseconds = 30_000
     save_path: str = ""
     finish_hook_cmd: str = ""

@@ -35,7 +35,7 @@ from schemas.commands import (
     Window,
 )
 from schemas.errors import ConfigError
-from schemas.identity import ROLLOUT, Count, Positive, Role
+from schemas.identity import NUMBER_MAX, ROLLOUT, Count, Milliseconds, Role
 from schemas.profiler.conversion import convert, joined, shown, unknown_keys
 from schemas.profiler.settings import Layout, ProfilerSettings
 
@@ -85,7 +85,7 @@ class ProfileFile(Struct, frozen=True, kw_only=True):
 
     steps: Numbers = ()
     continuous: bool = False
-    timeout_ms: Positive = 30_000
+    timeout_ms: Milliseconds = 30_000
     save_path: str = ""
     layout: Layout = "step"
     rollout: object = None
@@ -191,13 +191,17 @@ def _selected(items: tuple[int | str, ...] | str | None, path: str) -> frozenset
 
 def _expanded(items: Iterable[int | str], path: str) -> frozenset[int]:
     numbers: set[int] = set()
+    left = MOST_IN_RANGE  # of all ranges together: they may overlap
     for item in items:
         if isinstance(item, int):
             numbers.add(item)
             continue
         first, last = map(int, item.split("-"))
-        if not 0 <= last - first < MOST_IN_RANGE:
-            raise ConfigError(f'{path} has "{item}": allowed is an ascending range of at most {MOST_IN_RANGE} numbers')
+        left -= last - first + 1
+        if last < first or left < 0 or last > NUMBER_MAX:
+            raise ConfigError(
+                f'{path} has "{item}": allowed is an ascending range, and at most {MOST_IN_RANGE} numbers in all ranges'
+            )
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
 

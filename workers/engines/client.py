@@ -9,6 +9,7 @@ from math import prod
 from typing import Final, Protocol
 
 from schemas.errors import EngineError
+from schemas.identity import NUMBER_MAX
 
 RETRY_S: Final = 0.25
 """Seconds before asking again for something that the engine refuses only for the moment."""
@@ -91,15 +92,21 @@ def text_at(mapping: Mapping[str, object], key: str) -> str | None:
 
 
 def integer_at(mapping: Mapping[str, object], key: str) -> int | None:
-    """Return the value if it is an integer, else None."""
+    """Return the value if it is an integer within the bounds of a message, else None."""
     value = mapping.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < NUMBER_MAX else None
 
 
 def mapping_at(mapping: Mapping[str, object], key: str) -> Mapping[str, object]:
     """Return the value if it is a mapping, else an empty one."""
     value = mapping.get(key)
     return value if isinstance(value, Mapping) else {}
+
+
+def list_at(mapping: Mapping[str, object], key: str) -> list[object]:
+    """Return the value if it is a list, else an empty one."""
+    value = mapping.get(key)
+    return value if isinstance(value, list) else []
 
 
 def product_at(mapping: Mapping[str, object], *keys: str) -> int | None:

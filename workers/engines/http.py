@@ -4,9 +4,12 @@ Rule 1  A request that reads has a timeout and is retried. A request that change
         route is marked as repeatable. It has no timeout of its own, because giving up would not undo it: the agent's
         machine reports it as late, and TCP keep-alive notices a dead connection.
 Rule 2  Any status other than 2xx is an error that carries the status and the server's message.
-Rule 3  The key comes from the environment or a file, and appears in no message and no log.
+Rule 3  An answer is bounded in bytes, and its body in time once its headers have come. It is never decompressed, and is
+        not trusted to have any shape.
+Rule 4  The key comes from the environment or a file, and appears in no message and no log.
 """
 
+import json
 import os
 import random
 import socket
@@ -19,14 +22,18 @@ import httpx
 from httpx import AsyncClient, AsyncHTTPTransport, Limits, Timeout
 
 from schemas.errors import ConfigError
-from workers.engines.client import CallRefused, Methods, Unanswered
+from workers.engines.client import CallRefused, Methods, Unanswered, list_at, mapping_at, text_at
 
 READ_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0
 ATTEMPTS: Final = 3
 BACKOFF_S: Final = 0.2
 """Wait before the second attempt; doubles, with jitter."""
-BODY_MAX: Final = 500
+BODY_S: Final = 30.0
+"""How long the body of an answer may take. Only what a call does in the engine may take longer."""
+ANSWER_BYTES: Final = 8 << 20
+"""Largest answer that is read."""
+QUOTED_MAX: Final = 500
 """Characters of a server's answer that are quoted in an error."""
 
 KEY_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY"
@@ -78,7 +85,7 @@ class HttpClient:
     def __init__(self, url: str, routes: Mapping[str, Route], *, info_path: str, key: str | None = None) -> None:
         self.where = base_url(url)
         self._routes, self._info_path = routes, info_path
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._client = AsyncClient(
             base_url=self.where,
             headers=headers,
@@ -101,11 +108,11 @@ class HttpClient:
             if isinstance(error.__cause__, httpx.ConnectError):
                 return None
             raise
-        paths, found = document.get("paths", {}), {}
+        paths, found = mapping_at(document, "paths"), {}
         for name, route in self._routes.items():
-            declared = paths.get(route.path, {}).get(route.verb.lower())
-            if declared is not None:
-                found[name] = _parameters(declared, document) | route.undeclared
+            verbs = mapping_at(paths, route.path)
+            if route.verb.lower() in verbs:
+                found[name] = _parameters(mapping_at(verbs, route.verb.lower()), document) | route.undeclared
         return found
 
     async def info(self) -> Mapping[str, object] | None:
@@ -139,38 +146,53 @@ class HttpClient:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _send(
-        self, route: Route, arguments: Mapping[str, object], attempts: int, timeout_s: float | None
-    ) -> httpx.Response:
-        body = None if route.query or route.verb != "POST" else dict(arguments)
-        query: Any = dict(arguments) if route.query else None
-        # After an unexpected error in its application, uvicorn closes the connection, but not at once. The next call
-        # over it would be lost, and for good if it can't be repeated.
-        headers = {"Connection": "close"} if attempts == 1 else None
+    async def _send(self, route: Route, arguments: Mapping[str, object], attempts: int, timeout_s: float | None) -> str:
+        """Return the text of the answer. Raises CallRefused and Unanswered."""
         for attempt in range(1, attempts + 1):
             try:
-                response = await self._client.request(
-                    route.verb,
-                    route.path,
-                    params=query,
-                    json=body,
-                    headers=headers,
-                    timeout=Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
-                )
+                # After an unexpected error in its application, uvicorn closes the connection, but not at once. The next
+                # call over it would be lost, and for good if it can't be repeated.
+                status, answer = await self._exchange(route, arguments, timeout_s, last=attempts == 1)
                 break
-            except httpx.TransportError as error:
-                final = isinstance(error, httpx.ConnectError | httpx.TimeoutException)  # not listening, or hanging
+            except (httpx.TransportError, TimeoutError) as error:
+                # Not listening, or hanging.
+                final = isinstance(error, httpx.ConnectError | httpx.TimeoutException | TimeoutError)
                 if final or attempt == attempts:
-                    raise Unanswered(
-                        f"{self.where}{route.path} did not answer: {type(error).__name__} {error}".rstrip()
-                    ) from error
+                    reason = f"{type(error).__name__} {error}".rstrip()
+                    raise Unanswered(f"{self.where}{route.path} did not answer: {reason}") from error
             await anyio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-        if response.is_success:
-            return response
-        answer = response.text.strip()[:BODY_MAX]
-        raise CallRefused(
-            f"{self.where}{route.path} answered {response.status_code}: {answer}", response.status_code, answer
-        )
+        if 200 <= status < 300:
+            return answer
+        quoted = answer.strip()[:QUOTED_MAX]
+        raise CallRefused(f"{self.where}{route.path} answered {status}: {quoted}", status, quoted)
+
+    async def _exchange(
+        self, route: Route, arguments: Mapping[str, object], timeout_s: float | None, *, last: bool
+    ) -> tuple[int, str]:
+        """One request: its status and the text of its answer."""
+        query: Any = dict(arguments) if route.query else None
+        body = None if route.query or route.verb != "POST" else dict(arguments)
+        headers = {"Connection": "close"} if last else None
+        with anyio.fail_after(timeout_s):
+            async with self._client.stream(
+                route.verb, route.path, params=query, json=body, headers=headers
+            ) as response:
+                with anyio.fail_after(BODY_S):
+                    return response.status_code, await self._text(response, route)
+
+    async def _text(self, response: httpx.Response, route: Route) -> str:
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise Unanswered(
+                f"{self.where}{route.path} answered in an encoding that was not asked for. It was not read."
+            )
+        answer = bytearray()
+        async for chunk in response.aiter_raw():
+            answer += chunk
+            if len(answer) > ANSWER_BYTES:
+                raise Unanswered(
+                    f"{self.where}{route.path} answered more than {ANSWER_BYTES:,} bytes. It was not read on."
+                )
+        return answer.decode(errors="replace")
 
 
 def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:
@@ -213,27 +235,30 @@ def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | Non
     return key
 
 
-def _json(response: httpx.Response) -> Any:
+def _json(answer: str) -> Any:
+    """The content of a JSON text; the text itself if it is none, or too deep."""
     try:
-        return response.json()
-    except ValueError:
-        return response.text
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return answer
 
 
-def _result(route: Route, response: httpx.Response) -> object:
-    answer = _json(response)
+def _result(route: Route, text: str) -> object:
+    answer = _json(text)
     if route.answer is not None and isinstance(answer, dict):
         return answer.get(route.answer)
     return answer
 
 
-def _parameters(declared: Mapping[str, Any], document: Mapping[str, Any]) -> frozenset[str]:
+def _parameters(declared: Mapping[str, object], document: Mapping[str, object]) -> frozenset[str]:
     """Names of the query parameters and body fields that an operation of an openapi document declares."""
-    names = {parameter["name"] for parameter in declared.get("parameters", ()) if parameter.get("in") == "query"}
-    content = declared.get("requestBody", {}).get("content", {}).get("application/json", {})
-    schema = content.get("schema", {})
-    for option in (schema, *schema.get("anyOf", ())):
-        _, _, name = option.get("$ref", "").rpartition("/")
-        named = document.get("components", {}).get("schemas", {}).get(name, option)
-        names.update(named.get("properties", {}))
-    return frozenset(names)
+    parameters = [entry for entry in list_at(declared, "parameters") if isinstance(entry, Mapping)]
+    names = {text_at(entry, "name") for entry in parameters if entry.get("in") == "query"}
+    content = mapping_at(mapping_at(declared, "requestBody"), "content")
+    schema = mapping_at(mapping_at(content, "application/json"), "schema")
+    schemas = mapping_at(mapping_at(document, "components"), "schemas")
+    for option in (schema, *list_at(schema, "anyOf")):
+        if isinstance(option, Mapping):
+            _, _, name = (text_at(option, "$ref") or "").rpartition("/")
+            names.update(mapping_at(mapping_at(schemas, name) or option, "properties"))
+    return frozenset(name for name in names if name is not None)

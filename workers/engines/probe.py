@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from schemas.identity import Operation
 from workers.engines.attached import Launch
-from workers.engines.client import CallRefused, EngineClient, Methods
+from workers.engines.client import CallRefused, EngineClient, Methods, mapping_at
 from workers.engines.http import HttpClient
 from workers.engines.sglang import launch as sglang
 from workers.engines.sglang.server import SGLangServer
@@ -53,7 +53,7 @@ async def probe(url: str, key: str | None = None) -> Probed:
         return Probed(url=client.where, kind="unknown", note=note)
     finally:
         await client.close()
-    paths = document.get("paths", {})
+    paths = mapping_at(document, "paths")
     if "/pause_generation" in paths or "/generate" in paths:
         return await _probe("sglang", SGLangServer(url, key), sglang.read_launch)
     if paths and paths.keys() <= FOLLOWER_ROUTES:

@@ -92,7 +92,9 @@ class FinishHook:
 
     def _last_output(self) -> str:
         try:
-            return self._log.read_bytes()[-QUOTED_BYTES:].decode(errors="replace").strip()
+            with self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - QUOTED_BYTES))
+                return log.read(QUOTED_BYTES).decode(errors="replace").strip()
         except OSError:  # the hook may have removed the whole directory
             return ""
 

@@ -40,7 +40,7 @@ MAX_LISTED: Final = 150
 """Traces that one outcome lists; more don't fit into a message."""
 HEAD_BYTES: Final = 64 * 1024
 """Bytes of a decompressed trace that are searched for `distributedInfo`, which comes before the events."""
-_RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d+)')
+_RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d{1,18})\b')
 _RANK_IN_NAME: Final = re.compile(r"(?:rank|-TP-)(\d+)[.-]")
 _FRONT_END: Final = ".async_llm."
 F = TypeVar("F")

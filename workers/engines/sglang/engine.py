@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from schemas import events
 from schemas.commands import Broadcast, Checkpoint, Manifest
 from schemas.errors import CheckpointError, EngineError
-from schemas.identity import InFlight
+from schemas.identity import GPUS_PER_NODE_MAX, InFlight
 from schemas.safetensors.format import read_layout, safetensors_files
 from workers.engines.attached import AttachedEngine
 from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
@@ -162,6 +162,8 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
 
     async def _hand_over(self, client: EngineClient, launch: SGLangLaunch, directory: Path) -> None:
         """Pass tensors through SGLang's own serializer, which names shared memory instead of copying."""
+        if not 0 < launch.tensor_parallel <= GPUS_PER_NODE_MAX:
+            raise EngineError(f"sglang reports {launch.tensor_parallel} tensor-parallel ranks on one node.")
         layout = await to_thread.run_sync(read_layout, directory)
         async with _weight_update(client, launch):
             for names in buckets(layout):
