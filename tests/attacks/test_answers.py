@@ -1,9 +1,9 @@
 """Engine servers whose answers are endless, slow, deep, packed or of another shape: one error, in time, and no more."""
 
 import gzip
+import select
 import socket
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -70,7 +70,7 @@ def dripping(peer: socket.socket) -> None:
     peer.sendall(HEAD + b"\r\n[")
     for _ in range(600):
         peer.sendall(b" ")
-        time.sleep(0.05)
+        select.select([peer], [], [], 0.05)
 
 
 def silent(peer: socket.socket) -> None:
