@@ -238,11 +238,16 @@ class StatusRequest(Struct, frozen=True, kw_only=True, tag="status_request"):
 
 
 class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
-    """Publish a command for an operator, and answer with its report."""
+    """Publish a command for an operator, and answer with its report.
+
+    Attributes:
+        force: A start of a profiling session may take over the trainer's.
+    """
 
     command: Command
     target: Target
     timeout_ms: Milliseconds
+    force: bool = False
 
 
 class Retire(Struct, frozen=True, kw_only=True, tag="retire"):

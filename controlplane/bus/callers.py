@@ -79,7 +79,14 @@ def _order_of(request: Submit | Retire, number: int) -> Order:
     if isinstance(request, Retire):
         return RetireRequested(at_us=0, at_ns=0, ticket=number, places=request.places)
     return Issued(
-        at_us=0, at_ns=0, ticket=number, command=request.command, target=request.target, timeout_ms=request.timeout_ms
+        at_us=0,
+        at_ns=0,
+        ticket=number,
+        command=request.command,
+        target=request.target,
+        timeout_ms=request.timeout_ms,
+        operator=True,
+        force=request.force,
     )
 
 

@@ -41,8 +41,18 @@ async def submit(
     target: Target,
     timeout_s: float,
     keys: KeySource | None = None,
+    *,
+    force: bool = False,
 ) -> Report:
     """Publish a command on a running bus, and return its report.
+
+    Args:
+        bus: Its address.
+        command: What to publish.
+        target: Which replicas it is for.
+        timeout_s: How long agents may take to answer.
+        keys: This operator's keys.
+        force: A start of a profiling session may take over the trainer's.
 
     Raises:
         BusUnreachable: No reply. The command may have been published.
@@ -51,7 +61,7 @@ async def submit(
         CommandError: The bus refused.
         ConfigError: The timeout is out of bounds.
     """
-    request = wire.Submit(command=command, target=target, timeout_ms=milliseconds(timeout_s))
+    request = wire.Submit(command=command, target=target, timeout_ms=milliseconds(timeout_s), force=force)
     return await _ask(bus, request, Report, timeout_s + ANSWER_S, keys)
 
 

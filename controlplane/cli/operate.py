@@ -60,10 +60,11 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable
         as_json: bool,
         replicas: frozenset[int] | None,
         timeout: float,
+        force: bool = False,
         **options: Any,
     ) -> None:
         command = build(**options)
-        report: Report = _run(partial(submit, bus, command, Target(replicas=replicas), timeout, keys))
+        report: Report = _run(partial(submit, bus, command, Target(replicas=replicas), timeout, keys, force=force))
         _print(report, as_json)
         if not as_json:
             for outcome in report.outcomes:
@@ -159,6 +160,7 @@ def profile() -> None:
 @click.option("--activity", "activities", multiple=True, type=click.Choice(["cpu", "cuda", "memory"]))
 @click.option("--with-stack", is_flag=True)
 @click.option("--record-shapes", is_flag=True)
+@click.option("--force", is_flag=True, help="Take over a session that the trainer has open.")
 @_config
 @_publishes
 def profile_start(

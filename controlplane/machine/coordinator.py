@@ -25,13 +25,12 @@ from typing import NamedTuple
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.machine import events, fleet, membership
+from controlplane.machine import events, fleet, membership, sessions
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
 from controlplane.machine.weights import Sync, commit_phase, first_phase, may_leave_out, next_phase
-from schemas.commands import Command, EpochStart, ProfileCommand, Target, WeightSync
+from schemas.commands import Command, EpochStart, Target, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, identity_of
-from schemas.outcomes import Failed
 from schemas.reports import AgentOutcome, Report, SyncReport
 from schemas.wire import MAX_COMMAND_BYTES, MAX_TARGET_BYTES, CommandRecord, Envelope, Replay, encode
 
@@ -104,6 +103,7 @@ def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) 
         settings=event.settings,
         members=members,
         claims={},
+        trainer_session=None,
         history=tuple((record, 0) for record, _ in state.history),  # their time ran on another life's clock
     )
     start = EpochStart(previous_epoch=previous, logic=event.logic)
@@ -125,10 +125,11 @@ def _on_closed(state: CoordinatorState, event: events.Closed, effects: Effects) 
 
 
 def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) -> CoordinatorState:
-    if reason := _oversize(event.command, event.target):
+    if reason := _oversize(event.command, event.target) or sessions.refused_start(state, event):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
     now = _now(event)
+    state = replace(state, trainer_session=sessions.session_after(state, event))
     state = _publish(state, event.command, event.target, event.timeout_ms, now, effects, event.ticket)
     return _conclude(state, now, effects)
 
@@ -241,25 +242,11 @@ def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects:
             if name in command.waiting and answer.origin == command.record.origin
         )
         if outcomes:
-            state = _withdraw_failed_session(state, command, outcomes)
+            state = sessions.withdraw_failed_session(state, command, outcomes)
             waiting = command.waiting.difference(outcome.agent for outcome in outcomes)
             command = replace(command, waiting=waiting, outcomes=command.outcomes + outcomes)
         open_commands.append(command)
     return _conclude(replace(state, open=tuple(open_commands)), _now(event), effects)
-
-
-def _withdraw_failed_session(
-    state: CoordinatorState, command: OpenCommand, outcomes: tuple[AgentOutcome, ...]
-) -> CoordinatorState:
-    """A session that failed to open is no longer desired: a late joiner must not try it again."""
-    if not isinstance(command.command, ProfileCommand) or command.command.action != "start":
-        return state
-    desired = dict(state.desired)
-    for outcome in outcomes:
-        unit = state.members[outcome.agent].hello.identity.unit
-        if isinstance(outcome.conclusion, Failed) and unit in desired:
-            desired[unit] = replace(desired[unit], profile=None)
-    return replace(state, desired=desired)
 
 
 def _all_missing(state: CoordinatorState, reason: MissingReason) -> CoordinatorState:

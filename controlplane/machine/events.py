@@ -45,7 +45,12 @@ class Opened(Struct, frozen=True, kw_only=True, tag="opened"):
 
 
 class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
-    """The trainer or an operator wants a command published."""
+    """The trainer or an operator wants a command published.
+
+    Attributes:
+        operator: It is an operator's.
+        force: A start of a profiling session may take over the trainer's.
+    """
 
     at_us: int
     at_ns: int
@@ -53,6 +58,8 @@ class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
     command: Command
     target: Target
     timeout_ms: Milliseconds
+    operator: bool = False
+    force: bool = False
 
 
 class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):

@@ -85,6 +85,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         sync: The weight sync in progress.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         retired: Agents that an operator took out of the run for good.
+        trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
     """
 
     run: str = ""
@@ -99,6 +100,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     sync: Sync | None = None
     claims: dict[str, tuple[str, int]] = {}
     retired: frozenset[str] = frozenset()
+    trainer_session: Count | None = None
 
 
 def conclude_missing(command: OpenCommand, agents: frozenset[str], reason: MissingReason, at_us: int) -> OpenCommand:

@@ -120,7 +120,7 @@ SAMPLES: tuple[Struct, ...] = (
     # operators
     wire.StatusRequest(),
     wire.Retire(places=("3", "1.1")),
-    wire.Submit(command=PROFILE, target=commands.Target(), timeout_ms=30_000),
+    wire.Submit(command=PROFILE, target=commands.Target(), timeout_ms=30_000, force=True),
     FleetStatus(
         run="run-1",
         epoch=2,
@@ -187,7 +187,7 @@ SAMPLES: tuple[Struct, ...] = (
         ),
         logic=1,
     ),
-    bus.Issued(at_us=2, at_ns=3, ticket=1, command=PROFILE, target=commands.Target(), timeout_ms=30_000),
+    bus.Issued(at_us=2, at_ns=3, ticket=1, command=PROFILE, target=commands.Target(), timeout_ms=30_000, operator=True),
     bus.SyncRequested(
         at_us=3,
         at_ns=4,

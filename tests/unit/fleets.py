@@ -86,7 +86,16 @@ class Coordinator:
     def lose(self, agent: str, why: str = "silent", at_us: int = 0) -> None:
         self.feed(events.PeerLost(at_us=at_us, peer=f"{agent}/a", reason="left" if why == "left" else "silent"))
 
-    def issue(self, body: Command, *, target: Target | None = None, timeout_ms: int = 30_000, at_us: int = 0) -> int:
+    def issue(
+        self,
+        body: Command,
+        *,
+        target: Target | None = None,
+        timeout_ms: int = 30_000,
+        at_us: int = 0,
+        operator: bool = False,
+        force: bool = False,
+    ) -> int:
         """Publish a command; returns its ticket."""
         self.tickets += 1
         self.feed(
@@ -97,6 +106,8 @@ class Coordinator:
                 command=body,
                 target=target or Target(),
                 timeout_ms=timeout_ms,
+                operator=operator,
+                force=force,
             )
         )
         return self.tickets

@@ -1,0 +1,61 @@
+"""Profiling sessions as the coordinator sees them: whose they are, and those that failed to open. Pure.
+
+A trainer and an operator may both open one. An operator's start does not take over a session of the trainer, unless it
+is forced: the trainer would go on to stop a session that it does not have.
+"""
+
+from msgspec.structs import replace
+
+from controlplane.machine.events import Issued
+from controlplane.machine.fleet import CoordinatorState, OpenCommand
+from schemas.commands import ProfileCommand
+from schemas.formatting import format_replicas
+from schemas.outcomes import Failed
+from schemas.reports import AgentOutcome
+
+
+def refused_start(state: CoordinatorState, event: Issued) -> str:
+    """Return why an operator may not start a session now; empty if nothing speaks against it."""
+    command, step = event.command, state.trainer_session
+    if not event.operator or event.force or step is None:
+        return ""
+    if not isinstance(command, ProfileCommand) or command.action != "start":
+        return ""
+    units = [
+        unit
+        for unit, desired in state.desired.items()
+        if desired.profile is not None and desired.profile.step == step
+        if event.target.replicas is None or unit in event.target.replicas
+    ]
+    if not units:
+        return ""
+    return (
+        f"the trainer's profiling session of step {step} is open on {format_replicas(units)}, and a start would take "
+        "it over; nothing was published. Wait until the trainer has stopped it, or force the start (--force)"
+    )
+
+
+def session_after(state: CoordinatorState, event: Issued) -> int | None:
+    """Return the step of the trainer's session that is open after a command, if any."""
+    match event.command:
+        case ProfileCommand(action="start", step=step):
+            return None if event.operator else step
+        case ProfileCommand(action="stop", step=step) if step == state.trainer_session:
+            return None
+        case _:
+            return state.trainer_session
+
+
+def withdraw_failed_session(
+    state: CoordinatorState, command: OpenCommand, outcomes: tuple[AgentOutcome, ...]
+) -> CoordinatorState:
+    """A session that failed to open is no longer desired: a late joiner must not try it again."""
+    if not isinstance(command.command, ProfileCommand) or command.command.action != "start":
+        return state
+    desired = dict(state.desired)
+    for outcome in outcomes:
+        unit = state.members[outcome.agent].hello.identity.unit
+        session = desired[unit].profile if unit in desired else None
+        if isinstance(outcome.conclusion, Failed) and session is not None and session.step == command.command.step:
+            desired[unit] = replace(desired[unit], profile=None)
+    return replace(state, desired=desired)
