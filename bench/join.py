@@ -1,0 +1,184 @@
+"""How long N real agents take to join one bus, and to be together again after it was killed.
+
+    python -m bench.join [--agents 128,256,512,1024] [--out FILE] [--profile FOLDER]
+
+`joined`: from the start of the agents' processes until all of them are ready. `again`: the bus is killed with SIGKILL
+and started again on its log and address; from the kill until all are ready. Real TCP sockets and real journals, with
+agents that have an engine which does nothing, in two processes. Beside each, the CPU time that it took, which tells more
+where other programs run: a time on the wall is what all of them left.
+With --profile, cProfile's figures of each process are left in a folder, and the times mean nothing.
+"""
+
+import argparse
+import cProfile
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import zmq
+
+from bench.fanout import NullEngine
+from bench.processes import shares
+from controlplane.bus.bus import Bus
+from controlplane.record.log import RunLog
+from schemas.identity import Identity
+from workers.agent import Agent
+
+PATIENCE_S = 120
+
+
+# --- in processes of their own ----------------------------------------------------------------------------------------
+
+
+def bus(address: str, log: str, agents: str) -> None:
+    """Open the bus, print its address, then a line when the fleet is whole; end with stdin."""
+
+    async def main() -> None:
+        async with Bus(address, RunLog.open(log)) as opened:
+            print(opened.address, flush=True)  # noqa: T201
+            await opened.wait_until(
+                lambda state: sum(
+                    member.state == "live" and member.status is not None and member.status.ready
+                    for member in state.members.values()
+                )
+                >= int(agents)
+            )
+            print("whole", flush=True)  # noqa: T201
+            await anyio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+
+    anyio.run(main, backend_options={"use_uvloop": True})
+
+
+def agents(first: str, count: str, address: str) -> None:
+    """Run `count` agents on one event loop, until stdin ends."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4 * int(count) + 64)  # an agent has two, and closed ones take a moment to go
+
+    async def run_agent(number: int, state: Path) -> None:
+        engine, place = NullEngine(tokenizer=True), Identity(replica=number, node_rank=0)
+        async with Agent(bus=address, identity=place, engine=engine, state_dir=state, context=context) as agent:
+            await agent.run()
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as state:
+            async with anyio.create_task_group() as group:
+                for number in range(int(first), int(first) + int(count)):
+                    group.start_soon(run_agent, number, Path(state))
+                await anyio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+                group.cancel_scope.cancel()
+
+    anyio.run(main, backend_options={"use_uvloop": True})
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def child(profile: Path | None, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "bench.join"]
+    if profile is not None:
+        command += ["--profile", str(profile / f"{name}.prof")]
+    process = subprocess.Popen(
+        [*command, "--serve", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    with process:
+        try:
+            yield process
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close() if process.stdin is not None else None
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    """The next line of a child; an error if it takes too long or ends."""
+    assert process.stdout is not None
+    timer = threading.Timer(PATIENCE_S, process.kill)
+    timer.start()
+    try:
+        text = process.stdout.readline()
+    finally:
+        timer.cancel()
+    assert text, f"a process ended, or was silent for {PATIENCE_S} s"
+    return text
+
+
+def cpu_s(*processes: subprocess.Popen[str]) -> float:
+    """CPU time that living processes have used."""
+    ticks = 0
+    for process in processes:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure(count: int, profile: Path | None) -> dict[str, object]:
+    """Return one row: seconds until joined, and until together again."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        log = str(Path(folder) / "run.db")
+        first = stack.enter_context(child(profile, f"bus-{count}", "bus", "tcp://127.0.0.1:0", log, str(count)))
+        address = line(first).strip()
+        start = time.monotonic()
+        fleet = [
+            stack.enter_context(child(profile, f"agents-{count}-{begin}", "agents", str(begin), str(share), address))
+            for begin, share in shares(count)
+        ]
+        line(first)
+        joined = {"joined_s": time.monotonic() - start, "bus_cpu_s": cpu_s(first), "agents_cpu_s": cpu_s(*fleet)}
+        first.send_signal(signal.SIGKILL if profile is None else signal.SIGTERM)
+        start, used_s = time.monotonic(), cpu_s(*fleet)
+        first.wait()
+        second = stack.enter_context(child(profile, f"again-{count}", "bus", address, log, str(count)))
+        line(second)
+        line(second)
+        again = {
+            "again_s": time.monotonic() - start,
+            "again_bus_cpu_s": cpu_s(second),
+            "again_agents_cpu_s": cpu_s(*fleet) - used_s,
+        }
+    return {"agents": count, **{name: round(figure, 2) for name, figure in (joined | again).items()}}
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", default="128,256,512,1024")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve = {"bus": bus, "agents": agents}[options.serve[0]]
+        if options.profile is None:
+            serve(*options.serve[1:])
+            return
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        with cProfile.Profile() as profiler:
+            with contextlib.suppress(SystemExit):
+                serve(*options.serve[1:])
+        profiler.dump_stats(options.profile)
+        return
+    rows = []
+    for count in (int(count) for count in options.agents.split(",")):
+        rows.append(measure(count, options.profile))
+        print("  ".join(f"{name} {figure}" for name, figure in rows[-1].items()), flush=True)  # noqa: T201
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
