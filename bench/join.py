@@ -4,14 +4,14 @@
 
 `joined`: from the start of the agents' processes until all of them are ready. `again`: the bus is killed with SIGKILL
 and started again on its log and address; from the kill until all are ready. Real TCP sockets and real journals, with
-agents that have an engine which does nothing, in two processes. Beside each, the CPU time that it took, which tells more
-where other programs run: a time on the wall is what all of them left.
+agents that have an engine which does nothing, in two processes. Beside each stands the CPU time that it took, which
+tells more where other programs run.
 With --profile, cProfile's figures of each process are left in a folder, and the times mean nothing.
 """
 
 import argparse
-import cProfile
 import contextlib
+import cProfile
 import json
 import os
 import resource
@@ -48,11 +48,13 @@ def bus(address: str, log: str, agents: str) -> None:
         async with Bus(address, RunLog.open(log)) as opened:
             print(opened.address, flush=True)  # noqa: T201
             await opened.wait_until(
-                lambda state: sum(
-                    member.state == "live" and member.status is not None and member.status.ready
-                    for member in state.members.values()
+                lambda state: (
+                    sum(
+                        member.state == "live" and member.status is not None and member.status.ready
+                        for member in state.members.values()
+                    )
+                    >= int(agents)
                 )
-                >= int(agents)
             )
             print("whole", flush=True)  # noqa: T201
             await anyio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
@@ -167,9 +169,8 @@ def main() -> None:
             serve(*options.serve[1:])
             return
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        with cProfile.Profile() as profiler:
-            with contextlib.suppress(SystemExit):
-                serve(*options.serve[1:])
+        with cProfile.Profile() as profiler, contextlib.suppress(SystemExit):
+            serve(*options.serve[1:])
         profiler.dump_stats(options.profile)
         return
     rows = []

@@ -29,6 +29,7 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         retransmit_ms: Time until an unanswered command is sent again; doubles with each attempt.
         publish_port: TCP port of the publish socket, on the host of the bus's address. None lets the system choose;
             name one for a firewall.
+        agents_max: Places in the fleet, of agents that are there or gone. An agent at a further place is turned away.
         durability: `disk` flushes a group of records to the disk before it is published; `os` leaves that to the
             operating system, so a power cut may lose the last groups.
     """
@@ -41,6 +42,7 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queue: _Kept = 4_096
     retransmit_ms: Milliseconds = 1_000
     publish_port: Port | None = None
+    agents_max: _Kept = 8_192
     durability: Literal["disk", "os"] = "os"
 
 

@@ -198,6 +198,8 @@ class Inbox:
     def _on_decisions(self, peer: str, batch: wire.DecisionBatch) -> None:
         name = member_at(self._state, peer)
         if name is not None:  # a stranger is told to say hello at its next sign of life
+            if batch.journal != self._state.members[name].hello.journal:  # the log keeps a number for each journal
+                raise WireError(f"decisions of agent {name} from another journal than its hello named")
             through = self._log.append_batch(name, batch, self._at_ns)
             self.acks.append((peer, wire.Ack(journal=batch.journal, through=through)))
 

@@ -94,6 +94,7 @@ def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) 
     members = {  # since when they were away was on another life's clock
         name: replace(member, state="left" if member.state == "left" else "gone", away_us=event.at_us)
         for name, member in state.members.items()
+        if member.joined
     }
     previous = state.epoch
     state = replace(

@@ -29,6 +29,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     retransmit_ms: Milliseconds
     publish_port: Port | None = None
     head_interval_ms: Milliseconds | None = None
+    agents_max: Positive = 8_192
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

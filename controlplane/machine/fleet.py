@@ -6,7 +6,7 @@ good order). A lost member becomes live again only by a new hello and join, afte
 The `on_…` functions handle one event each: they return the next state and append to `effects`.
 """
 
-from typing import Literal, assert_never
+from typing import Literal, TypeVar, assert_never
 
 from msgspec import Struct, convert
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ UNKNOWN_PEER = Rejoin(reason="the bus does not know you: say hello")
 MissingReason = Literal["deadline", "gone", "restarted", "engine_down", "bus_restarted"]
 """Why an agent that was waited for is missing."""
 Effects = list[events.CoordinatorEffect]
+T = TypeVar("T")
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class Member(Struct, frozen=True, kw_only=True):
         peer: Its newest connection, as `name/incarnation/connection`.
         state: joining, live, gone or left.
         fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
+        joined: Some incarnation has joined at this place. Where none ever did, the place is forgotten with its agent.
         away_us: Since when it is not live, on the clock of this life of the bus.
         seq: Last command that it applied, by its own report.
         status: What it last reported.
@@ -49,6 +51,7 @@ class Member(Struct, frozen=True, kw_only=True):
     hello: Hello
     state: str
     fresh: bool
+    joined: bool = False
     away_us: int = 0
     seq: Count = 0
     status: AgentStatus | None = None
@@ -103,6 +106,11 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     trainer_session: Count | None = None
 
 
+def without(table: dict[str, T], name: str) -> dict[str, T]:
+    """Return `table` without an entry, which may be missing."""
+    return {other: value for other, value in table.items() if other != name}
+
+
 def conclude_missing(command: OpenCommand, agents: frozenset[str], reason: MissingReason, at_us: int) -> OpenCommand:
     """Return `command`, concluded as missing for those of `agents` that have not answered."""
     silent = command.waiting & agents
@@ -155,6 +163,9 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         return state  # it waited in the queue of a connection that the agent has replaced
     if holder is not None and not same and holder.state in ("joining", "live"):
         return _dispute(state, event, holder, effects)
+    if holder is None and len(state.members) >= settings.agents_max:
+        send(state, event.peer, Rejoin(reason=_full(state)), effects)
+        return state
     welcome = Welcome(
         run=state.run,
         publish_port=settings.publish_port,
@@ -164,11 +175,25 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         head_interval_ms=settings.head_interval_ms,
     )
     send(state, event.peer, welcome, effects)
-    claims = {place: claim for place, claim in state.claims.items() if place != name}
+    claims = without(state.claims, name)
     # Commands stay open for the same process. A new one owes no answer yet.
     away_us = holder.away_us if holder is not None and holder.state != "live" else event.at_us
-    member = Member(peer=event.peer, hello=hello, state="joining", fresh=not same, away_us=away_us)
+    member = Member(
+        peer=event.peer,
+        hello=hello,
+        state="joining",
+        fresh=not same,
+        joined=holder is not None and holder.joined,
+        away_us=away_us,
+    )
     return replace(state, members={**state.members, name: member}, claims=claims)
+
+
+def _full(state: CoordinatorState) -> str:
+    return (
+        f"the run has places for {state.settings.agents_max} agents (`agents_max` in BusConfig), and all of them are "
+        "taken, some perhaps by agents that are gone for good"
+    )
 
 
 def _dispute(
@@ -210,7 +235,7 @@ def on_join(
     send(state, event.peer, Snapshot(desired=desired), effects)
     return replace(
         state,
-        members={**state.members, name: replace(member, state="live", fresh=False)},
+        members={**state.members, name: replace(member, state="live", fresh=False, joined=True)},
         desired={**state.desired, identity.unit: desired},
     )
 
@@ -247,6 +272,8 @@ def on_lost(state: CoordinatorState, event: events.PeerLost) -> CoordinatorState
     name = member_at(state, event.peer)
     if name is None:
         return state
+    if not state.members[name].joined:
+        return replace(state, members=without(state.members, name), claims=without(state.claims, name))
     left = event.reason == "left"
     member = state.members[name]
     away_us = event.at_us if member.state == "live" else member.away_us

@@ -1,6 +1,7 @@
 """Which places belong to the run, whoever is at them now: the absent, the retired, and the replicas of a sync. Pure.
 
-A place is known from its first hello on, through restarts of the bus, until an operator retires it.
+A place is known from the first time that an agent joins there, through restarts of the bus, until an operator retires
+it. A hello alone proves nothing: anybody can make up places.
 """
 
 from msgspec.structs import replace
@@ -21,7 +22,7 @@ def absent_outcomes(state: CoordinatorState, at_us: int) -> tuple[AgentOutcome, 
     return tuple(
         AgentOutcome(agent=name, conclusion=Missing("absent", max(0, at_us - member.away_us) // 1000))
         for name, member in sorted(state.members.items())
-        if member.state != "live"
+        if member.joined and member.state != "live"
     )
 
 
@@ -63,7 +64,7 @@ def _agents_at(state: CoordinatorState, place: str) -> frozenset[str]:
 
 def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
     """Return the known replicas that a sync with this target is for."""
-    identities = (member.hello.identity for member in state.members.values())
+    identities = (member.hello.identity for member in state.members.values() if member.joined)
     return frozenset(
         identity.replica
         for identity in identities

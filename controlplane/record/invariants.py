@@ -97,7 +97,7 @@ class _Bus:
         self._epoch = self._seq = self._version = 0
         self._members: dict[str, str] = {}  # peers that said hello and were welcomed, by name
         self._live: set[str] = set()
-        self._known: set[str] = set()  # ever welcomed, and not retired
+        self._known: set[str] = set()  # has ever joined, and is not retired
         self._open: dict[int, _OpenCommand] = {}
         self._now_us = 0
 
@@ -154,11 +154,11 @@ class _Bus:
             case bus_events.HelloReceived(peer=peer) if any(_sent(effects, Welcome)):
                 self._members[agent_of(peer)] = peer
                 self._live.discard(agent_of(peer))
-                self._known.add(agent_of(peer))
             case bus_events.JoinReceived(peer=peer) | bus_events.ResendRequested(peer=peer) if any(
                 _sent(effects, Snapshot)
             ):
                 self._live.add(agent_of(peer))
+                self._known.add(agent_of(peer))
             case bus_events.PeerLost(peer=peer) if self._members.get(agent_of(peer)) == peer:
                 del self._members[agent_of(peer)]
                 self._live.discard(agent_of(peer))

@@ -99,7 +99,7 @@ class Promises:
         self.log: dict[int, Published] = {}
         self.head = 0
         self.peers: dict[str, str] = {}
-        self.known: dict[str, bool] = {}  # every agent that was ever welcomed: is it live?
+        self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
         self.concluded: dict[tuple[int, int], Report] = {}
 
     def broken(self, promise: str, text: str) -> NoReturn:
@@ -334,11 +334,17 @@ class Promises:
         if isinstance(event, Opened):
             self.known = dict.fromkeys(self.known, False)
         elif isinstance(event, PeerLost) and self.peers.get(agent_of(event.peer)) == event.peer:
-            self.known[agent_of(event.peer)] = False
+            self._leaves(agent_of(event.peer))
         for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome):
                 self.peers[agent_of(effect.peer)] = effect.peer
-                self.known[agent_of(effect.peer)] = isinstance(effect.message, Snapshot)
+                self._leaves(agent_of(effect.peer))
+            elif isinstance(effect, Send) and isinstance(effect.message, Snapshot):
+                self.known[agent_of(effect.peer)] = True
+
+    def _leaves(self, name: str) -> None:
+        if name in self.known:
+            self.known[name] = False
 
     def _published(self, bus: Bus, effect: Publish) -> None:
         if effect.seq != self.head + 1:

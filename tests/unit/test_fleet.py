@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from controlplane.machine.events import Retired
+from controlplane.machine.events import PeerLost, Retired
 from controlplane.machine.fleet import PAGE
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession
@@ -39,11 +39,11 @@ def test_a_hello_is_answered_with_a_welcome() -> None:
     assert bus.sent == [("0.1/a", welcome)] and lives(bus) == {"0.1": "joining"}
 
 
-def test_an_agent_is_absent_before_it_joins() -> None:
+def test_an_agent_is_in_no_report_before_it_joins_for_the_first_time() -> None:
     bus = Coordinator()
     bus.hello("0.0")
     bus.issue(PAUSE)
-    assert [lines(report) for report in bus.reports] == [{"0.0": "absent"}]
+    assert [lines(report) for report in bus.reports] == [{}]
     bus.join("0.0")
     assert lives(bus) == {"0.0": "live"}
     bus.issue(RESUME)
@@ -258,6 +258,44 @@ def test_a_status_is_kept_for_people() -> None:
     bus.status("0.0", AgentStatus(ready=True, version=4), seq=1)
     member = bus.state.members["0.0"]
     assert (member.seq, member.status) == (1, AgentStatus(ready=True, version=4))
+
+
+# --- made-up places ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["silent", "left", "a restart of the bus"])
+def test_a_place_where_nobody_ever_joined_is_forgotten_with_its_agent(why: str) -> None:
+    bus = Coordinator("0.0")
+    before = bus.state
+    bus.hello("1.0")
+    bus.hello("1.0", "claims it")
+    if why == "a restart of the bus":
+        bus.open()
+    else:
+        bus.lose("1.0", why)
+        assert bus.state == before
+    assert (set(bus.state.members), set(bus.state.desired), bus.state.claims) == ({"0.0"}, {0}, {})
+
+
+def test_a_place_where_somebody_joined_once_is_kept() -> None:
+    bus = Coordinator("0.0")
+    bus.lose("0.0")
+    bus.hello("0.0", "b")
+    bus.feed(PeerLost(at_us=0, peer="0.0/b", reason="silent"))
+    assert lives(bus) == {"0.0": "gone"}
+
+
+def test_nobody_is_welcomed_at_a_new_place_when_all_are_taken() -> None:
+    bus = Coordinator("0.0", "1.0", settings=replace(SETTINGS, agents_max=2))
+    bus.lose("1.0")
+    before = bus.state
+    bus.hello("2.0")
+    ((peer, message),) = bus.sent
+    assert peer == "2.0/a" and isinstance(message, Rejoin) and not message.give_up
+    assert message.reason.startswith("the run has places for 2 agents (`agents_max` in BusConfig)")
+    assert bus.state is before
+    bus.hello("1.0", "b")
+    assert isinstance(bus.sent[0][1], Welcome)
 
 
 # --- two agents, one identity -----------------------------------------------------------------------------------------
