@@ -82,14 +82,15 @@ class Access:
             except Exception:  # rule 1: a handler that ended would shut everybody out
                 logger.exception("a connection was refused, since its request could not be answered")
 
-    async def changed(self, interval_s: float) -> None:
-        """Return when the list has been replaced, because the folder has changed."""
+    async def changed(self, interval_s: float) -> bool:
+        """Return when the list has been replaced, because the folder has changed, and whether a key lost its grant."""
         while True:
             await anyio.sleep(interval_s)
             self._lines = 0
+            before = self._list
             try:
                 if await to_thread.run_sync(self._read):  # the folder may be on a disk that hangs
-                    return
+                    return not before.grants.keys() <= self._list.grants.keys()
             except (KeyFileError, OSError) as error:
                 logger.error("the keys can't be read again, and those read before stay valid: %s", error)
 

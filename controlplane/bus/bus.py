@@ -29,6 +29,7 @@ from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
 from controlplane.bus.access import Access
+from controlplane.bus.binding import bound, bound_anew, end_context
 from controlplane.bus.callers import Callers, Order, checked_order
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.key_folder import KeyFolder
@@ -40,7 +41,7 @@ from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
 from schemas.carriers.edge_socket import EdgeSocket, Sent
-from schemas.carriers.sockets import LINGER_MS, Context, bus_publisher, bus_router, is_local
+from schemas.carriers.sockets import Context, bus_publisher, bus_router, is_local
 from schemas.carriers.wakeup import Wakeup
 from schemas.commands import Command, Manifest, Source, Target
 from schemas.config import BusConfig
@@ -61,8 +62,6 @@ FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
-BIND_TIMEOUT_S: Final = 0.5
-"""How long an address may still be in use by a bus of this process that was just closed."""
 MAKE_KEYS: Final = "`rolloutctl keys new` makes keys; pass keys=… instead of insecure=True"
 _NIL: Final = b"\xc0"
 
@@ -254,7 +253,7 @@ class Bus:
             self._access = Access(self._keys)
             if self._given_context is None:
                 self._context = zmq.Context()
-                stack.push_async_callback(_end_context, self._context)
+                stack.push_async_callback(end_context, self._context)
             handler = self._access.bind(self._context)
             stack.callback(handler.close, 0)
             tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -264,16 +263,18 @@ class Bus:
 
     async def _bind(self, stack: AsyncExitStack) -> None:
         pair = self._access.pair if self._access is not None else None
-        self._router = await _bound(lambda: bus_router(self._context, self.address, insecure=self._insecure, pair=pair))
+        self._router = await bound(lambda: bus_router(self._context, self.address, insecure=self._insecure, pair=pair))
         stack.callback(self._router.close)
         self.address = self._router.address
         publish = f"{self.address}-publish"
         if self.address.startswith("tcp://"):
             publish = f"{self.address.rpartition(':')[0]}:{self._config.publish_port or 0}"
-        self._publisher = await _bound(
-            lambda: bus_publisher(self._context, publish, insecure=self._insecure, pair=pair)
-        )
-        stack.callback(self._publisher.close)
+        self._publisher = await bound(lambda: self._bind_publisher(publish))
+        stack.callback(lambda: self._publisher.close())
+
+    def _bind_publisher(self, address: str) -> EdgeSocket:
+        pair = self._access.pair if self._access is not None else None
+        return bus_publisher(self._context, address, insecure=self._insecure, pair=pair)
 
     async def _begin(self) -> None:
         """The first decision of this life."""
@@ -329,7 +330,12 @@ class Bus:
     async def _read_subscriptions(self) -> None:
         """An XPUB sends its welcome only when its subscriptions are read."""
         while True:
-            await self._publisher.recv()
+            publisher = self._publisher
+            try:
+                await publisher.recv()
+            except anyio.ClosedResourceError:
+                if publisher is self._publisher:
+                    raise
 
     async def _read_orders(self) -> None:
         while True:
@@ -354,9 +360,22 @@ class Bus:
     async def _watch_keys(self, access: Access) -> None:
         """Shut out whose key was revoked, within a head interval."""
         while True:
-            await access.changed(self._config.head_interval_ms / 1000)
+            revoked = await access.changed(self._config.head_interval_ms / 1000)
             self._inbox.keys_changed = True
             await self._turn()
+            if revoked:
+                await self._drop_subscribers()
+
+    async def _drop_subscribers(self) -> None:
+        """End every subscription. Who may still come in subscribes again at once, and asks for what it missed."""
+        async with self._turning:
+            address = self._publisher.address
+            try:
+                self._publisher = await bound_anew(self._publisher, lambda: self._bind_publisher(address))
+            except AddressInUse as error:
+                logger.error("a revoked key may go on hearing what is published, and nobody can join: %s", error)
+                return
+            self._publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(self.state.epoch, 0, self.state.seq))
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
@@ -547,24 +566,6 @@ class Bus:
     def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-async def _bound(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
-    """Bind, again and again for a moment while the address is in use."""
-    deadline = anyio.current_time() + BIND_TIMEOUT_S
-    while True:
-        try:
-            return bind()
-        except AddressInUse:
-            if anyio.current_time() > deadline:
-                raise
-            await anyio.sleep(BIND_TIMEOUT_S / 10)
-
-
-async def _end_context(context: Context) -> None:
-    """Wait, outside the loop, until what the sockets have queued is delivered or its time is over."""
-    with anyio.move_on_after(2 * LINGER_MS / 1000, shield=True):
-        await to_thread.run_sync(context.term, abandon_on_cancel=True)
 
 
 def _closed(address: str) -> BusClosed:

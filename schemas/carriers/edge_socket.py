@@ -177,6 +177,14 @@ class EdgeSocket:
         except zmq.ZMQError as error:
             raise self._translate(error) from error
 
+    def unbind(self) -> None:
+        """Accept no more connections; those that exist stay."""
+        self._check()
+        try:
+            self._sock.unbind(self.address)
+        except zmq.ZMQError as error:
+            raise self._translate(error) from error
+
     def close(self, linger_ms: int | None = None) -> None:
         """Close, and wake all waiters. May be called twice.
 

@@ -5,6 +5,8 @@ Real sockets throughout. The first part pins what libzmq does, since the rest re
 
 import logging
 import re
+import resource
+import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,23 +18,35 @@ from typing import Any
 import anyio
 import pytest
 import zmq
+from click.testing import CliRunner
+from msgspec.structs import replace
 
 from controlplane import ControlPlane
 from controlplane.bus.access import ZAP_ADDRESS, Access
 from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status, submit
+from controlplane.cli.__main__ import cli
 from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.carriers.handshakes import DialledSocket
-from schemas.carriers.keys import Credentials, KeyPair, KeySource, PeerKeys, read_peer_keys, write_private
+from schemas.carriers.keys import (
+    Credentials,
+    KeyPair,
+    KeySource,
+    PeerKeys,
+    environment_of_children,
+    read_peer_keys,
+    write_private,
+)
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber, bus_router
 from schemas.commands import EngineCommand, Target
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import BusAddressError, CommandError, IdentityTaken, KeyFileError, KeyRefused
 from schemas.identity import Identity
+from tests.running import rolloutctl, started
 from tests.unit.small_bus import Engine
-from tests.waiting import until
+from tests.waiting import until, wait_until
 from workers.agent import Agent
 
 pytestmark = pytest.mark.anyio
@@ -422,6 +436,37 @@ async def test_a_connection_with_a_revoked_key_gets_nowhere_even_if_it_ignores_w
         assert bus.state.seq == before
 
 
+@pytest.mark.one_loop
+async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothing(
+    context: Context, folder: KeyFolder, tmp_path: Path
+) -> None:
+    leaver, stayer = source(folder.add("spy", "observer", ())), folder.add("node", "agent", ("0",))
+    assert leaver is not None
+    async with bus_of(folder, tmp_path) as bus, agent_of(reach(bus), stayer, tmp_path / "state") as (agent, ended):
+        await until(lambda: live(bus) == ["0.0"])
+        address = f"tcp://127.0.0.1:{bus._publisher.address.rpartition(':')[2]}"
+        async with agent_subscriber(
+            context, address, [wire.TOPIC_HEAD, wire.TOPIC_COMMAND], leaver.credentials()
+        ) as spy:
+            with anyio.fail_after(20):
+                await spy.recv()  # a head: it is subscribed
+                await bus.publish(FLUSH, Target(), 5_000)
+                while (await spy.recv())[0] != wire.TOPIC_COMMAND:
+                    pass
+            before = bus._publisher
+            folder.revoke("spy")
+            await until(lambda: bus._publisher is not before)
+            for _ in range(3):
+                assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
+            heard = []
+            while frames := spy.recv_nowait():
+                heard.append(frames[0])
+            assert wire.TOPIC_COMMAND not in heard
+        assert bus._publisher.address == before.address
+        assert agent.state.seq == bus.state.seq
+        assert not ended
+
+
 async def test_an_agent_gets_a_new_key_as_it_runs_and_then_the_old_one_is_refused(
     context: Context, folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -581,3 +626,124 @@ async def test_no_secret_is_in_a_log_an_error_or_the_runs_log(
     secrets = [folder.server_pair().secret]
     shown += left_on_disk(tmp_path, folder.path)
     assert not [text for text in shown for secret in secrets if secret in text]
+
+
+# --- strangers before their handshake ---------------------------------------------------------------------------------
+
+GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00"
+
+
+@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE", b"\xff" * 20])
+@pytest.mark.parametrize("mebibytes", [1, pytest.param(256, marks=pytest.mark.attacks)])
+@pytest.mark.one_loop
+async def test_who_has_no_key_is_hung_up_on_before_it_can_fill_any_memory(
+    context: Context, folder: KeyFolder, tmp_path: Path, mechanism: bytes, mebibytes: int
+) -> None:
+    """Without keys, one connection that sends frames without end costs as much memory as it sends."""
+    frame = b"\x03" + struct.pack(">Q", 60_000) + b"x" * 60_000  # large, and more follow
+    keys = source(folder.add("ops", "operator", ()))
+    async with bus_of(folder, tmp_path) as bus:
+        host, _, port = reach(bus).removeprefix("tcp://").partition(":")
+        before = resident()
+        async with await anyio.connect_tcp(host, int(port)) as raw:
+            await raw.send(GREETING + mechanism.ljust(20, b"\0") + b"\0" + bytes(31))
+            with anyio.fail_after(60), pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+                for _ in range(mebibytes * 16):
+                    await raw.send(frame)
+                while True:
+                    await raw.receive()
+        assert resident() - before < 64 << 20
+        assert (await ask_status(reach(bus), keys=keys)).agents == ()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def agent_process(bus: str, state: Path, *options: object, env: dict[str, str] | None = None) -> Iterator[Path]:
+    """`rolloutctl agent` beside a tiny engine; what it says is in the file."""
+    place = ("--engine", "tiny", "--replica", 0, "--state-dir", state, "--traces", state / "traces")
+    said = state / "said"
+    state.mkdir(exist_ok=True)
+    with (
+        said.open("wb") as log,
+        started("-m", "controlplane.cli", "agent", "--bus", bus, *place, *options, stderr=log, env=env),
+    ):
+        yield said
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["option", pytest.param("file", marks=pytest.mark.attacks), pytest.param("secret", marks=pytest.mark.attacks)],
+)
+def test_processes_with_keys_work_on_a_bus_on_all_addresses_and_without_keys_they_do_not(
+    folder: KeyFolder, tmp_path: Path, way: str
+) -> None:
+    node, ops = folder.add("node", "agent", ("0",)), folder.add("ops", "operator", ())
+    keys = read_peer_keys(node)
+    options, env = {
+        "option": (("--keys", node), {}),
+        "file": ((), {"ROLLOUTCTL_KEY_FILE": str(node)}),
+        "secret": ((), {"ROLLOUTCTL_KEY": keys.pair.secret, "ROLLOUTCTL_SERVER_KEY": keys.servers[0]}),
+    }[way]
+    with ControlPlane(ANYWHERE, log=tmp_path / "run.db", config=QUICK, keys=folder.path) as plane:
+        bus = plane.address.replace("0.0.0.0", "127.0.0.1")
+        with agent_process(bus, tmp_path / "a", *options, env=env):
+            refused = rolloutctl("status", "--bus", bus)
+            assert (refused.returncode, "lets nobody in without a key" in refused.stderr) == (3, True)
+            plane.wait_for_agents(1).wait(60)
+            assert plane.flush().wait(60).acted == ("0.0",)
+            paused = rolloutctl("pause", "--bus", bus, "--key", ops)
+            assert (paused.returncode, "acted" in paused.stdout) == (0, True)
+
+
+@pytest.mark.attacks
+def test_an_agent_process_without_a_key_says_why_it_does_not_get_in(folder: KeyFolder, tmp_path: Path) -> None:
+    with ControlPlane(ANYWHERE, log=tmp_path / "run.db", config=QUICK, keys=folder.path) as plane:
+        with agent_process(plane.address.replace("0.0.0.0", "127.0.0.1"), tmp_path / "a") as said:
+            wait_until(lambda: "lets nobody in without a key" in said.read_text())
+        assert plane.status().agents == ()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["pause"], ["retire", "0"], ["agent", "--engine", "tiny", "--replica", "0"]],
+    ids=lambda words: words[0],
+)
+def test_no_command_uses_a_key_that_others_can_read(
+    folder: KeyFolder, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = folder.add("node", "agent", ("0",))
+    node.chmod(0o644)
+    monkeypatch.setenv("ROLLOUTCTL_KEY_FILE", str(node))
+    result = CliRunner().invoke(cli, [*command, "--bus", HERE])
+    assert isinstance(result.exception, KeyFileError)
+    assert "others can use it (mode 0644)" in str(result.exception)
+
+
+def test_programs_that_an_agent_starts_do_not_get_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUTCTL_KEY", KeyPair.generate().secret)
+    monkeypatch.setenv("ROLLOUTCTL_SERVER_KEY", KeyPair.generate().public)
+    assert "ROLLOUTCTL_KEY" not in environment_of_children()
+    assert "ROLLOUTCTL_SERVER_KEY" in environment_of_children()
+
+
+@pytest.mark.one_loop
+async def test_the_publish_port_is_the_one_that_was_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = replace(QUICK, publish_port=port)
+    async with (
+        Bus(HERE, RunLog.open(tmp_path / "run.db"), config) as bus,
+        agent_of(bus.address, None, tmp_path / "state") as (_, ended),
+    ):
+        await until(lambda: live(bus) == ["0.0"])
+        assert bus._publisher.address.endswith(f":{port}")
+        assert bus.state.settings.publish_port == port
+        assert not ended

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from controlplane.bus.access import Access
 from controlplane.bus.key_folder import AllowedKey, KeyFolder
 from controlplane.cli.__main__ import cli
 from controlplane.machine.permissions import MAY_SEND, Grant, KeyRole, refusal
@@ -407,3 +408,54 @@ def test_a_wrong_use_of_the_command_line_says_what_to_do(tmp_path: Path, words: 
     assert isinstance(result.exception, ConfigError)
     assert says in str(result.exception)
     assert not list(tmp_path.rglob("*.json"))
+
+
+# --- a running bus ----------------------------------------------------------------------------------------------------
+
+
+def test_a_change_within_the_tick_of_the_file_systems_clock_is_seen(folder: KeyFolder) -> None:
+    """A folder's time of change moves in ticks of some milliseconds: two changes may leave the same time."""
+    folder.add("a", "observer", ())
+    access = Access(folder)
+    seen = (folder.path / "allowed").stat().st_mtime_ns
+    public = folder.allowed("a").public[0]
+    folder.revoke("a")
+    (folder.path / "revoked" / "a.1.json").unlink()
+    for changed in (folder.path / "allowed", folder.path / "revoked"):
+        os.utime(changed, ns=(seen, seen))
+    assert isinstance(access.grant_of(public.encode()), Grant)
+    access._read()
+    assert access.grant_of(public.encode()) == "this key is not one of the bus's"
+
+
+def test_a_folder_that_has_been_still_for_a_while_is_not_read_again(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.add("a", "observer", ())
+    for still in (folder.path / "allowed", folder.path / "revoked"):
+        os.utime(still, ns=(10**18, 10**18))
+    access = Access(folder)
+    monkeypatch.setattr(folder, "access_list", lambda: pytest.fail("read again"))
+    assert not access._read()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b"x"],
+        [b"x", b"", b"1.0", b"1", b"d", b"a", b"", b"CURVE"],
+        [b"x", b"", b"1.0", b"1", b"d", b"a", b"", b"CURVE", b"short"],
+        [b"x", b"", b"1.0", b"1", b"d", b"a", b"", b"NULL"],
+        [b"x", b"", b"1.0", b"1", b"d", b"a", b"", b"PLAIN", b"user", b"password"],
+        [b"x", b"", b"2.0", b"1", b"d", b"a", b"", b"CURVE", b"k" * 32],
+        [b"x", b"", b"1.0", b"1", b"d", b"a", b"", b"CURVE", b"k" * 32, b"more"],
+    ],
+)
+def test_whatever_the_handler_is_asked_nobody_unknown_comes_in(folder: KeyFolder, frames: list[bytes]) -> None:
+    access = Access(folder)
+    try:
+        answer = access._answer(frames)
+    except ValueError:
+        return  # `serve` logs it and goes on
+    assert answer[4] == b"400"
