@@ -3,7 +3,8 @@
     python -m bench.fanout [--agents 1,8,32,64,256] [--rounds 200] [--systems ...] [--out FILE]
 
 Ours publishes, records, decides on every agent, journals, answers, concludes and reports. In `rolloutctl` the engines
-act on every command; in `rolloutctl-skip` the agents decide to skip it (node rank 1 and up). The peers only exchange.
+act on every command; in `rolloutctl-skip` the agents decide to skip it (node rank 1 and up); `rolloutctl-keys` is
+`rolloutctl` with CURVE on both sockets, and its ratio to `rolloutctl` is the cost of keys. The peers only exchange.
 Agents of all systems but Ray live in two processes. Compare ratios, not microseconds.
 """
 
@@ -58,14 +59,15 @@ class NullEngine:
         """Nothing to close."""
 
 
-def our_agents(first: int, count: int, bus: str, nodes: str) -> None:
-    """Run `count` agents in this process, on one event loop."""
+def our_agents(first: int, count: int, bus: str, nodes: str, key: str) -> None:
+    """Run `count` agents in this process, on one event loop. `key` is their key file; empty without keys."""
     from workers.agent import Agent
 
     async def run_agent(number: int, state: Path) -> None:
         rank = 0 if nodes == "1" else 1
         identity = Identity(replica=number, node_rank=rank, nnodes=int(nodes))
-        async with Agent(bus=bus, identity=identity, engine=NullEngine(rank == 0), state_dir=state) as agent:
+        engine = NullEngine(rank == 0)
+        async with Agent(bus=bus, identity=identity, engine=engine, state_dir=state, keys=key or None) as agent:
             await agent.run()
 
     async def main() -> None:
@@ -77,7 +79,7 @@ def our_agents(first: int, count: int, bus: str, nodes: str) -> None:
     anyio.run(main, backend_options={"use_uvloop": True})
 
 
-def ours(nodes: int) -> Callable[[int], AbstractContextManager[Worker]]:
+def ours(nodes: int, *, with_keys: bool = False) -> Callable[[int], AbstractContextManager[Worker]]:
     """Our exchange, with every agent on node rank 0 (replicas of one node) or on node rank 1 (replicas of two)."""
 
     @contextmanager
@@ -86,23 +88,34 @@ def ours(nodes: int) -> Callable[[int], AbstractContextManager[Worker]]:
 
         with tempfile.TemporaryDirectory() as folder:
             log = str(Path(folder) / "run.db")
-            with ControlPlane("tcp://127.0.0.1:0", log=log) as plane:
+            keys, key = (Path(folder) / "keys", fleet_key(Path(folder) / "keys")) if with_keys else (None, "")
+            with ControlPlane("tcp://127.0.0.1:0", log=log, keys=keys) as plane:
                 command = EngineCommand(operation="flush")
 
                 def exchange() -> None:
                     report = plane.publish(command).wait()
                     assert len(report.acted) + len(report.skipped) == agents, report
 
-                with spawn("rolloutctl", agents, plane.address, str(nodes)):
+                with spawn("rolloutctl", agents, plane.address, str(nodes), key):
                     plane.wait_for_agents(agents, timeout=120).wait()
                     yield exchange
 
     return exchange_with
 
 
+def fleet_key(folder: Path) -> str:
+    """Make the keys of a bus and one for its fleet; return the fleet's key file."""
+    from controlplane.bus.key_folder import KeyFolder
+
+    keys = KeyFolder(folder)
+    keys.make_server()
+    return str(keys.add("fleet", "agent", ()))
+
+
 SYSTEMS: dict[str, Callable[[int], AbstractContextManager[Worker]]] = {
     "rolloutctl": ours(1),
     "rolloutctl-skip": ours(2),
+    "rolloutctl-keys": ours(1, with_keys=True),
     "pyzmq": peers.pyzmq_exchange,
     "http": peers.http_exchange,
     "ray": peers.ray_exchange,
@@ -123,14 +136,20 @@ def measure(system: str, agents: int, rounds: int) -> dict[str, object]:
     return {"system": system, "agents": agents, "p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
 
 
+def _ratio(row: dict[str, object], medians: dict[object, object]) -> str:
+    median = medians.get(row["agents"])
+    return f"{float(str(row['p50_us'])) / float(str(median)):.2f}" if median else "-"
+
+
 def table(rows: list[dict[str, object]]) -> str:
-    """Return the rows as text, with each system's median as a multiple of bare pyzmq's."""
+    """Return the rows as text, with each system's median as a multiple of bare pyzmq's, and of ours without keys."""
     bare = {row["agents"]: row["p50_us"] for row in rows if row["system"] == "pyzmq"}
-    lines = [f"{'agents':>6}  {'system':<16} {'p50 µs':>10} {'p99 µs':>10}  {'x pyzmq':>8}"]
+    plain = {row["agents"]: row["p50_us"] for row in rows if row["system"] == "rolloutctl"}
+    lines = [f"{'agents':>6}  {'system':<16} {'p50 µs':>10} {'p99 µs':>10}  {'x pyzmq':>8}  {'x rolloutctl':>12}"]
     for row in rows:
-        floor = bare.get(row["agents"])
-        ratio = f"{float(str(row['p50_us'])) / float(str(floor)):.2f}" if floor else "-"
-        lines.append(f"{row['agents']:>6}  {row['system']:<16} {row['p50_us']:>10} {row['p99_us']:>10}  {ratio:>8}")
+        ratio, of_ours = (_ratio(row, medians) for medians in (bare, plain))
+        median, tail = row["p50_us"], row["p99_us"]
+        lines.append(f"{row['agents']:>6}  {row['system']:<16} {median:>10} {tail:>10}  {ratio:>8}  {of_ours:>12}")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from anyio import CancelScope, fail_after, to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -26,6 +26,7 @@ from controlplane.machine.status import all_serve, what_agents_lack
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
+from schemas.carriers.keys import KEYS_VARIABLE
 from schemas.carriers.sockets import Context
 from schemas.commands import (
     Checkpoint,
@@ -51,8 +52,6 @@ StrPath = str | os.PathLike[str]
 SendWeights = Callable[[tuple[int, ...]], object]
 """Broadcasts weights to the replicas whose indices it is given."""
 Replicas = Iterable[int] | None
-
-KEYS_VARIABLE: Final = "ROLLOUTCTL_KEYS"
 
 
 class ControlPlane:

@@ -99,7 +99,7 @@ class AgentError(RolloutctlError):
 
 
 class IdentityTaken(AgentError):
-    """A live agent already has this replica and node rank."""
+    """The bus refuses this agent for good: a live one has its place, it was retired, or its key may not be there."""
 
 
 class WireError(RolloutctlError):

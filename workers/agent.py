@@ -146,7 +146,7 @@ class Agent:
         """Serve until cancelled. Then the call in flight is awaited, and the bus learns that this agent leaves.
 
         Raises:
-            IdentityTaken: A live agent holds the place.
+            IdentityTaken: A live agent holds the place, or the bus does not accept this agent's key for it.
             AgentError: The journal cannot be written.
         """
         while True:

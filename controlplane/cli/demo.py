@@ -26,6 +26,7 @@ from controlplane.cli.tables import command_table
 from controlplane.machine.events import Conclude
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
+from schemas.carriers.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
 from schemas.errors import AgentError, ConfigError
@@ -64,6 +65,8 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     out = (out or Path("rolloutctl-demo") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty: give --out a folder that does not exist yet")
+    for variable in (KEYS_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE):
+        os.environ.pop(variable, None)  # the demo's bus is on loopback and has no keys
     state = out / "state"
     state.mkdir(parents=True)
     console = Console()

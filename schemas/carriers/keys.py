@@ -21,6 +21,8 @@ from schemas.errors import KeyFileError
 
 logger = logging.getLogger("rolloutctl.keys")
 
+KEYS_VARIABLE: Final = "ROLLOUTCTL_KEYS"
+"""Names the folder of a bus's keys; the others are for its peers."""
 KEY_FILE_VARIABLE: Final = "ROLLOUTCTL_KEY_FILE"
 KEY_VARIABLE: Final = "ROLLOUTCTL_KEY"
 SERVER_KEY_VARIABLE: Final = "ROLLOUTCTL_SERVER_KEY"

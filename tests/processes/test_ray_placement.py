@@ -12,6 +12,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controlplane import ControlPlane
+from controlplane.bus.key_folder import KeyFolder
 from schemas.commands import ProfilePlan
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, AgentsMissing, ConfigError, EngineError
@@ -208,3 +209,23 @@ def test_an_agent_whose_node_is_gone_is_gone_too(
             while True:
                 placement.wait_ready()
         assert plane.pause().wait().acted == ("0.0",)
+
+
+def test_agents_on_ray_bring_the_keys_of_their_nodes(nodes: list[str], tmp_path: Path) -> None:
+    """Ray carries the path of a key file, and no key."""
+    folder = KeyFolder(tmp_path / "keys")
+    folder.make_server()
+    for place_of in ("0.0", "0.1"):
+        folder.add(place_of, "agent", (place_of,))
+    with ControlPlane("tcp://0.0.0.0:0", log=tmp_path / "run.db", config=QUICK, keys=folder.path) as plane:
+        replica = ReplicaNodes(nodes)
+        with place_agents(
+            bus=plane.address.replace("0.0.0.0", "127.0.0.1"),
+            replicas=[replica],
+            engine=small,
+            state_dir=tmp_path / "state",
+            config=HASTY,
+            keys=f"{tmp_path}/keys/issued/{{agent}}.key",
+        ) as placement:
+            placement.wait_ready()
+            assert plane.flush().wait(60).acted == ("0.0",)

@@ -139,7 +139,7 @@ class Link:
         """Join, and serve until cancelled.
 
         Raises:
-            IdentityTaken: A live agent holds the place.
+            IdentityTaken: A live agent holds the place, or the bus does not accept the key for it.
             RunChanged: The bus belongs to another run.
             AgentError: The journal cannot be written, or lost decisions that the bus has.
         """
