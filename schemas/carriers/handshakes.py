@@ -5,6 +5,7 @@ speaks without keys: then the socket stays silent for ever, and whoever owns it 
 """
 
 import contextlib
+import itertools
 from typing import Final, NamedTuple
 
 import zmq
@@ -18,6 +19,7 @@ _KEY_REFUSED: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _NOT_UNDERSTOOD: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _HUNG_UP: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _WATCHED: Final = _OPEN | _KEY_REFUSED | _NOT_UNDERSTOOD | _HUNG_UP
+_numbers = itertools.count()
 
 
 class Refused(NamedTuple):
@@ -88,7 +90,7 @@ class DialledSocket(EdgeSocket):
         self._sock.connect(self.address)
 
     def _watch_handshakes(self) -> EdgeSocket:
-        address = f"inproc://rolloutctl.handshakes.{id(self):x}"
+        address = f"inproc://rolloutctl.handshakes.{next(_numbers)}"  # an address is free only some time after a close
         self._sock.monitor(address, _WATCHED)
         monitor = self._sock.context.socket(zmq.PAIR)
         monitor.set(zmq.LINGER, 0)
