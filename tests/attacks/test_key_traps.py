@@ -1,0 +1,351 @@
+"""What keys rely on and what is around them: libzmq, addresses, secrets, memory, and our own processes."""
+
+import logging
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import zmq
+from click.testing import CliRunner
+from msgspec.structs import replace
+
+from controlplane import ControlPlane
+from controlplane.bus.access import ZAP_ADDRESS, Access
+from controlplane.bus.bus import Bus
+from controlplane.bus.key_folder import KeyFolder
+from controlplane.bus.operator import ask_status
+from controlplane.cli.__main__ import cli
+from controlplane.record.log import RunLog
+from schemas.carriers.keys import (
+    Credentials,
+    KeyPair,
+    environment_of_children,
+    read_peer_keys,
+)
+from schemas.carriers.sockets import Context, agent_dealer, bus_router
+from schemas.errors import BusAddressError, KeyFileError, KeyRefused
+from tests.attacks.keyed_bus import (
+    ANYWHERE,
+    HERE,
+    QUICK,
+    agent_of,
+    bus_of,
+    live,
+    reach,
+    source,
+)
+from tests.running import rolloutctl, started
+from tests.waiting import until, wait_until
+
+pytestmark = pytest.mark.anyio
+
+
+# --- what libzmq does, and the rest relies on -------------------------------------------------------------------------
+
+
+@contextmanager
+def handler_that(answers: Callable[[bytes], bytes], context: Context) -> Iterator[None]:
+    """A handler in a thread, as pyzmq has them, that answers for each key and dies when `answers` raises."""
+    sock = context.socket(zmq.REP)
+    sock.bind(ZAP_ADDRESS)
+
+    def serve() -> None:
+        while True:
+            try:
+                _, request, *_, key = sock.recv_multipart()
+                sock.send_multipart([b"1.0", request, answers(key), b"", b"", b""])
+            except Exception:
+                sock.close(0)
+                return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    if thread.is_alive():
+        with context.socket(zmq.REQ) as end:  # a message that it can't read ends it
+            end.connect(ZAP_ADDRESS)
+            end.send(b"end")
+            thread.join(10)
+    assert not thread.is_alive()
+
+
+def guarded(context: Context, pair: KeyPair, **options: Any) -> tuple["zmq.Socket[bytes]", str]:
+    """A plain CURVE server."""
+    sock = context.socket(zmq.ROUTER)
+    sock.set(zmq.LINGER, 0)
+    sock.set(zmq.CURVE_SERVER, 1)
+    sock.set(zmq.CURVE_SECRETKEY, pair.secret.encode())
+    for name, value in options.items():
+        sock.set(getattr(zmq, name), value)
+    port = sock.bind_to_random_port("tcp://127.0.0.1")
+    return sock, f"tcp://127.0.0.1:{port}"
+
+
+async def gets_in(context: Context, address: str, pair: KeyPair, server: KeyPair) -> bool:
+    async with agent_dealer(context, address, Credentials(pair, server.public)) as dealer:
+        with anyio.move_on_after(1):
+            return await dealer.refusal() is None
+    return False
+
+
+@pytest.mark.one_loop
+async def test_a_curve_server_without_a_handler_lets_any_key_in_unless_it_enforces_its_domain(context: Context) -> None:
+    pair = KeyPair.generate()
+    server, address = guarded(context, pair)
+    with server:
+        assert await gets_in(context, address, KeyPair.generate(), pair)
+    server, address = guarded(context, pair, ZAP_DOMAIN=b"x", ZAP_ENFORCE_DOMAIN=1)
+    with server:
+        assert not await gets_in(context, address, KeyPair.generate(), pair)
+
+
+@pytest.mark.one_loop
+async def test_our_sockets_let_nobody_in_while_there_is_no_handler(context: Context) -> None:
+    pair = KeyPair.generate()
+    async with bus_router(context, HERE, pair=pair) as router:
+        assert not await gets_in(context, router.address, KeyPair.generate(), pair)
+
+
+@pytest.mark.one_loop
+async def test_a_handler_in_a_thread_that_dies_of_an_exception_shuts_everybody_out(context: Context) -> None:
+    """Why ours is not pyzmq's: one credential that its callback can't stand, and no peer joins any more."""
+    pair, good, bad = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
+    raw = zmq.utils.z85.decode(bad.public.encode())
+
+    def answers(key: bytes) -> bytes:
+        if key == raw:
+            raise LookupError("a callback that raises")
+        return b"200"
+
+    with handler_that(answers, context):
+        server, address = guarded(context, pair, ZAP_DOMAIN=b"x", ZAP_ENFORCE_DOMAIN=1)
+        with server:
+            assert await gets_in(context, address, good, pair)
+            assert not await gets_in(context, address, bad, pair)
+            assert not await gets_in(context, address, good, pair)
+
+
+@pytest.mark.one_loop
+async def test_a_message_carries_the_key_of_its_sender_and_no_frame_can_say_otherwise(
+    folder: KeyFolder, tmp_path: Path
+) -> None:
+    keys = read_peer_keys(folder.add("node", "agent", ("0",)))
+    context: Context = zmq.Context()
+    access = Access(folder)
+    async with anyio.create_task_group() as tasks:
+        handler = access.bind(context)
+        tasks.start_soon(access.serve, handler)
+        async with (
+            bus_router(context, HERE, pair=access.pair) as router,
+            agent_dealer(context, router.address, Credentials(keys.pair, keys.servers[0])) as dealer,
+        ):
+            await dealer.send([b"x" * 40, b"forged"])
+            with anyio.fail_after(20):
+                key, _, *frames = await router.recv()
+        tasks.cancel_scope.cancel()
+    handler.close(0)
+    context.destroy(0)
+    assert key.decode() == keys.pair.public
+    assert frames == [b"x" * 40, b"forged"]
+
+
+# --- addresses, contexts and secrets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", [ANYWHERE, "tcp://*:0", "tcp://[::]:0"])
+async def test_beyond_loopback_needs_keys_or_a_warning_in_every_start_and_status(
+    folder: KeyFolder, tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(BusAddressError, match="without keys anybody.*rolloutctl keys new"):
+        async with bus_of(None, tmp_path, address):
+            pass
+    async with bus_of(folder, tmp_path, address) as bus:
+        assert not bus.status().insecure
+    assert "INSECURE" not in caplog.text
+    for _ in range(2):
+        caplog.clear()
+        async with bus_of(None, tmp_path, address, insecure=True) as bus:
+            assert bus.status().insecure
+            assert "INSECURE" in str(bus.status())
+        assert "INSECURE: anybody who can reach" in caplog.text
+
+
+@pytest.mark.one_loop
+async def test_two_buses_with_keys_live_in_one_process_and_share_no_key(folder: KeyFolder, tmp_path: Path) -> None:
+    other = KeyFolder(tmp_path / "other")
+    other.make_server()
+    mine, theirs = (source(each.add("ops", "operator", ())) for each in (folder, other))
+    (tmp_path / "b").mkdir()
+    async with bus_of(folder, tmp_path, HERE) as first_bus, bus_of(other, tmp_path / "b", HERE) as second:
+        assert (await ask_status(first_bus.address, keys=mine)).run == first_bus.state.run
+        assert (await ask_status(second.address, keys=theirs)).run == second.state.run
+        for bus, keys in ((first_bus, theirs), (second, mine)):
+            with pytest.raises(KeyRefused):
+                await ask_status(bus.address, keys=keys)
+    context: Context = zmq.Context()
+    async with bus_of(folder, tmp_path, HERE, context=context):
+        with pytest.raises(KeyFileError, match="a context of its own"):
+            async with bus_of(other, tmp_path / "b", HERE, context=context):
+                pass
+    context.destroy(0)
+
+
+def test_a_control_plane_refuses_a_key_that_others_can_read(folder: KeyFolder, tmp_path: Path) -> None:
+    (folder.path / "server.key").chmod(0o644)
+    with (
+        pytest.raises(KeyFileError, match="others can use it"),
+        ControlPlane(ANYWHERE, log=tmp_path / "run.db", keys=folder.path),
+    ):
+        pass
+
+
+def left_on_disk(root: Path, but: Path) -> list[str]:
+    files = [path for path in root.rglob("*") if path.is_file() and not path.is_relative_to(but)]
+    return [path.read_bytes().decode("latin-1") for path in files]
+
+
+@pytest.mark.one_loop
+async def test_no_secret_is_in_a_log_an_error_or_the_runs_log(
+    folder: KeyFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    issued = folder.add("node", "agent", ("0",))
+    async with (
+        bus_of(folder, tmp_path) as bus,
+        agent_of(reach(bus), issued, tmp_path / "state") as (agent, ended),
+    ):
+        await until(lambda: live(bus) == ["0.0"])
+        folder.revoke("node")
+        await until(lambda: bool(ended))
+        shown = [repr(bus), repr(agent), repr(vars(agent)), repr(ended), caplog.text]
+    secrets = [folder.server_pair().secret]
+    shown += left_on_disk(tmp_path, folder.path)
+    assert not [text for text in shown for secret in secrets if secret in text]
+
+
+# --- strangers before their handshake ---------------------------------------------------------------------------------
+
+GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00"
+
+
+@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE", b"\xff" * 20])
+@pytest.mark.parametrize("mebibytes", [1, pytest.param(256, marks=pytest.mark.attacks)])
+@pytest.mark.one_loop
+async def test_who_has_no_key_is_hung_up_on_before_it_can_fill_any_memory(
+    context: Context, folder: KeyFolder, tmp_path: Path, mechanism: bytes, mebibytes: int
+) -> None:
+    """Without keys, one connection that sends frames without end costs as much memory as it sends."""
+    frame = b"\x03" + struct.pack(">Q", 60_000) + b"x" * 60_000  # large, and more follow
+    keys = source(folder.add("ops", "operator", ()))
+    async with bus_of(folder, tmp_path) as bus:
+        host, _, port = reach(bus).removeprefix("tcp://").partition(":")
+        before = resident()
+        async with await anyio.connect_tcp(host, int(port)) as raw:
+            await raw.send(GREETING + mechanism.ljust(20, b"\0") + b"\0" + bytes(31))
+            with anyio.fail_after(60), pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+                for _ in range(mebibytes * 16):
+                    await raw.send(frame)
+                while True:
+                    await raw.receive()
+        assert resident() - before < 64 << 20
+        assert (await ask_status(reach(bus), keys=keys)).agents == ()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def agent_process(bus: str, state: Path, *options: object, env: dict[str, str] | None = None) -> Iterator[Path]:
+    """`rolloutctl agent` beside a tiny engine; what it says is in the file."""
+    place = ("--engine", "tiny", "--replica", 0, "--state-dir", state, "--traces", state / "traces")
+    said = state / "said"
+    state.mkdir(exist_ok=True)
+    with (
+        said.open("wb") as log,
+        started("-m", "controlplane.cli", "agent", "--bus", bus, *place, *options, stderr=log, env=env),
+    ):
+        yield said
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["option", pytest.param("file", marks=pytest.mark.attacks), pytest.param("secret", marks=pytest.mark.attacks)],
+)
+def test_processes_with_keys_work_on_a_bus_on_all_addresses_and_without_keys_they_do_not(
+    folder: KeyFolder, tmp_path: Path, way: str
+) -> None:
+    node, ops = folder.add("node", "agent", ("0",)), folder.add("ops", "operator", ())
+    keys = read_peer_keys(node)
+    options, env = {
+        "option": (("--keys", node), {}),
+        "file": ((), {"ROLLOUTCTL_KEY_FILE": str(node)}),
+        "secret": ((), {"ROLLOUTCTL_KEY": keys.pair.secret, "ROLLOUTCTL_SERVER_KEY": keys.servers[0]}),
+    }[way]
+    with ControlPlane(ANYWHERE, log=tmp_path / "run.db", config=QUICK, keys=folder.path) as plane:
+        bus = plane.address.replace("0.0.0.0", "127.0.0.1")
+        with agent_process(bus, tmp_path / "a", *options, env=env):
+            refused = rolloutctl("status", "--bus", bus)
+            assert (refused.returncode, "lets nobody in without a key" in refused.stderr) == (3, True)
+            plane.wait_for_agents(1).wait(60)
+            assert plane.flush().wait(60).acted == ("0.0",)
+            paused = rolloutctl("pause", "--bus", bus, "--key", ops)
+            assert (paused.returncode, "acted" in paused.stdout) == (0, True)
+
+
+@pytest.mark.attacks
+def test_an_agent_process_without_a_key_says_why_it_does_not_get_in(folder: KeyFolder, tmp_path: Path) -> None:
+    with ControlPlane(ANYWHERE, log=tmp_path / "run.db", config=QUICK, keys=folder.path) as plane:
+        with agent_process(plane.address.replace("0.0.0.0", "127.0.0.1"), tmp_path / "a") as said:
+            wait_until(lambda: "lets nobody in without a key" in said.read_text())
+        assert plane.status().agents == ()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["pause"], ["retire", "0"], ["agent", "--engine", "tiny", "--replica", "0"]],
+    ids=lambda words: words[0],
+)
+def test_no_command_uses_a_key_that_others_can_read(
+    folder: KeyFolder, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = folder.add("node", "agent", ("0",))
+    node.chmod(0o644)
+    monkeypatch.setenv("ROLLOUTCTL_KEY_FILE", str(node))
+    result = CliRunner().invoke(cli, [*command, "--bus", HERE])
+    assert isinstance(result.exception, KeyFileError)
+    assert "others can use it (mode 0644)" in str(result.exception)
+
+
+def test_programs_that_an_agent_starts_do_not_get_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUTCTL_KEY", KeyPair.generate().secret)
+    monkeypatch.setenv("ROLLOUTCTL_SERVER_KEY", KeyPair.generate().public)
+    assert "ROLLOUTCTL_KEY" not in environment_of_children()
+    assert "ROLLOUTCTL_SERVER_KEY" in environment_of_children()
+
+
+@pytest.mark.one_loop
+async def test_the_publish_port_is_the_one_that_was_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = replace(QUICK, publish_port=port)
+    async with (
+        Bus(HERE, RunLog.open(tmp_path / "run.db"), config) as bus,
+        agent_of(bus.address, None, tmp_path / "state") as (_, ended),
+    ):
+        await until(lambda: live(bus) == ["0.0"])
+        assert bus._publisher.address.endswith(f":{port}")
+        assert bus.state.settings.publish_port == port
+        assert not ended
