@@ -7,19 +7,20 @@ microseconds and returns a `Ticket`: a trainer without an event loop calls `.wai
 
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
 from anyio import CancelScope, fail_after, to_thread
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
 from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
+from controlplane.bus.thread import BusThread
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import Absent
 from controlplane.machine.status import all_serve, what_agents_lack
@@ -102,9 +103,9 @@ class ControlPlane:
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         folder = keys or os.environ.get(KEYS_VARIABLE)
         self._keys = KeyFolder(Path(folder)) if folder else None
-        self._opened: ExitStack | None = None
+        self._opened: BusThread | None = None
+        self._owner: threading.Thread | None = None
         self._bus: Bus
-        self._portal: BlockingPortal
 
     # --- lifetime -----------------------------------------------------------------------------------------------------
 
@@ -115,21 +116,26 @@ class ControlPlane:
         with ExitStack() as stack:
             log = RunLog.open(self._log, self._run, self._config.durability)
             stack.callback(log.close)
-            options = {"use_uvloop": find_spec("uvloop") is not None}
-            self._portal = stack.enter_context(
-                start_blocking_portal("asyncio", backend_options=options, name="rolloutctl-bus")
-            )
             bus = Bus(self._address, log, self._config, insecure=self._insecure, keys=self._keys, context=self._context)
-            self._bus = stack.enter_context(self._portal.wrap_async_context_manager(bus))
-            self._opened = stack.pop_all()
+            thread = BusThread(bus, self._owner or threading.current_thread())
+            thread.start()
+            stack.pop_all()  # the bus closes the log
+            self._bus, self._opened = bus, thread
 
     def close(self) -> None:
-        """End an open profiling session, inform the fleet, and close the log. Open tickets fail with BusClosed."""
+        """End an open profiling session, inform the fleet, and close the log. Open tickets fail with BusClosed.
+
+        Ctrl-C ends the wait at once, with KeyboardInterrupt: the bus then closes by itself, within seconds.
+        """
         if self._opened is None:
             return
-        self._profiling.close()
-        opened, self._opened = self._opened, None
-        opened.close()
+        opened = self._opened
+        try:
+            self._profiling.close()
+        finally:
+            opened.ask_to_end()
+            self._opened = None
+        opened.end()
 
     def __enter__(self) -> Self:
         self.open()
@@ -139,6 +145,7 @@ class ControlPlane:
         self.close()
 
     async def __aenter__(self) -> Self:
+        self._owner = threading.current_thread()  # not the worker that opens it
         await to_thread.run_sync(self.open)
         return self
 
@@ -150,8 +157,17 @@ class ControlPlane:
     def bus(self) -> Bus:
         """The open bus. Raises BusClosed if it is not open."""
         if self._opened is None:
-            raise BusClosed(f"the control plane at {self._address} is not open: use `with` or `async with`")
+            raise self._closed()
         return self._bus
+
+    def _closed(self) -> BusClosed:
+        return BusClosed(f"the control plane at {self._address} is not open: use `with` or `async with`")
+
+    @property
+    def _portal(self) -> BlockingPortal:
+        if self._opened is None:
+            raise self._closed()
+        return self._opened.portal
 
     @property
     def address(self) -> str:
@@ -162,7 +178,8 @@ class ControlPlane:
 
     def status(self) -> FleetStatus:
         """Return the fleet at this moment: its agents, their states, and which commands wait for whom."""
-        return self._portal.call(self.bus.status)
+        bus = self.bus
+        return self._portal.call(bus.status)
 
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
         """Wait until `count` agents are live, and every live replica is proven to serve.
