@@ -17,6 +17,7 @@ from anyio.from_thread import BlockingPortal
 
 from controlplane.bus.bus import Bus
 from schemas.carriers.wakeup import Wakeup
+from schemas.errors import RolloutctlError
 
 logger = logging.getLogger("rolloutctl.bus")
 
@@ -84,15 +85,20 @@ class BusThread:
             atexit.unregister(self._end_with_the_process)
 
     async def _serve(self) -> None:
-        wakeup = Wakeup()
-        try:
-            async with BlockingPortal() as portal, self._bus:
-                self.portal, self._end_now = portal, wakeup
-                self._started.set_result(None)
-                await self._wait_for_the_end(wakeup)
-        finally:
-            self._end_now = None
-            wakeup.close()
+        wakeup, failure = Wakeup(), None
+        async with BlockingPortal() as portal:
+            try:
+                async with self._bus:
+                    self.portal, self._end_now = portal, wakeup
+                    self._started.set_result(None)
+                    await self._wait_for_the_end(wakeup)
+            except RolloutctlError as error:  # raised below: the portal would wrap it
+                failure = error
+            finally:
+                self._end_now = None
+                wakeup.close()
+        if failure is not None:
+            raise failure
 
     async def _wait_for_the_end(self, wakeup: Wakeup) -> None:
         while not self._ending.is_set():
