@@ -25,7 +25,7 @@ PURE = (
     *("schemas/profiler/verl*.py", "schemas/profiler/yaml_format.py"),
     "controlplane/machine/*.py",
     *("controlplane/record/entries.py", "controlplane/record/log_lines.py", "controlplane/record/replay.py"),
-    *("controlplane/record/invariants.py", "controlplane/record/marks.py"),
+    *("controlplane/record/invariants.py", "controlplane/record/proof.py", "controlplane/record/marks.py"),
     *("controlplane/report/model.py", "controlplane/report/fleet_history.py"),
     "controlplane/report/collect.py",
     *("controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),

@@ -8,6 +8,9 @@
     I6  no silent skip      every skip names its rule, every failure has a message
     I7  profiles close      no session is left open that nobody wants any more, with or without its trainer
     I8  hello first         a lost agent is told to say hello, and nothing it sends counts before that
+    I11 true reports        a sync report names every known replica that is not proven to serve its version
+    I12 out of reach        no replica generates on a version after the fleet committed another. Nobody can stop one
+                            that is out of reach: what it did then is seen once its agent is back
 
 I9, that a replay decides the same, is checked by `controlplane.record.replay`. I10, that control never waits behind an
 engine call, can't be seen in a log, which holds only what arrived: the agent's tests check it.
@@ -29,12 +32,13 @@ from msgspec.structs import replace
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
+from controlplane.record.proof import Proofs
 from schemas import events
 from schemas.commands import WeightSync
 from schemas.desired import Desired, desired_after, orphaned
 from schemas.identity import agent_of, identity_of
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
-from schemas.reports import Report
+from schemas.reports import Report, SyncReport
 from schemas.wire import Downward, Rejoin, Snapshot, Welcome, decode_command
 
 K = TypeVar("K", bound=Hashable)
@@ -99,6 +103,7 @@ class _Bus:
         self._live: set[str] = set()
         self._known: set[str] = set()  # has ever joined, and is not retired
         self._open: dict[int, _OpenCommand] = {}
+        self._proofs = Proofs()
         self._now_us = 0
 
     def check(
@@ -108,11 +113,14 @@ class _Bus:
         yield from self._overdue(position, event)
         yield from self._strangers(position, event, effects)
         self._follow(event, effects)
+        self._proofs.follow(event, effects)
         for effect in effects:
             if isinstance(effect, bus_events.Publish):
                 yield from self._published(position, effect, event.at_us)
             elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
                 yield from self._concluded(position, effect.report)
+            elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, SyncReport):
+                yield from (Violation("I11", position, (), text) for text in self._proofs.wrong(effect.report))
         if isinstance(event, bus_events.Closed | bus_events.Opened):
             yield from self._left_open(position)
 
@@ -215,6 +223,7 @@ class _Agent:
         self._interned = interned
         self._identity = identity_of(name)
         self._desired = Desired()
+        self._generates: int | None = None  # the version that the engine was last seen to generate on
         self._epoch = self._seq = 0
         self._history = 0  # epoch of the last snapshot in this life
         self._joined = False  # has been sent the desired state in this life
@@ -232,15 +241,20 @@ class _Agent:
         answers = [effect for effect in effects if isinstance(effect, events.Answer)]
         for answer in answers:
             yield from self._on_answer(position, answer)
+        committed, member, generated = self._desired.version, self._joined, self._generates
+        observed = event.observation if isinstance(event, events.EngineReturned | events.EngineObserved) else None
+        if observed is not None:
+            self._generates = observed.version if observed.generating and not observed.asleep else None
         yield from self._follow(position, event, answers)
         self._advance()
+        if member and self._complete and self._identity.node_rank == 0 and self._desired.version > committed:
+            yield from self._out_of_reach(position, generated)
         if isinstance(event, events.EngineReturned):
             self._calling = False
         if any(isinstance(effect, events.Perform) for effect in effects):
             self._calling = True
         failed = any(isinstance(answer.outcome, Failed) for answer in answers)
         failed = failed or (isinstance(event, events.EngineReturned) and isinstance(event.result, events.Fault))
-        observed = event.observation if isinstance(event, events.EngineReturned | events.EngineObserved) else None
         if observed is not None and self._complete and not self._calling and not failed:
             yield from self._left_at(position, observed)
 
@@ -263,6 +277,7 @@ class _Agent:
                 self._identity, self._calling = event.identity, False
                 self._joined = self._listening = False
                 self._history = 0
+                self._generates = None
                 self._received.clear()
             case events.CommandReceived():
                 yield from self._on_command(position, event, answers)
@@ -302,6 +317,12 @@ class _Agent:
             targeted = event.target.includes(self._identity)
             self._desired = desired_after(self._desired, event.command, targeted, self._identity)
             self._received = {key: command for key, command in received.items() if key[1] > self._seq}
+
+    def _out_of_reach(self, position: int, version: int | None) -> Iterator[Violation]:
+        """The agent learns of a commit. Until now its engine generated on `version`, if at all."""
+        if version is not None and version < self._desired.version and not self._desired.quarantined:
+            text = f"generated on v{version} while out of reach, after v{self._desired.version} was committed"
+            yield self._violation("I12", position, text)
 
     def _left_at(self, position: int, observed: events.Observation) -> Iterator[Violation]:
         """The agent observed this, and neither calls its engine nor reports a failure."""

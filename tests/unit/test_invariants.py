@@ -15,7 +15,7 @@ from controlplane.record.invariants import Violation, verify
 from schemas.commands import WeightSync
 from schemas.events import Answer, EngineReturned
 from schemas.outcomes import Acted, Failed, Skipped
-from schemas.reports import Report
+from schemas.reports import Report, SyncReport
 from schemas.wire import Rejoin, decode_command, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"
@@ -221,3 +221,34 @@ def test_checks_that_need_no_history_continue_after_a_hole() -> None:
 
 def test_a_violation_says_where_and_who() -> None:
     assert str(Violation("I1", 7, ("0.0",), "generates")) == "I1 at record 7 (0.0): generates"
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"loaded": (0,)}, "does not name replica 1"),
+        ({"loaded": (0, 1, 7)}, "says without proof that replica 7 serves it"),
+    ],
+)
+def test_i11_a_report_that_is_not_true(other: dict[str, Any], text: str) -> None:
+    def make(effect: Conclude) -> Conclude | None:
+        return (
+            replace(effect, report=replace(effect.report, **other)) if isinstance(effect.report, SyncReport) else None
+        )
+
+    (violation,) = verify(edited(TRAINED, change(Conclude, make)))
+    assert violation.invariant == "I11" and text in violation.text
+
+
+def test_i12_a_replica_that_went_on_with_old_weights() -> None:
+    """Its engine is never seen paused for the third sync, as if its agent had been cut off."""
+
+    def edit(event: Any, effects: tuple[Any, ...]) -> Edited:
+        seen = getattr(event, "observation", None)
+        if seen is None or seen.generating or seen.version not in (2, 3):
+            return None
+        return replace(event, observation=replace(seen, generating=True, version=2)), effects
+
+    violations = list(verify(edited(TRAINED, edit, "0.0", times=99)))
+    assert {violation.invariant for violation in violations} >= {"I12"}
+    assert any("generated on v2 while out of reach, after v3" in violation.text for violation in violations)
