@@ -37,17 +37,22 @@ class Refused(NamedTuple):
 class DialledSocket(EdgeSocket):
     """A socket that dials one address, and knows why it gets no connection.
 
-    Its handshakes are watched until one succeeds, and again after each `redial`: that takes two descriptors.
+    Its handshakes are watched until one succeeds, and again after each `redial`. Meanwhile it takes three sockets of
+    its context instead of one.
 
     Args:
         sock: Not connected yet.
         address: What to dial.
         keys: What to dial with; None without keys.
+        watched: Whether to watch it; else `refusal` knows of none.
     """
 
-    def __init__(self, sock: "zmq.Socket[bytes]", address: str, keys: Credentials | None) -> None:
+    def __init__(
+        self, sock: "zmq.Socket[bytes]", address: str, keys: Credentials | None, *, watched: bool = True
+    ) -> None:
         super().__init__(sock, address)
         self._keys = keys
+        self._watched = watched and not address.startswith("inproc://")  # which has no handshakes
         self._monitor: EdgeSocket | None = None
         try:
             self._dial()
@@ -57,6 +62,8 @@ class DialledSocket(EdgeSocket):
 
     async def refusal(self) -> Refused | None:
         """Return None when the connection is open, or why it is not, as soon as either is known.
+
+        An unwatched socket returns None at once.
 
         Raises:
             ClosedResourceError: The socket was closed.
@@ -83,7 +90,7 @@ class DialledSocket(EdgeSocket):
         super().close(linger_ms)
 
     def _dial(self) -> None:
-        if self._monitor is None and not self.address.startswith("inproc://"):  # which has no handshakes
+        if self._monitor is None and self._watched:
             self._monitor = self._watch_handshakes()
         if self._keys is not None:
             use_keys(self._sock, self._keys)

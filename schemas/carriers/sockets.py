@@ -97,7 +97,9 @@ def agent_subscriber(
         return EdgeSocket(sock, address)
 
 
-def agent_dealer(context: Context, address: str, keys: Credentials | None = None) -> DialledSocket:
+def agent_dealer(
+    context: Context, address: str, keys: Credentials | None = None, *, watched: bool = True
+) -> DialledSocket:
     """Dial the router. IMMEDIATE, so nothing is queued for a bus that is not there: `send` waits for a connection.
 
     Raises BusAddressError if `address` is not an address.
@@ -105,7 +107,7 @@ def agent_dealer(context: Context, address: str, keys: Credentials | None = None
     sock = context.socket(zmq.DEALER)
     sock.set(zmq.IMMEDIATE, 1)
     with _dialling(sock, address, CONTROL_QUEUED_MAX):
-        return DialledSocket(sock, address, keys)
+        return DialledSocket(sock, address, keys, watched=watched)
 
 
 def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool, pair: KeyPair | None) -> EdgeSocket:

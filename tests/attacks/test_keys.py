@@ -334,6 +334,7 @@ async def test_the_log_of_an_agent_says_why_it_does_not_get_in_and_it_gets_in_on
     [(False, True, "lets nobody in without a key"), (True, False, "has no keys|for it, or none")],
     ids=["plain agent", "plain bus"],
 )
+@pytest.mark.one_loop
 async def test_a_plain_side_and_one_with_keys_tell_each_other_apart(
     folder: KeyFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, has: bool, needs: bool, says: str
 ) -> None:

@@ -117,7 +117,9 @@ class Link:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
         self._keys, self._attempt = keys, 0
-        self._dealer, self._dialled = agent_dealer(context, bus, self._credentials()), anyio.Event()
+        # Without keys, few are refused: whether this one is, is found out when it dials a second time.
+        self._dealer = agent_dealer(context, bus, self._credentials(), watched=keys is not None)
+        self._dialled = anyio.Event()
         self._hello = wire.Hello(
             identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
         )
