@@ -5,7 +5,6 @@ trainer's loop, and its heartbeats go on whatever the trainer does. Every method
 microseconds and returns a `Ticket`: a trainer without an event loop calls `.wait()`, an async one awaits it.
 """
 
-import logging
 import os
 import threading
 from collections import deque
@@ -42,12 +41,13 @@ from schemas.commands import (
 from schemas.config import BusConfig, milliseconds, within_bounds
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
 from schemas.identity import Identity, InFlight, Tag
+from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.safetensors.manifest import build_manifest
 from schemas.safetensors.paths import resolve_below
 
-logger = logging.getLogger("rolloutctl.plane")
+logger = logger_of("plane")
 
 StrPath = str | os.PathLike[str]
 SendWeights = Callable[[tuple[int, ...]], object]

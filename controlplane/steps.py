@@ -4,7 +4,6 @@ they ended.
 Nothing here raises for profiling that failed, and nothing waits past the deadline of a command: the step goes on.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -28,11 +27,12 @@ from schemas.commands import ProfileCommand, Target
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.formatting import describe, format_outcome, is_trouble
 from schemas.identity import Identity
+from schemas.logs import logger_of
 from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig, checked
 from schemas.reports import Report
 
-logger = logging.getLogger("rolloutctl.plane")
+logger = logger_of("plane")
 
 REPORTS_KEPT: Final = 256
 """Reports of profile commands that are kept in memory. The log has all of them."""

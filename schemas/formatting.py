@@ -26,6 +26,32 @@ _MARKUP: Final = re.compile(r"(\\*)(\[[a-z#/@][^[]*?])")
 """What rich would take for a tag, as in `rich.markup.escape`."""
 
 
+# --- text of others ---------------------------------------------------------------------------------------------------
+# Whatever came from an engine, a host, a path or a peer passes through one of these before a person sees it.
+
+
+def one_line(text: str) -> str:
+    """Return the text with a space for each character that a terminal may act on.
+
+    These are control characters, the beginnings of escape sequences, line breaks of any kind, marks that turn the
+    direction of writing, and half characters that no terminal can be sent.
+    """
+    return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
+
+
+def printable(text: str) -> str:
+    """Return a text of several lines, each as `one_line` returns it."""
+    return text if text.isprintable() else "\n".join(one_line(line) for line in text.split("\n"))
+
+
+def markup(text: str) -> str:
+    """Return the text as rich prints it: one line, nothing in it taken for a style. As `rich.markup.escape`."""
+    escaped = _MARKUP.sub(r"\1\1\\\2", one_line(text))
+    if escaped.endswith("\\") and not escaped.endswith("\\\\"):
+        return escaped + "\\"  # it would escape the tag that follows
+    return escaped
+
+
 # --- wording ----------------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +231,7 @@ class Printable(Struct, frozen=True):
         return "\n".join(line.text for line in _shorten(self.lines()))
 
     def __rich__(self) -> str:
-        lines = [(_MARKUP.sub(r"\1\1\\\2", line.text), line.trouble) for line in _shorten(self.lines())]
+        lines = [(markup(line.text), line.trouble) for line in _shorten(self.lines())]
         return "\n".join(f"[red]{text}[/red]" if trouble else text for text, trouble in lines)
 
     def _repr_html_(self) -> str:
@@ -216,7 +242,7 @@ class Printable(Struct, frozen=True):
 
 def _shorten(lines: list[Line]) -> list[Line]:
     """At most MAX_LINES, each of them one line: the text of an outcome comes from an engine, and may hold anything."""
-    lines = [Line(_one_line(line.text), line.trouble) for line in lines]
+    lines = [Line(_cut(one_line(line.text)), line.trouble) for line in lines]
     left_out = lines[MAX_LINES - 1 :]
     if len(left_out) <= 1:
         return lines
@@ -224,9 +250,8 @@ def _shorten(lines: list[Line]) -> list[Line]:
     return [*lines[: MAX_LINES - 1], Line(more, any(line.trouble for line in left_out))]
 
 
-def _one_line(text: str) -> str:
-    line = "".join(char if char.isprintable() else " " for char in text)
-    return line if len(line) <= MAX_WIDTH else f"{line[:MAX_WIDTH]} …"
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_WIDTH else f"{text[:MAX_WIDTH]} …"
 
 
 def _escape_html(text: str) -> str:

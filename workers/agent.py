@@ -30,6 +30,7 @@ from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig, within_bounds
 from schemas.errors import RolloutctlError
 from schemas.identity import Identity
+from schemas.logs import logger_of
 from schemas.outcomes import Acted, Failed, Skipped
 from workers.driver import EngineDriver
 from workers.engine import Engine
@@ -40,7 +41,7 @@ from workers.machine.readiness import is_ready
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
 
-logger = logging.getLogger("rolloutctl.agent")
+logger = logger_of("agent")
 
 ENGINE_CLOSE_S: Final = 30.0
 """Longest time that closing an engine may take."""

@@ -8,7 +8,6 @@ Rule 4  Nothing that an adapter returns reaches the machine unless it can be enc
         to be readable after a restart.
 """
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -17,6 +16,7 @@ from anyio import CancelScope
 
 from schemas.errors import CheckpointError, EngineError, UnsupportedError
 from schemas.events import Call, DiskCall, EngineObserved, EngineReturned, Event, Fault, Observation, Perform, Returned
+from schemas.logs import logger_of
 from schemas.wire import DECODE_ERRORS, encode, event_decoder
 from workers.engine import Engine
 from workers.link.link import now_ms
@@ -24,7 +24,7 @@ from workers.machine.progress import is_news, stalls_after
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
 
-logger = logging.getLogger("rolloutctl.agent")
+logger = logger_of("agent")
 
 RESULT_BYTES: Final = 64 * 1024
 """Largest result of a call. It travels in an outcome, and is twice in the log."""

@@ -26,7 +26,6 @@ What sglang-router 0.3.2 does, observed on the real one:
   answered, which deletes them all.
 """
 
-import logging
 import random
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -35,6 +34,7 @@ import anyio
 from anyio import CancelScope
 
 from schemas.errors import EngineError
+from schemas.logs import logger_of
 from workers.agent import Agent
 from workers.engines.client import CallRefused, mapping_at, text_at
 from workers.engines.http import HttpClient, Route, base_url
@@ -43,7 +43,7 @@ from workers.machine.readiness import is_wedged
 from workers.machine.reconcile import holds_committed, holds_weights
 from workers.machine.suppressed import still_desired
 
-logger = logging.getLogger("rolloutctl.router")
+logger = logger_of("router")
 
 KEY_VARIABLE: Final = "ROLLOUTCTL_ROUTER_API_KEY"
 """Holds the router's key. The same name with `_FILE` appended holds the path of a file that contains it."""

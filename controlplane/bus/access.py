@@ -8,7 +8,6 @@ Rule 1  The handler never ends: whatever arrives, and whatever the folder holds,
 Rule 2  Closed by default: a socket that enforces its domain lets nobody in while there is no handler.
 """
 
-import logging
 from typing import Final
 
 import anyio
@@ -21,8 +20,9 @@ from controlplane.machine.permissions import Grant
 from schemas.carriers.edge_socket import EdgeSocket
 from schemas.carriers.sockets import Context
 from schemas.errors import KeyFileError
+from schemas.logs import logger_of
 
-logger = logging.getLogger("rolloutctl.keys")
+logger = logger_of("keys")
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 REFUSED_LINES: Final = 20

@@ -14,7 +14,6 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
 Rule 4  Every ticket ends: concluded, refused, or failed when the bus closes, however it ends.
 """
 
-import logging
 import sys
 import time
 from collections import deque
@@ -52,9 +51,10 @@ from schemas.errors import (
     LogError,
 )
 from schemas.identity import InFlight
+from schemas.logs import logger_of
 from schemas.reports import FleetStatus, Report, SyncReport
 
-logger = logging.getLogger("rolloutctl.bus")
+logger = logger_of("bus")
 
 TURN_MAX: Final = 256
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""

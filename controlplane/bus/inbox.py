@@ -16,7 +16,6 @@ Rule 3  Nothing here grows with what strangers send: there are entries only for 
 """
 
 import hashlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,9 +28,10 @@ from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.errors import WireError
 from schemas.identity import agent_of
+from schemas.logs import logger_of
 from schemas.reports import AgentStatus
 
-logger = logging.getLogger("rolloutctl.bus")
+logger = logger_of("bus")
 
 GrantOf = Callable[[bytes], Grant | str]
 """Returns what a key may do, or why it may do nothing."""

@@ -9,7 +9,6 @@
 Every change is one file that appears, is replaced or goes: a bus that watches the folder never sees half of one.
 """
 
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -32,8 +31,9 @@ from schemas.carriers.keys import (
     write_private,
 )
 from schemas.errors import KeyFileError
+from schemas.logs import logger_of
 
-logger = logging.getLogger("rolloutctl.keys")
+logger = logger_of("keys")
 
 Place = Annotated[str, Meta(pattern=r"^([0-9]{1,9}(\.[0-9]{1,9})?|[a-z][a-z0-9_-]{0,31}(\.[0-9]{1,9})?)$")]
 """`0`, `0.1`, `actor` or `actor.3`."""

@@ -12,6 +12,7 @@ from importlib import import_module
 import click
 
 from schemas.errors import ConfigError, RolloutctlError
+from schemas.formatting import printable
 
 COMMANDS = {
     "agent": "controlplane.cli.agent:agent",
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def _fail(error: Exception, code: int) -> int:
-    click.echo(f"rolloutctl: {error}", err=True)
+    click.echo(printable(f"rolloutctl: {error}"), err=True)
     return code
 
 

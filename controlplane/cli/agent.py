@@ -1,6 +1,5 @@
 """`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
-import logging
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
+from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
 from workers.agent import Agent
 from workers.engine import Engine
@@ -23,7 +23,7 @@ from workers.traces.node import NodeTraces
 if TYPE_CHECKING:
     from workers.router import Router
 
-logger = logging.getLogger("rolloutctl.agent")
+logger = logger_of("agent")
 
 
 _PATH = click.Path(path_type=Path)

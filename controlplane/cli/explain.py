@@ -7,6 +7,7 @@ import click
 
 from controlplane.machine.profiling import sessions
 from schemas.commands import ProfilePlan, TorchMemory
+from schemas.formatting import one_line
 from schemas.identity import ROLLOUT, Identity
 from schemas.profiler.config import ConfigReading, ProfilerConfig, read_verl_config
 from schemas.profiler.settings import Layout, RankUnit
@@ -48,9 +49,9 @@ def explain(
         config, warnings = ConfigReading(ProfilerConfig.from_yaml(file), [])
     click.echo(yaml_text(config), nl=False)
     for note in notes(config, gpus_per_replica):
-        click.echo(f"# {note}")
+        click.echo(one_line(f"# {note}"))
     for warning in warnings:
-        click.echo(f"warning: {warning}", err=True)
+        click.echo(one_line(f"warning: {warning}"), err=True)
 
 
 def notes(config: ProfilerConfig, gpus_per_replica: int | None = None) -> Iterator[str]:

@@ -16,6 +16,7 @@ from controlplane.record.log import RunLog
 from controlplane.record.log_lines import format_decision
 from controlplane.record.marks import MarkChecker
 from schemas.errors import LogCorrupt, ReplayDiffers
+from schemas.formatting import one_line, printable
 from schemas.wire import DECODE_ERRORS
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -38,7 +39,7 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
     for entry in RunLog.read(file, start):
         if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
             continue
-        click.echo(_json_line(entry) if as_json else _line(entry))
+        click.echo(_json_line(entry) if as_json else one_line(_line(entry)))
 
 
 @log.command("verify", short_help="Check the file, and the invariants of every run.")
@@ -55,12 +56,12 @@ def verify_command(file: Path, as_json: bool) -> None:
         click.echo(msgspec.json.encode(result))
     else:
         for violation in found:
-            click.echo(str(violation))
+            click.echo(one_line(str(violation)))
         if damage is not None:
-            click.echo(f"damaged: {damage}")
+            click.echo(one_line(f"damaged: {damage}"))
         violations = f"{len(found)} violations" if found else "no violations"
         marks = f", {reading.marks.compared} marks compared" if reading.marks.compared else ""
-        click.echo(f"run {header.run}: {reading.records} records read{marks}, {violations}")
+        click.echo(one_line(f"run {header.run}: {reading.records} records read{marks}, {violations}"))
     if found or damage is not None:
         click.get_current_context().exit(1)
 
@@ -108,7 +109,7 @@ def replay_command(file: Path, as_json: bool) -> None:
         replayed = replay_file(file)
     except ReplayDiffers as difference:
         result = msgspec.json.encode({"same": False, "difference": str(difference)})
-        click.echo(result if as_json else str(difference))
+        click.echo(result if as_json else printable(str(difference)))
         click.get_current_context().exit(1)
     click.echo(msgspec.json.encode({"same": True, **asdict(replayed)}) if as_json else str(replayed))
 

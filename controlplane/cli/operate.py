@@ -19,6 +19,7 @@ from schemas.carriers.keys import KeySource
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError
+from schemas.formatting import one_line
 from schemas.identity import NUMBER_MAX, Tag
 from schemas.outcomes import Acted
 from schemas.profiler.config import ProfilerConfig, read_config
@@ -69,7 +70,7 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable
         if not as_json:
             for outcome in report.outcomes:
                 for trace in outcome.conclusion.traces if isinstance(outcome.conclusion, Acted) else ():
-                    click.echo(f"  {outcome.agent}: {trace.path}")
+                    click.echo(one_line(f"  {outcome.agent}: {trace.path}"))
         if report.failed or report.missing or report.about_nobody:
             click.get_current_context().exit(1)
 
@@ -101,12 +102,12 @@ def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> N
     console = Console()
     if fleet.insecure:
         console.print(INSECURE, style="bold red", soft_wrap=True, highlight=False)
-    console.print(fleet.headline, soft_wrap=True, highlight=False, markup=False)
+    console.print(one_line(fleet.headline), soft_wrap=True, highlight=False, markup=False)
     for line in fleet.warnings:
-        console.print(line, style="red", soft_wrap=True, highlight=False, markup=False)
+        console.print(one_line(line), style="red", soft_wrap=True, highlight=False, markup=False)
     console.print(fleet_table(fleet))
     for line in fleet.open:
-        console.print(f"open: {line}", soft_wrap=True, highlight=False, markup=False)
+        console.print(one_line(f"open: {line}"), soft_wrap=True, highlight=False, markup=False)
 
 
 @click.command(short_help="Take replicas or agents out of the run for good.")
@@ -134,7 +135,7 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
         return None
     config, warnings = read_config(file)
     for warning in warnings:
-        click.echo(f"{file}: {warning}", err=True)
+        click.echo(one_line(f"{file}: {warning}"), err=True)
     return config
 
 

@@ -13,6 +13,7 @@ from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.page import write_page
 from schemas.errors import ConfigError
+from schemas.formatting import one_line, printable
 
 
 @click.command(short_help="Write one page about a recorded run.")
@@ -31,9 +32,9 @@ def report(file: Path, out: Path | None, force: bool) -> None:
     with _page(out, force) as page:
         collected = collect(RunLog.read(file))
         write_page(page, collected, header.run, file.name)
-    click.echo(f"{out}: {collected.verdict}")
+    click.echo(one_line(f"{out}: {collected.verdict}"))
     if collected.damage:
-        click.echo(f"rolloutctl: the page shows only what could be read. {collected.damage}", err=True)
+        click.echo(printable(f"rolloutctl: the page shows only what could be read. {collected.damage}"), err=True)
         click.get_current_context().exit(1)
 
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
-from schemas.formatting import describe, format_agents, kind_and_reason
+from schemas.formatting import describe, format_agents, kind_and_reason, markup
 from schemas.identity import Operation
 from schemas.outcomes import Missing
 from schemas.reports import AgentLine, FleetStatus, Report
@@ -24,15 +23,15 @@ def fleet_table(fleet: FleetStatus) -> Table:
     for agent in fleet.agents:
         silent = f"{agent.silent_ms / 1000:.1f} s" if agent.state in ("joining", "live") else "-"  # no longer measured
         table.add_row(
-            *(agent.agent, escape(agent.host), agent.state, silent, str(agent.seq), _condition(agent)),
-            escape(agent.status.engine) if agent.status is not None else "-",
-            "; ".join(agent.waits_for) or "-",
+            *(agent.agent, markup(agent.host), markup(agent.state), silent, str(agent.seq), _condition(agent)),
+            markup(agent.status.engine) if agent.status is not None else "-",
+            markup("; ".join(agent.waits_for)) or "-",
         )
     return table
 
 
 def _condition(agent: AgentLine) -> str:
-    text = escape(agent.condition)
+    text = markup(agent.condition)
     return f"[red]{text}[/red]" if agent.in_trouble else text
 
 
@@ -90,15 +89,15 @@ def probe_table(probed: "Probed") -> Table:
     }
     for name, value in properties.items():
         if value is not None:
-            table.add_row(name, escape(str(value)))
+            table.add_row(name, markup(str(value)))
     if probed.has or probed.lacks:
         table.add_section()
     for operation in Operation:
         if operation in probed.has:
             table.add_row(operation, "[green]yes[/green]")
         elif operation in probed.lacks:
-            table.add_row(operation, f"[yellow]no: {escape(probed.lacks[operation])}[/yellow]")
+            table.add_row(operation, f"[yellow]no: {markup(probed.lacks[operation])}[/yellow]")
     if probed.note:
         table.add_section()
-        table.add_row("", escape(probed.note))
+        table.add_row("", markup(probed.note))
     return table

@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from controlplane.timeline.perfetto import write_timeline
+from schemas.formatting import one_line, printable
 
 
 @click.command(short_help="Merge a run and its traces into one file for Perfetto.")
@@ -38,15 +39,15 @@ def timeline(file: Path, out: Path | None, roots: tuple[Path, ...], force: bool,
       rolloutctl timeline run.db -o run.perfetto.json.gz --traces /mnt/node0/traces --traces /mnt/node1/traces
     """
     out = out or file.with_name(f"{file.stem}.perfetto.json.gz")
-    written = write_timeline(file, out, roots, force=force, say=lambda text: click.echo(text, err=True))
+    written = write_timeline(file, out, roots, force=force, say=lambda text: click.echo(printable(text), err=True))
     if as_json:
         click.echo(msgspec.json.encode(written))
     else:
         for line in (*written.clocks, *(f"warning: {warning}" for warning in written.warnings)):
-            click.echo(str(line))
+            click.echo(one_line(str(line)))
         events = (
             f"{written.control_events} events of the log and {written.traced_events} of {len(written.traces)} traces"
         )
-        click.echo(f"{written.path}: run {written.run}, {events}, {written.nbytes} bytes")
+        click.echo(one_line(f"{written.path}: run {written.run}, {events}, {written.nbytes} bytes"))
     if not written.whole:
         click.get_current_context().exit(1)

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from controlplane.report.collect import RunReport
+from schemas.formatting import printable
 
 HERE: Final = Path(__file__).parent
 MAX_DRAWN: Final = 32
@@ -33,7 +34,12 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
         log: Name of the log's file.
     """
     environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(clock=_clock, date=_date, span=_span, us=lambda us: _span(us * 1000), count=_count)
     script = (HERE / "page.js").read_text("utf-8")

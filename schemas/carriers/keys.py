@@ -5,7 +5,6 @@ file. Nothing here shows a secret: not in `repr`, not in an error, not in a log 
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import stat
@@ -18,8 +17,9 @@ from msgspec import Meta, Struct
 from zmq.utils import z85
 
 from schemas.errors import KeyFileError
+from schemas.logs import logger_of
 
-logger = logging.getLogger("rolloutctl.keys")
+logger = logger_of("keys")
 
 KEYS_VARIABLE: Final = "ROLLOUTCTL_KEYS"
 """Names the folder of a bus's keys; the others are for its peers."""

@@ -15,7 +15,6 @@ Nothing about commands or engines is decided here: only when to say hello, and w
 """
 
 import contextlib
-import logging
 import os
 import random
 import socket
@@ -37,6 +36,7 @@ from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired
 from schemas.identity import Identity
+from schemas.logs import logger_of
 from workers.link.frames import (
     publish_address,
     read_control,
@@ -51,7 +51,7 @@ from workers.link.upload import DecisionUpload
 from workers.link.warnings import MalformedWarning, WaitWarning
 from workers.machine.state import AgentState
 
-logger = logging.getLogger("rolloutctl.agent")
+logger = logger_of("agent")
 
 CREDIT: Final = 64
 """Most records that one request asks for."""

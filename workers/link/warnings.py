@@ -1,15 +1,15 @@
 """Rate-limited warnings about an agent's link: why it cannot join, and malformed messages."""
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from typing import Final
 
 import anyio
 
 from schemas.errors import WireError
+from schemas.logs import logger_of
 
-logger = logging.getLogger("rolloutctl.agent")
+logger = logger_of("agent")
 
 FIRST_WARNING_S: Final = 5.0
 NEXT_WARNING_S: Final = 30.0

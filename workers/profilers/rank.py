@@ -1,7 +1,6 @@
 """A training rank on the bus: an agent on a thread and loop of its own, in the process that trains."""
 
 import atexit
-import logging
 import os
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,6 +16,7 @@ from schemas.carriers.keys import PeerKeys, StrPath
 from schemas.config import AgentConfig
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
+from schemas.logs import logger_of
 from schemas.outcomes import Reason
 from schemas.profiler.config import ProfilerConfig, checked
 from schemas.selection import profile_skip_reason
@@ -26,7 +26,7 @@ from workers.profilers.stages import Stage
 from workers.profilers.tools import require_supported
 from workers.traces.node import NodeTraces
 
-logger = logging.getLogger("rolloutctl.rank")
+logger = logger_of("rank")
 
 CLOSE_S: Final = 60.0
 """Limit for writing the last traces at the end of a rank."""

@@ -1,6 +1,5 @@
 """The profiler of one training rank, as the engine that its agent commands: sessions, and the stages in them."""
 
-import logging
 import os
 import secrets
 import threading
@@ -16,13 +15,14 @@ from anyio import CancelScope
 from schemas.errors import EngineError, UnsupportedError
 from schemas.events import CheckProfile, EngineCall, Observation, Returned, StartProfile, StopProfile
 from schemas.identity import Identity, Operation
+from schemas.logs import logger_of
 from workers import background
 from workers.profilers.recorder import Recorder, SessionFiles, reason
 from workers.profilers.stages import Stage, add_listener, remove_listener
 from workers.profilers.tools import make_recorder, require_supported, torch_version
 from workers.traces.node import make_fresh
 
-logger = logging.getLogger("rolloutctl.rank")
+logger = logger_of("rank")
 
 MAX_PROBLEMS: Final = 5
 """Most distinct problems of one session that an outcome lists."""

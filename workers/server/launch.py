@@ -5,7 +5,6 @@ and never waits for either; whatever must also happen when the agent is gone is 
 small: a handle on the guard, and `LaunchedEngine`, which launches a server for any engine that attaches to one.
 """
 
-import logging
 import os
 import re
 import secrets
@@ -28,11 +27,12 @@ from msgspec.structs import replace
 from schemas.carriers.keys import environment_of_children
 from schemas.errors import ConfigError
 from schemas.events import EngineCall, Observation, Returned
+from schemas.logs import logger_of
 from workers.engine import Engine
 from workers.server import guard
 from workers.server.guard import GuardOrder, RestartPolicy
 
-logger = logging.getLogger("rolloutctl.launch")
+logger = logger_of("launch")
 
 STARTING_LOG_S: Final = 10.0
 """Seconds between two "still starting" log lines."""

@@ -17,9 +17,10 @@ from anyio import to_thread
 from schemas.carriers.keys import environment_of_children
 from schemas.errors import EngineError
 from schemas.identity import Identity
+from schemas.logs import logger_of
 from workers import background
 
-logger = logging.getLogger("rolloutctl.agent")
+logger = logger_of("agent")
 
 WAIT_S: Final = 10.0
 """How long the outcome of the command waits for the hook."""

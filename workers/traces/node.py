@@ -8,7 +8,6 @@ in their names. A file that names no rank belongs to rank 0, except that of vLLM
 import errno
 import gzip
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -27,12 +26,13 @@ from schemas.commands import ProfilePlan
 from schemas.errors import EngineError
 from schemas.events import CollectTraces, DiskCall, FinishProfile, Returned
 from schemas.identity import ROLLOUT, Identity
+from schemas.logs import logger_of
 from schemas.outcomes import Trace
 from workers import background
 from workers.traces import finish_hook
 from workers.traces.finish_hook import FinishHook
 
-logger = logging.getLogger("rolloutctl.agent")
+logger = logger_of("agent")
 
 SUFFIXES: Final = (".trace.json.gz", ".trace.json", ".pt.trace.json.gz", ".pickle", ".profiler_out.txt")
 """Suffixes of the files that engines write. `.pickle` is SGLang's memory snapshot: listed and hashed, never opened."""
