@@ -5,10 +5,12 @@ frozen for major version 2. The body is a tagged map, so fields can be added. Nu
 with the unit. Nothing is decoded into `Any`, and no hook builds objects.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
 from schemas.commands import Command, Target, UnknownCommand
 from schemas.desired import Desired
@@ -33,6 +35,7 @@ MAGIC = 0x524F  # "RO"
 MAJOR = 2
 MINOR = 0
 MAX_BYTES = 256 * 1024
+MAX_REPLY_BYTES = MAX_BYTES - 1024
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 64 * 1024
 """A record is a command, its target and some numbers. So it fits into a message, also as the only one of a `Replay`."""
@@ -267,11 +270,26 @@ class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
 
 
 Operator = StatusRequest | Submit | Retire
-Reply = FleetStatus | Report | RequestRejected
+
+
+class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
+    """A part of a reply that is too large for one message. The parts are of one moment, and sent one after the other.
+
+    Attributes:
+        part: The reply, with some of its agents or outcomes.
+        left: Agents or outcomes in the parts that follow; 0 in the last.
+    """
+
+    part: FleetStatus | Report
+    left: Count
+
+
+Reply = FleetStatus | Report | RequestRejected | ReplyPart
 
 OPERATOR_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Operator))
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Struct)
 
 # --- encoding and decoding --------------------------------------------------------------------------------------------
 
@@ -340,6 +358,53 @@ def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
     if min(numbers) < 0 or max(numbers) >= NUMBER_MAX:
         raise WireError("a number in the header is out of bounds")  # the next seq must be within them too
     return head, frames[1]
+
+
+def encode_reply(reply: Reply | Rejoin) -> list[bytes]:
+    """Encode the answer to an operator: as one body, or as several if it is of a large fleet."""
+    body = encode(reply)
+    if len(body) <= MAX_REPLY_BYTES:
+        return [body]
+    match reply:
+        case FleetStatus(agents=agents):
+            parts: list[FleetStatus | Report] = [replace(reply, agents=rows) for rows in _portions(agents)]
+        case Report(outcomes=outcomes):
+            parts = [replace(reply, outcomes=rows) for rows in _portions(outcomes)]
+        case _:
+            parts = []
+    left = [sum(map(_rows, parts[number:])) for number in range(1, len(parts) + 1)]
+    bodies = [encode(ReplyPart(part=part, left=after)) for part, after in zip(parts, left, strict=True)]
+    if bodies and max(map(len, bodies)) <= MAX_REPLY_BYTES:
+        return bodies
+    reason = f"the reply takes {len(body):,} bytes, one part of it more than a message, which has {MAX_REPLY_BYTES:,}"
+    return [encode(RequestRejected(reason=reason))]
+
+
+def join_parts(parts: Sequence[FleetStatus | Report]) -> FleetStatus | Report:
+    """Return the reply that was sent in parts."""
+    first = parts[0]
+    if isinstance(first, FleetStatus):
+        return replace(
+            first, agents=tuple(row for part in parts if isinstance(part, FleetStatus) for row in part.agents)
+        )
+    return replace(first, outcomes=tuple(row for part in parts if isinstance(part, Report) for row in part.outcomes))
+
+
+def _rows(part: FleetStatus | Report) -> int:
+    return len(part.agents if isinstance(part, FleetStatus) else part.outcomes)
+
+
+def _portions(rows: tuple[R, ...]) -> Iterator[tuple[R, ...]]:
+    """Cut rows into portions of about half a message each: what they all share must fit in beside them."""
+    portion: list[R] = []
+    size = 0
+    for row in rows:
+        size += len(encode(row))
+        if portion and size > MAX_REPLY_BYTES // 2:
+            yield tuple(portion)
+            portion, size = [], len(encode(row))
+        portion.append(row)
+    yield tuple(portion)
 
 
 def decode_upward(body: bytes) -> Upward | Operator:

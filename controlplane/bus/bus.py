@@ -557,11 +557,8 @@ class Bus:
         self._inbox.refused.clear()
 
     def _reply(self, connection: bytes, reply: wire.Reply | wire.Rejoin) -> None:
-        body = wire.encode(reply)
-        if len(body) > wire.MAX_BYTES - 1024:
-            reason = f"the reply takes {len(body)} bytes, and a message has at most {wire.MAX_BYTES}"
-            body = wire.encode(wire.RequestRejected(reason=reason))
-        self._router.send_nowait([connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body])
+        for body in wire.encode_reply(reply):
+            self._router.send_nowait([connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:
         self._changed.set()

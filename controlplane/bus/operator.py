@@ -1,6 +1,6 @@
 """Asks a running bus for its status, to publish a command, or to retire a place. For the command line.
 
-One request, one reply.
+One request, one reply; that of a large fleet comes in parts.
 """
 
 from typing import Final, TypeVar
@@ -82,9 +82,15 @@ async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: f
         with anyio.move_on_after(timeout_s):
             await _get_in(dealer, bus, keys)
             await dealer.send([wire.encode_header(0), wire.encode(request)])
+            parts: list[FleetStatus | Report] = []
             while True:
                 _, body = wire.parse_frames(await dealer.recv())
                 reply = wire.decode_downward(body)
+                if isinstance(reply, wire.ReplyPart):
+                    parts.append(reply.part)
+                    if reply.left:
+                        continue
+                    reply = wire.join_parts(parts)
                 if isinstance(reply, wire.RequestRejected):
                     raise CommandError(f"the bus at {bus} refused: {reply.reason}")
                 if isinstance(reply, expected):

@@ -1,14 +1,20 @@
 """The fleet as one message, and which replicas are proven to serve. For people and programs that watch it. Pure."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from controlplane.machine.fleet import CoordinatorState, Member, OpenCommand
 from controlplane.machine.membership import syncing_replicas
 from schemas.commands import Target
 from schemas.desired import Desired
-from schemas.formatting import agent_order, describe, format_duration
+from schemas.formatting import agent_order, describe, format_agents, format_duration
 from schemas.identity import ROLLOUT, RolloutMode, identity_of
 from schemas.reports import AgentLine, FleetStatus
+
+OPEN_MAX: Final = 64
+"""Open commands that a status names, the oldest first."""
+WAITS_FOR_MAX: Final = 4
+"""Commands that a status names for one agent."""
 
 
 def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: Mapping[str, int]) -> FleetStatus:
@@ -20,6 +26,7 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: 
         last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
     """
     unproven = unproven_replicas(state)
+    waits_for = _waits_for(state)
     agents = (
         AgentLine(
             agent=name,
@@ -29,7 +36,7 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: 
             silent_ms=max(0, now_us - last_heard_us.get(member.peer, now_us)) // 1000,
             seq=member.seq,
             status=member.status,
-            waits_for=tuple(_name(command) for command in state.open if name in command.waiting),
+            waits_for=tuple(waits_for.get(name, ())),
             away_ms=_away_ms(member, now_us),
         )
         for name, member in state.members.items()
@@ -41,9 +48,26 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: 
         version=max(desired.version for desired in (state.default_desired, *state.desired.values())),
         log=log,
         agents=tuple(sorted(agents, key=lambda line: (identity_of(line.agent).unit not in unproven, line.urgency))),
-        open=tuple(f"{_name(command)} waits for {', '.join(sorted(command.waiting))}" for command in state.open),
+        open=_open(state),
         unproven=tuple(sorted(unproven)),
     )
+
+
+def _open(state: CoordinatorState) -> tuple[str, ...]:
+    lines = [f"{_name(command)} waits for {format_agents(command.waiting)}" for command in state.open[:OPEN_MAX]]
+    more = len(state.open) - len(lines)
+    return (*lines, f"{more} more commands") if more else tuple(lines)
+
+
+def _waits_for(state: CoordinatorState) -> dict[str, list[str]]:
+    """The oldest commands that each agent has not answered."""
+    waits_for: dict[str, list[str]] = {}
+    for command in state.open[:OPEN_MAX]:
+        for name in sorted(command.waiting):
+            commands = waits_for.setdefault(name, [])
+            if len(commands) < WAITS_FOR_MAX:
+                commands.append(_name(command))
+    return waits_for
 
 
 def _away_ms(member: Member, now_us: int) -> int:

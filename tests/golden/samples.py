@@ -144,6 +144,10 @@ SAMPLES: tuple[Struct, ...] = (
     ),
     REPORT,
     wire.RequestRejected(reason="not by hand"),
+    wire.ReplyPart(
+        part=FleetStatus(run="run-1", epoch=1, seq=2, version=0, log="/runs/run.db", agents=()),
+        left=4000,
+    ),
     # events of an agent's machine
     agent.Started(at_ms=1, identity=PLACE, incarnation="i"),
     agent.CommandReceived(at_ms=2, epoch=3, origin=2, seq=7, ttl_ms=900, command=PROFILE, target=commands.Target()),
