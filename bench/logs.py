@@ -9,6 +9,7 @@ is sent. `opened` is the time to open the log again, and how many records were f
 import argparse
 import json
 import os
+import random
 import tempfile
 import time
 from collections import Counter
@@ -55,13 +56,14 @@ class Node:
 
     def __init__(self, replica: int) -> None:
         self.identity = Identity(replica=replica, node_rank=0)
-        self.peer = f"{replica}.0/{replica:032x}"
-        self.journal = f"{replica:032x}"
+        noise = random.Random(replica)  # as hard to compress as real ids
+        self.peer = f"{replica}.0/{noise.randbytes(16).hex()}/{noise.randbytes(5).hex()}"
+        self.journal = noise.randbytes(16).hex()
         self.waiting: list[agent_events.Decision] = []
         self.uploaded = 0
         self._state = machine.AgentState()
         seen = agent_events.Observation(engine="null", tokenizer="present", operations=frozenset(Operation))
-        self.decide(agent_events.Started(at_ms=0, identity=self.identity, incarnation=self.peer.partition("/")[2]))
+        self.decide(agent_events.Started(at_ms=0, identity=self.identity, incarnation=self.peer.split("/")[1]))
         self.decide(agent_events.EngineObserved(at_ms=0, observation=seen))
         self.decide(agent_events.SnapshotReceived(at_ms=0, epoch=1, seq=1, desired=Desired()))
 
@@ -111,7 +113,7 @@ class Run:
         for node in self._nodes:
             host = f"node-{node.identity.replica:04}"
             hello = Hello(
-                identity=node.identity, incarnation=node.peer.partition("/")[2], journal=node.journal, host=host, pid=1
+                identity=node.identity, incarnation=node.peer.split("/")[1], journal=node.journal, host=host, pid=1
             )
             self._decide(HelloReceived(at_us=0, peer=node.peer, hello=hello, recorded_decisions=0))
             self._decide(JoinReceived(at_us=0, peer=node.peer))

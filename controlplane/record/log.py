@@ -2,7 +2,7 @@
 
     header   run, created (wall clock, ns), major (of the wire protocol), logic (of the coordinator's decisions)
     records  agent is '' for the coordinator, kind is the tag of the event that was decided, the body is a
-             `LoggedDecision`
+             decision, as `controlplane.record.bodies` writes it
     marks    the coordinator's state now and then, see `controlplane.record.marks`
 
 Opening for writing replays the coordinator over its own records, from the newest mark on. A log that does not lead to
@@ -13,24 +13,25 @@ intact log can be read.
 import os
 import secrets
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self
 
-from msgspec import MsgspecError, Raw, Struct, convert
+from msgspec import MsgspecError, Struct, convert
 from msgspec.msgpack import Decoder
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
+from controlplane.record.bodies import BodyReader, BodyWriter, deflated, inflated
 from controlplane.record.entries import LogEntry, LogMark, coordinator_event_decoder
 from controlplane.record.marks import decode_mark, decode_state, encode_mark
 from schemas.carriers.database import Durability
 from schemas.carriers.records import Record, RecordFile, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
-from schemas.events import Decision
-from schemas.identity import Count, Name
+from schemas.identity import Name
 from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, encode
 
 NUMBER_MAX: Final = 1 << 53
@@ -40,20 +41,6 @@ MARK_BYTES: Final = 16 * 1024 * 1024
 """A mark is made after this many records or bytes, whichever comes first: about half a second of folding."""
 MARK_SHARE: Final = 8
 """And after this many times the bytes of the last mark, so that marks are a small part of the file."""
-
-
-class LoggedDecision(Struct, frozen=True, kw_only=True):
-    """Body of a record. One of the coordinator has only `event` and `effects`.
-
-    Attributes:
-        journal: The agent's journal. An agent that starts without one creates another.
-        number: Number of the decision in the journal: 1, 2, 3 …
-    """
-
-    journal: Name = ""
-    number: Count = 0
-    event: Raw
-    effects: Raw
 
 
 class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "created"}):
@@ -75,7 +62,6 @@ class _Tagged(Struct):
     type: Name
 
 
-_decision_decoder = Decoder(LoggedDecision)
 _tag_decoder = Decoder(_Tagged)
 
 
@@ -97,6 +83,7 @@ class RunLog:
         self.state = CoordinatorState()
         self.folded = 0
         self._file = file
+        self._bodies = BodyWriter()
         self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: number of the last recorded decision
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
         self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
@@ -153,8 +140,9 @@ class RunLog:
         """
         with RecordReader.open(path) as reader:
             _read_header(reader)
+            bodies = BodyReader(reader.records)
             for record in reader.records(start):
-                yield _entry(reader.path, record)
+                yield _entry(reader.path, record, bodies)
 
     @staticmethod
     def walk(path: str | os.PathLike[str]) -> Iterator[LogEntry | LogMark]:
@@ -162,10 +150,11 @@ class RunLog:
         with RecordReader.open(path) as reader:
             _read_header(reader)
             marks = deque(reader.mark_positions())
+            bodies = BodyReader(reader.records)
             for record in reader.records():
                 while marks and marks[0] < record.position:
                     yield _mark(reader, marks.popleft())
-                yield _entry(reader.path, record)
+                yield _entry(reader.path, record, bodies)
             for position in marks:
                 yield _mark(reader, position)
 
@@ -187,12 +176,13 @@ class RunLog:
             at_ns: Wall clock.
             state: The coordinator after this decision, for a mark if one is due; None for no mark.
         """
-        body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
+        body = self._bodies.coordinator(self._file.next_position, event, effects)
         self._append(str(event.__struct_config__.tag), "", at_ns, body)
         if state is not None and self._mark_due():
-            mark = encode_mark(state, self._recorded)
+            mark = deflated(encode_mark(state, self._recorded))
             self._file.append_mark(at_ns, mark)
             self._unmarked_records, self._unmarked_bytes, self._mark_bytes = 0, 0, len(mark)
+            self._bodies.begin_segment()
 
     def append_batch(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
         """Append those decisions of an agent that the log does not have yet. The next `commit` writes them.
@@ -222,8 +212,8 @@ class RunLog:
         number = last - len(new)
         for kind, decision in zip(kinds, new, strict=True):
             number += 1
-            body = LoggedDecision(journal=batch.journal, number=number, event=decision.event, effects=decision.effects)
-            self._append(kind, agent, at_ns, encode(body))
+            body = self._bodies.agent(self._file.next_position, batch.journal, number, decision)
+            self._append(kind, agent, at_ns, body)
         if new:
             self._recorded.setdefault(agent, {})[batch.journal] = last
             self._holes.pop(key, None)
@@ -259,17 +249,18 @@ class RunLog:
 
     def _restore(self) -> None:
         """Fold the coordinator over its own records, from the newest mark on that can be used."""
+        bodies = BodyReader(self._file.records)
         for record in self._file.records(self._begin_at_mark() + 1):
             self.folded += 1
             self._unmarked_records += 1
             self._unmarked_bytes += len(record.body)
             try:
-                decision = _decision_decoder.decode(record.body)
+                decision = bodies.decode(record)
                 if record.agent:
                     self._recorded.setdefault(record.agent, {})[decision.journal] = decision.number
                     continue
                 self.state, effects = decide(self.state, coordinator_event_decoder.decode(decision.event))
-            except MsgspecError as error:
+            except (MsgspecError, LogCorrupt) as error:
                 raise _other_logic(self.path, f"record {record.position} can't be understood ({error})") from error
             if encode(effects) != bytes(decision.effects):
                 raise _other_logic(self.path, f"this version would decide otherwise in record {record.position}")
@@ -281,7 +272,7 @@ class RunLog:
             mark = _mark(self._file, position)
             state = decode_state(mark)
             if state is not None and first - 1 <= position <= self._file.last_position:
-                self.state, self._mark_bytes = state, len(bytes(mark.state))
+                self.state, self._mark_bytes = state, len(self._file.mark(position).body)
                 self._recorded = {agent: dict(numbers) for agent, numbers in mark.recorded.items()}
                 return position
         if first > 1:
@@ -291,11 +282,11 @@ class RunLog:
         return 0
 
 
-def _entry(path: Path, record: Record) -> LogEntry:
+def _entry(path: Path, record: Record, bodies: BodyReader) -> LogEntry:
     try:
-        decision = _decision_decoder.decode(record.body)
-    except MsgspecError as error:
-        raise LogCorrupt(f"{path}: record {record.position} is no decision ({error})", record.position) from error
+        decision = bodies.decode(record)
+    except LogCorrupt as error:
+        raise LogCorrupt(f"{path}: {error}", record.position) from error
     return LogEntry(
         position=record.position,
         at_ns=record.at_ns,
@@ -311,10 +302,10 @@ def _entry(path: Path, record: Record) -> LogEntry:
 def _mark(reader: RecordReader, position: int) -> LogMark:
     try:
         record = reader.mark(position)
-        mark = decode_mark(record.body)
+        mark = decode_mark(inflated(record.body))
     except LogCorrupt as error:
         return LogMark(position=position, at_ns=0, logic=0, damage=str(error))
-    except MsgspecError as error:
+    except (MsgspecError, zlib.error) as error:
         text = f"{reader.path}: the mark after record {position} can't be read ({error})"
         return LogMark(position=position, at_ns=record.at_ns, logic=0, damage=text)
     return LogMark(position=position, at_ns=record.at_ns, logic=mark.logic, state=mark.state, recorded=mark.recorded)

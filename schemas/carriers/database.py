@@ -17,8 +17,8 @@ from urllib.parse import quote
 from schemas.carriers.filesystems import filesystem_type, is_network, read_mounts
 from schemas.errors import LogCorrupt, LogError, LogFull
 
-FORMAT: Final = 1
-"""Version of the tables; a reader refuses newer ones."""
+FORMAT: Final = 2
+"""Version of the tables and of what is in them; a reader refuses newer ones, and reads older ones."""
 OWN_KEYS: Final = frozenset({"format", "first", "last", "checksum"})
 """Keys of the table `meta` that are not part of the header."""
 
@@ -70,7 +70,8 @@ def open_for_writing(path: Path, header: Mapping[str, str], durability: Durabili
             connection.executemany("INSERT INTO meta VALUES (?, ?)", [*own.items(), *header.items()])
             connection.execute("COMMIT")
         _check_format(path, connection)
-        connection.execute(_MARKS)  # files of earlier versions have no such table
+        connection.execute(_MARKS)  # files of format 1 have no such table
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(FORMAT),))
         undo.pop_all()
     return connection
 

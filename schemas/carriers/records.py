@@ -328,6 +328,11 @@ class RecordFile(RecordReader):
         """Number of records that are appended but not committed."""
         return len(self._pending)
 
+    @property
+    def next_position(self) -> int:
+        """Position that the next `append` gives."""
+        return self._next
+
     def append(self, kind: str, agent: str, at_ns: int, body: bytes) -> int:
         """Buffer one record for the next `commit`, and return its position.
 

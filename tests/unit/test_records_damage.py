@@ -144,8 +144,8 @@ def test_another_database_is_refused(path: Path, opened: Callable[[Path], Record
 @opened
 def test_a_file_of_a_newer_format_is_refused_with_advice(path: Path, opened: Callable[[Path], RecordReader]) -> None:
     write(path, 1)
-    alter(path, "UPDATE meta SET value = '2' WHERE key = 'format'")
-    with pytest.raises(LogError, match="format 2; this one reads up to 1. Update rolloutctl"):
+    alter(path, "UPDATE meta SET value = '3' WHERE key = 'format'")
+    with pytest.raises(LogError, match="format 3; this one reads up to 2. Update rolloutctl"):
         opened(path)
 
 

@@ -1,0 +1,256 @@
+"""Bodies of the records in a run's log, and how they say less.
+
+    map      event, effects; of an agent also journal and number. What earlier versions wrote for every decision
+    array 1  a decision of an agent                 _AgentBody
+    array 2  answers that came in one turn          _AnswersBody
+    0x78 …   one of those, compressed by zlib
+
+Theory of operation. Of a thousand agents most decide the same about the same command: only the moment differs. So a
+body names what it shares with earlier ones by numbers in a table of values: journals, events without their moment,
+effects, peers. The first record that has a value brings it. The table begins anew with each segment: at every mark,
+when a log is opened, and when it has grown large. Each record says where its segment begins, so that a reader may start
+anywhere: it looks through the segment up to there. A damaged record takes with it only those that need its values.
+
+What is read is byte for byte what was decided: a value stands for exactly its bytes.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Final
+
+from msgspec import MsgspecError, Raw, Struct
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
+from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent, PeerAnswer
+from schemas.carriers.records import Record
+from schemas.errors import LogCorrupt
+from schemas.events import Decision
+from schemas.identity import Count, Name
+from schemas.wire import encode
+
+SEGMENT_BYTES: Final = 4 * 1024 * 1024
+"""Values of a segment, at most."""
+COMPRESS_BYTES: Final = 256
+"""Smaller bodies are not worth it."""
+
+_ZLIB: Final = b"\x78"  # first byte of a stream of zlib; no array or map of ours begins so
+_AT_MS: Final = b"\xa5at_ms"
+_INT_BYTES: Final = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+
+
+class LoggedDecision(Struct, frozen=True, kw_only=True):
+    """A decision as it was made. One of the coordinator has only `event` and `effects`.
+
+    Attributes:
+        journal: The agent's journal. An agent that starts without one creates another.
+        number: Number of the decision in the journal: 1, 2, 3 …
+    """
+
+    journal: Name = ""
+    number: Count = 0
+    event: Raw
+    effects: Raw
+
+
+class _AgentBody(Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """A decision of an agent.
+
+    Attributes:
+        back: How many records before this one the segment begins.
+        base: Number of the first of `values` in the table.
+        values: New ones, for the table.
+        journal, event, effects: Numbers in the table.
+        at_ms: The moment that belongs into the event, encoded; `b""` if that is whole.
+    """
+
+    back: int
+    base: int
+    values: tuple[bytes, ...]
+    number: int
+    journal: int
+    event: int
+    effects: int
+    at_ms: bytes
+
+
+class _SameAnswers(Struct, frozen=True, array_like=True):
+    """Answers that follow each other and are equal but for their peers, which are numbers in the table."""
+
+    answer: PeerAnswer
+    peers: list[int]
+
+
+class _AnswersBody(Struct, frozen=True, array_like=True, tag=2):
+    """An `AnswersReceived`, with what it led to. The first three as in `_AgentBody`."""
+
+    back: int
+    base: int
+    values: tuple[bytes, ...]
+    event: AnswersReceived
+    answers: list[_SameAnswers]
+    effects: Raw
+
+
+_content_of = attrgetter(*(field for field in PeerAnswer.__struct_fields__ if field != "peer"))
+_plain_decoder = Decoder(LoggedDecision)
+_short_decoder: Decoder[_AgentBody | _AnswersBody] = Decoder(_AgentBody | _AnswersBody)
+
+
+class BodyWriter:
+    """Encodes the bodies of a log's new records, in order."""
+
+    def __init__(self) -> None:
+        self._table: dict[bytes, int] = {}
+        self._begin: int | None = None
+        self._nbytes = 0
+
+    def begin_segment(self) -> None:
+        """Let no later body refer to an earlier one."""
+        self._begin = None
+
+    def coordinator(self, position: int, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> bytes:
+        """Return the body of a decision of the coordinator, for the record at a position."""
+        if isinstance(event, AnswersReceived) and len(event.answers) > 1:
+            body = self._answers(position, event, effects)
+        else:
+            body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
+        return deflated(body)
+
+    def agent(self, position: int, journal: str, number: int, decision: Decision) -> bytes:
+        """Return the body of a decision of an agent, for the record at a position."""
+        back, base, new = self._open(position), len(self._table), list[bytes]()
+        rest, at_ms = _split(bytes(decision.event))
+        journal_at = self._index(journal.encode(), new)
+        event_at = self._index(rest, new)
+        effects_at = self._index(bytes(decision.effects), new)
+        return encode(_AgentBody(back, base, tuple(new), number, journal_at, event_at, effects_at, at_ms))
+
+    def _answers(self, position: int, event: AnswersReceived, effects: tuple[CoordinatorEffect, ...]) -> bytes:
+        back, base, new = self._open(position), len(self._table), list[bytes]()
+        answers: list[_SameAnswers] = []
+        last: object = None
+        for answer in event.answers:
+            content = _content_of(answer)
+            if content != last:
+                answers.append(_SameAnswers(replace(answer, peer=""), []))
+                last = content
+            answers[-1].peers.append(self._index(answer.peer.encode(), new))
+        return encode(_AnswersBody(back, base, tuple(new), replace(event, answers=()), answers, Raw(encode(effects))))
+
+    def _open(self, position: int) -> int:
+        """Return how many records before this one its segment begins: with the position before its first."""
+        if self._begin is None or self._nbytes > SEGMENT_BYTES:
+            self._table.clear()
+            self._begin, self._nbytes = position - 1, 0
+        return position - self._begin
+
+    def _index(self, value: bytes, new: list[bytes]) -> int:
+        index = self._table.get(value)
+        if index is None:
+            index = self._table[value] = len(self._table)
+            new.append(value)
+            self._nbytes += len(value)
+        return index
+
+
+class BodyReader:
+    """Decodes the bodies of a log's records. Cheapest in the order of their positions.
+
+    Args:
+        fetch: Yields the records from a position on, to look through a segment.
+    """
+
+    def __init__(self, fetch: Callable[[int], Iterator[Record]]) -> None:
+        self._fetch = fetch
+        self._table: dict[int, bytes] = {}
+        self._begin = self._through = 0
+
+    def decode(self, record: Record) -> LoggedDecision:
+        """Return the decision. Raises LogCorrupt if it can't be read, or needs a record that can't."""
+        try:
+            body = inflated(record.body)
+            if body[:1] < b"\x90":
+                return _plain_decoder.decode(body)
+            short = _short_decoder.decode(body)
+            self._look_through(record.position - short.back, record.position)
+            self._take(short)
+            self._through = record.position
+            return self._agent(short) if isinstance(short, _AgentBody) else self._answers(short)
+        except KeyError:
+            text = f"record {record.position} needs an earlier record that is damaged or missing"
+        except (MsgspecError, zlib.error, ValueError) as error:
+            text = f"record {record.position} is no decision ({error})"
+        raise LogCorrupt(text, record.position)
+
+    def _agent(self, body: _AgentBody) -> LoggedDecision:
+        table = self._table
+        return LoggedDecision(
+            journal=table[body.journal].decode(),
+            number=body.number,
+            event=Raw(_joined(table[body.event], body.at_ms)),
+            effects=Raw(table[body.effects]),
+        )
+
+    def _answers(self, body: _AnswersBody) -> LoggedDecision:
+        answers = tuple(
+            replace(same.answer, peer=self._table[peer].decode()) for same in body.answers for peer in same.peers
+        )
+        return LoggedDecision(event=Raw(encode(replace(body.event, answers=answers))), effects=body.effects)
+
+    def _look_through(self, begin: int, position: int) -> None:
+        """Have the values of a segment from its beginning up to a position."""
+        if begin != self._begin or position <= self._through:
+            self._table.clear()
+            self._begin = self._through = begin
+        while self._through < position - 1:
+            try:
+                for record in self._fetch(self._through + 1):
+                    if record.position >= position:
+                        return
+                    self._through = record.position
+                    self._take_from(record)
+                return
+            except LogCorrupt as error:
+                self._through = max(self._through + 1, error.position)
+
+    def _take_from(self, record: Record) -> None:
+        try:
+            body = inflated(record.body)
+            short = _short_decoder.decode(body) if body[:1] >= b"\x90" else None
+        except (MsgspecError, zlib.error):
+            return
+        if short is not None and record.position - short.back == self._begin:
+            self._take(short)
+
+    def _take(self, body: _AgentBody | _AnswersBody) -> None:
+        if body.values:
+            self._table.update(enumerate(body.values, body.base))
+
+
+def _split(event: bytes) -> tuple[bytes, bytes]:
+    """An event without its moment, and the moment as it was encoded; `b""` if it has none where one is expected."""
+    begin = event.find(_AT_MS) + len(_AT_MS)
+    first = event[begin] if len(_AT_MS) <= begin < len(event) else 0xC0
+    end = begin + (1 if first < 0x80 else _INT_BYTES.get(first, 0))
+    if not begin < end <= len(event):
+        return event, b""
+    return event[:begin] + event[end:], event[begin:end]
+
+
+def _joined(rest: bytes, at_ms: bytes) -> bytes:
+    if not at_ms:
+        return rest
+    begin = rest.index(_AT_MS) + len(_AT_MS)
+    return rest[:begin] + at_ms + rest[begin:]
+
+
+def deflated(body: bytes) -> bytes:
+    """Return a body, compressed if that makes it smaller."""
+    return min(zlib.compress(body, 1), body, key=len) if len(body) >= COMPRESS_BYTES else body
+
+
+def inflated(body: bytes) -> bytes:
+    """Undo `deflated`. Raises zlib.error."""
+    return zlib.decompress(body) if body[:1] == _ZLIB else body
