@@ -72,7 +72,7 @@ def test_whatever_an_agent_sends_is_read_as_it_was_sent(pairs: list[tuple[bytes,
 def test_answers_of_many_agents_are_said_once_and_read_in_their_order() -> None:
     skip, act = Skipped(Reason.NOT_TARGETED), Acted(calls=("flush",))
     answers = tuple(
-        PeerAnswer(peer=f"{n}.0/{n:032x}/{n:010x}", origin=1, seq=1 + n % 2, outcome=act if n == 7 else skip, rule=5)
+        PeerAnswer(peer=f"{n}.0/{n:032x}/{n:010x}", origin=1, seq=1 + n // 128, outcome=act if n == 7 else skip, rule=5)
         for n in range(256)
     )
     event = AnswersReceived(at_us=5, answers=answers)
