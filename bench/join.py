@@ -67,7 +67,9 @@ def agents(first: str, count: str, address: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     context = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, 4 * int(count) + 64)  # an agent has two, and closed ones take a moment to go
+    context.set(
+        zmq.MAX_SOCKETS, 6 * int(count) + 64
+    )  # an agent has two, five while it seeks its bus, and closed ones linger
 
     async def run_agent(number: int, state: Path) -> None:
         engine, place = NullEngine(tokenizer=True), Identity(replica=number, node_rank=0)

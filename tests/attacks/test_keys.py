@@ -24,6 +24,7 @@ from schemas.errors import CommandError, IdentityTaken, KeyRefused
 from tests.attacks.keyed_bus import FLUSH, HERE, NOBODY, agent_of, bus_of, first, live, reach, source, stranger
 from tests.unit.small_bus import Engine
 from tests.waiting import until
+from workers.link import link
 
 pytestmark = pytest.mark.anyio
 
@@ -336,8 +337,16 @@ async def test_the_log_of_an_agent_says_why_it_does_not_get_in_and_it_gets_in_on
 )
 @pytest.mark.one_loop
 async def test_a_plain_side_and_one_with_keys_tell_each_other_apart(
-    folder: KeyFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, has: bool, needs: bool, says: str
+    folder: KeyFolder,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has: bool,
+    needs: bool,
+    says: str,
 ) -> None:
+    monkeypatch.setattr(link, "SILENT_MS", 1)
+    monkeypatch.setattr(link, "CONNECT_S", 0.2)
     keys = folder.add("node", "agent", ("0",)) if has else None
     async with (
         bus_of(folder if needs else None, tmp_path, HERE) as bus,

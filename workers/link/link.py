@@ -33,7 +33,7 @@ from schemas.carriers.handshakes import DialledSocket
 from schemas.carriers.keys import Credentials, KeySource
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
 from schemas.config import AgentConfig, BusConfig
-from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
+from schemas.errors import AgentError, BusAddressError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired
 from schemas.identity import Identity
 from schemas.logs import logger_of
@@ -59,6 +59,8 @@ PAUSE_MS_MAX: Final = 4_000
 """Longest pause between two attempts to join."""
 SILENT_MS: Final = 3_000
 """Time without an answer to a heartbeat, beyond the one until the next, after which the agent dials anew."""
+CONNECT_S: Final = 5.0
+"""Time for a new connection to open, before another one is dialled."""
 ANSWER_S: Final = 4.0
 """Time to wait for an answer on a new connection, before another one is dialled."""
 BUSY_S: Final = 1.0
@@ -127,6 +129,7 @@ class Link:
         self._welcomed = anyio.Event()
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # lease and heartbeat, as the last welcome set them
         self._heard_ms = self._answered_ms = self._published_ms = 0
+        self._unanswered = 0  # attempts to reach the bus on another connection since it last answered
         self._asking: CancelScope | None = None  # of the attempt to reach the bus on another connection
         self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
         self._upload = DecisionUpload(journal, config.batch, self._send)
@@ -349,22 +352,37 @@ class Link:
 
     async def _ask_elsewhere(self) -> None:
         """Dial beside the old connection, and take its place if only the new one is answered."""
+        self._unanswered += 1
+        # Without keys few are refused, and to find out takes two more sockets: not at the first attempt.
+        watched = self._keys is not None or self._unanswered > 1
+        try:
+            dealer = agent_dealer(self._context, self._bus, self._credentials(), watched=watched)
+        except BusAddressError as error:  # no descriptor is left: others may close some
+            logger.warning("agent %s can't ask its bus on a new connection: %s", self._agent, error)
+            await anyio.sleep(ANSWER_S)
+            return
         with CancelScope() as self._asking:
-            dealer = agent_dealer(self._context, self._bus, self._credentials())
             try:
                 await self._get_in(dealer)
-                await dealer.send([self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))])
-                with anyio.move_on_after(ANSWER_S) as waiting:
-                    await dealer.recv()
-                if not waiting.cancelled_caught:
-                    await anyio.sleep(BUSY_S)
+                with anyio.move_on_after(None if watched else CONNECT_S) as connecting:
+                    await dealer.send([self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))])
+                if not connecting.cancelled_caught and await self._answers(dealer):
                     logger.warning("agent %s: the bus answers on a new connection only: joining again", self._agent)
                     dealer, self._dealer = self._dealer, dealer
-                    self._answered_ms = now_ms()
+                    self._answered_ms, self._unanswered = now_ms(), 0
                     self._end_session()
             finally:
                 dealer.close(0)
         self._asking = None
+
+    async def _answers(self, dealer: DialledSocket) -> bool:
+        """Whether the bus answers on this connection, while the old one stays silent."""
+        with anyio.move_on_after(ANSWER_S) as waiting:
+            await dealer.recv()
+        if waiting.cancelled_caught:
+            return False
+        await anyio.sleep(BUSY_S)
+        return True
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -391,6 +409,7 @@ class Link:
                     raise
                 continue
             received_ms = self._answered_ms = now_ms()
+            self._unanswered = 0
             if self._asking is not None:
                 self._asking.cancel()
             try:
