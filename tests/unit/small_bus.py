@@ -82,6 +82,7 @@ class Bus:
         self.publisher = bus_publisher(context, address if address.startswith("tcp:") else f"{address}-publish")
         self.run, self.epoch, self.seq = run, 1, 0
         self.heartbeat_ms, self.lease_ms = 40, 60_000
+        self.head_interval_ms: int | None = None
         self.peers: list[bytes] = []
         self.ignored: list[wire.Upward] = []
         self.subscriptions: list[bytes] = []
@@ -148,6 +149,7 @@ class Bus:
             heartbeat_ms=self.heartbeat_ms,
             lease_ms=self.lease_ms,
             recorded_decisions=recorded,
+            head_interval_ms=self.head_interval_ms,
         )
 
     async def admit(self, desired: Desired | None = None, recorded: int = 0) -> wire.Hello:

@@ -18,6 +18,7 @@ from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.reports import AgentStatus
 from tests.running import python
 from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, Run, reaches, recorded, running
+from tests.waiting import until
 from workers.agent import Agent
 
 pytestmark = pytest.mark.anyio
@@ -137,6 +138,78 @@ async def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
     async with running(bus, context, Engine(), tmp_path) as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
+
+
+# Half-open connections, and connections that libzmq gives up
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing answers and heads are noticed in tenths of a second."""
+    monkeypatch.setattr("workers.link.link.SILENT_MS", 100)
+    monkeypatch.setattr("workers.link.link.BUSY_S", 0.1)
+
+
+TOO_LARGE = bytes(wire.MAX_BYTES + 1)
+
+
+async def serve_time(bus: Bus) -> None:
+    """Answer every time request, and send heads, as a bus does."""
+    while True:
+        request = await bus.next(wire.TimeRequest)
+        bus.say(wire.TimeReply(sent_ns=request.sent_ns, received_ns=1, replied_ns=1))
+        bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, bus.seq), b"\xc0")
+
+
+async def test_a_frame_too_large_on_the_subscription_cuts_it_off_and_the_agent_subscribes_anew(
+    bus: Bus, run: Run
+) -> None:
+    bus.head_interval_ms = 20
+    async with run() as agent, anyio.create_task_group() as tasks:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined)
+        bus.subscriptions.clear()
+        bus.raw(wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), TOO_LARGE)
+        tasks.start_soon(serve_time, bus)
+        with anyio.fail_after(20):
+            await until(lambda: b"\x01" + wire.TOPIC_HEAD in bus.subscriptions)
+        bus.seq = 0
+        bus.publish(PAUSE)
+        await reaches(agent, lambda state: state.seq == 1)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_frame_too_large_on_the_control_connection_cuts_it_off_and_the_agent_joins_anew(
+    bus: Bus, run: Run
+) -> None:
+    async with run() as agent:
+        hello = await bus.admit()
+        await reaches(agent, lambda state: state.joined)
+        first = bus.peer
+        bus.router.send_nowait([first, wire.encode_header(1, 0, 0), TOO_LARGE])
+        with anyio.fail_after(20):
+            while bus.peer == first:
+                await bus.next(wire.TimeRequest)  # on a new connection, from a stranger
+        bus.say(STRANGER)
+        assert await bus.admit() == replace(hello, attempt=1)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_bus_that_is_only_busy_keeps_its_connection(bus: Bus, run: Run) -> None:
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined)
+        old = bus.peer
+        with anyio.fail_after(20):
+            while bus.peer == old:  # it reads, and answers nothing, until it is asked on another connection
+                await bus.next(wire.TimeRequest)
+        bus.say(STRANGER)
+        bus.peers.append(old)
+        bus.say(wire.TimeReply(sent_ns=1, received_ns=1, replied_ns=1))
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+        assert bus.peer == old and not any(isinstance(message, wire.Hello) for message in bus.ignored)
 
 
 # Lease, hostile bytes, orderly end
