@@ -16,7 +16,7 @@ Rule 4  Every ticket ends: concluded, refused, or failed when the bus closes, ho
 
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final, Self, assert_never
@@ -58,6 +58,8 @@ logger = logger_of("bus")
 
 TURN_MAX: Final = 256
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
+FLOOD_TURNS: Final = 100
+"""Turns in a row that leave messages unread, and end with a message of one connection, before that is cut off."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 STALLED_US: Final = 1_000_000
@@ -103,6 +105,7 @@ class Bus:
         self._skew_us = 0
         self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
+        self._floods = Counter[bytes]()  # by connection, while messages wait
         self._callers = Callers(self._config.queue, self._reply)
         self._closed = True
         self._next_head_us = 0
@@ -328,14 +331,17 @@ class Bus:
             await self._turn()
 
     async def _read_subscriptions(self) -> None:
-        """An XPUB sends its welcome only when its subscriptions are read."""
+        """An XPUB sends its welcome only when its subscriptions are read. Who sends anything else is cut off."""
         while True:
             publisher = self._publisher
             try:
-                await publisher.recv()
+                *_, subscription = await publisher.recv()
             except anyio.ClosedResourceError:
                 if publisher is self._publisher:
                     raise
+                continue
+            if subscription[1:] not in (wire.TOPIC_COMMAND, wire.TOPIC_HEAD):
+                publisher.cut_off_sender()
 
     async def _read_orders(self) -> None:
         while True:
@@ -410,8 +416,20 @@ class Bus:
                 drained = True
                 break
             receive(frames)
+        self._note_backlog(frames)
         self._handle_requests()
         return drained
+
+    def _note_backlog(self, newest: list[bytes] | None) -> None:
+        """While messages wait, count who sent the last one of each turn, and cut off who floods the bus."""
+        if newest is None:
+            self._floods.clear()
+            return
+        connection = newest[0] if self._access is None else newest[1]
+        self._floods[connection] += 1
+        if self._floods[connection] == FLOOD_TURNS:
+            logger.warning("cut off a connection that sends faster than the bus can read")
+            self._router.cut_off_sender()
 
     def _beat(self, at_us: int, drained: bool) -> None:
         """Send the head beacon, and look for agents that fell silent."""

@@ -21,6 +21,7 @@ import contextlib
 import errno
 import os
 import select
+import socket
 import threading
 from collections.abc import Sequence
 from enum import Enum
@@ -85,6 +86,7 @@ class EdgeSocket:
         self._waiters: list[_Waiter] = []
         self._burst = 0
         self._closed = False
+        self._received: zmq.Frame | None = None  # the last frame
         self._edge = select.poll()
         self._edge.register(self._fd, select.POLLIN)
 
@@ -117,10 +119,25 @@ class EdgeSocket:
             frames = []
         except zmq.ZMQError as error:
             raise self._translate(error) from error
+        else:
+            self._received = frame
         self._burst += 1
         if self._waiters:
             self._read_events()
         return frames or None
+
+    def cut_off_sender(self) -> None:
+        """Break the connection on which the last message came. libzmq can't, so this shuts it down underneath."""
+        if self._received is None:
+            return
+        # The connection may have closed, and its descriptor may be another one's by now. One at our address is at worst
+        # an honest peer's, which dials again.
+        with (
+            contextlib.suppress(OSError, zmq.ZMQError),
+            socket.socket(fileno=os.dup(int(self._received.get(zmq.SRCFD)))) as connection,
+        ):
+            if _address_of(connection) == self.address.rpartition(":")[2]:
+                connection.shutdown(socket.SHUT_RDWR)
 
     async def send(self, frames: Sequence[bytes]) -> None:
         """Queue one message; wait while the queue is full or nobody is connected.
@@ -254,6 +271,12 @@ class EdgeSocket:
             if events & waiter.flag:
                 waiter.wake()
         return events
+
+
+def _address_of(connection: socket.socket) -> str:
+    """The port on this side, or the path; as an address ends with it."""
+    name = connection.getsockname()
+    return str(name[1]) if isinstance(name, tuple) else f"//{name}"
 
 
 def _sender_key(frame: zmq.Frame) -> bytes:

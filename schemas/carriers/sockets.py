@@ -25,7 +25,8 @@ from schemas.errors import AddressInUse, BusAddressError
 Context = zmq.Context[zmq.Socket[bytes]]
 
 # A peer that sends a larger frame is disconnected by libzmq. The decoder checks the number of frames.
-SUBSCRIPTION_BYTES_MAX: Final = 4096  # a frame from a subscriber, which only sends topics
+SUBSCRIPTION_BYTES_MAX: Final = 512  # a frame from a subscriber, which only sends its key and topics
+SUBSCRIPTIONS_UNREAD_MAX: Final = 1  # bytes of a subscriber in the kernel, which takes at least about 2 kB
 FRAME_BYTES_MAX: Final = 256 * 1024  # a frame on every other socket
 EVENTS_QUEUED_MAX: Final = 1000  # messages per subscriber before the publisher drops; a resend repairs the hole
 CONTROL_QUEUED_MAX: Final = 256  # messages to one peer between an agent and the router
@@ -61,6 +62,9 @@ def bus_publisher(context: Context, address: str, *, insecure: bool = False, pai
     sock.set(zmq.XPUB_NODROP, 0)
     sock.set(zmq.ONLY_FIRST_SUBSCRIBE, 1)
     sock.set(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
+    # libzmq keeps every topic, in memory of fifty times its size, and does not return before it has taken in all that
+    # is there. So topics must not come fast: then who sends a wrong one is cut off in time.
+    sock.set(zmq.RCVBUF, SUBSCRIPTIONS_UNREAD_MAX)
     return _bind(sock, address, EVENTS_QUEUED_MAX, insecure, pair)
 
 

@@ -1,5 +1,7 @@
 """Attacks on the sockets of a trainer's process, by peers without any key."""
 
+import os
+import random
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +46,10 @@ class Trainer(NamedTuple):
         self.process.stdin.write(f"{hold_ms}\n")
         assert self.line() == "holding"
 
+    def memory(self) -> int:
+        """Return its resident memory in bytes."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
     def close(self) -> None:
         """End it, in order."""
         assert self.process.stdin is not None
@@ -59,6 +65,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
         yield Trainer(process, control, publish)
 
 
+MB = 1_000_000
 HOLDS = [
     pytest.param(1, 300, 1),
     # Longer than the ZMTP heartbeat that used to abort the process: 50 peers in five turns of nine seconds.
@@ -96,4 +103,33 @@ def test_a_ping_behind_more_than_is_read_does_not_abort_the_trainer(
                 attacker.send_at_once(messages * frame(b"x") + PING)
                 attacker.reset()
             assert victim.line() == "alive"
+        victim.close()
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.attacks)])
+@pytest.mark.parametrize("size", [4, 400, 4_000])
+def test_subscriptions_to_made_up_topics_fill_no_memory(tmp_path: Path, size: int, rounds: int) -> None:
+    topics = random.Random(0)
+    with trainer(tmp_path) as victim:
+        before = victim.memory()
+        for _ in range(rounds):
+            with connected(victim.publish, 1, "SUB") as (attacker,):
+                made_up = b"".join(frame(b"\x01" + topics.randbytes(size)) for _ in range(1_000_000 // size))
+                assert attacker.flood(made_up, 42 * MB)
+                victim.hold(0)
+                assert victim.line() == "alive"
+        assert victim.memory() - before < 20 * MB  # libzmq took 2.4 GB for them
+        victim.close()
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.attacks)])
+def test_a_flood_of_messages_is_cut_off(tmp_path: Path, rounds: int) -> None:
+    with trainer(tmp_path) as victim:
+        before = victim.memory()
+        for _ in range(rounds):
+            with connected(victim.control, 1) as (attacker,):
+                assert attacker.flood(100_000 * frame(b"x"), 100 * MB)
+            victim.hold(0)
+            assert victim.line() == "alive"
+        assert victim.memory() - before < 1_000 * MB  # of more than 2 GB that they would take
         victim.close()

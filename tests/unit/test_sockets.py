@@ -77,6 +77,33 @@ async def test_router_reports_an_unknown_peer(context: Context) -> None:
         assert sent is Sent.GONE and not sent
 
 
+@pytest.mark.parametrize("address", [ANY_PORT, "ipc"])
+async def test_the_sender_of_the_last_message_can_be_cut_off(context: Context, tmp_path: Path, address: str) -> None:
+    address = f"ipc://{tmp_path}/bus" if address == "ipc" else address
+    async with (
+        bus_router(context, address) as router,
+        agent_dealer(context, router.address) as stays,
+        agent_dealer(context, router.address) as goes,
+    ):
+        router.cut_off_sender()  # nobody yet
+        connections = []
+        for dealer in (stays, goes):
+            await dealer.send([b"hello"])
+            connections.append((await router.recv())[0])
+        router.cut_off_sender()
+        await until(lambda: router.send_nowait([connections[1], b"welcome"]) is Sent.GONE)
+        router.cut_off_sender()  # again: its descriptor may be another one's by now
+        assert router.send_nowait([connections[0], b"welcome"]) is Sent.OK
+
+
+async def test_a_peer_in_the_same_process_has_no_connection_to_cut_off(context: Context) -> None:
+    async with bus_router(context, "inproc://bus") as router, agent_dealer(context, "inproc://bus") as dealer:
+        await dealer.send([b"hello"])
+        connection, _ = await router.recv()
+        router.cut_off_sender()
+        assert router.send_nowait([connection, b"welcome"]) is Sent.OK
+
+
 async def test_router_reports_a_full_queue_and_delivers_all_it_accepted(context: Context) -> None:
     # An agent takes in all that comes, so this one is a bare socket that does not.
     slow = context.socket(zmq.DEALER)
