@@ -66,6 +66,7 @@ class Weather:
     partitions: float = 0.0
     half_open: float = 0.0
     engine_dies: float = 0.0
+    exiles: float = 0.0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Weather:
@@ -96,6 +97,7 @@ class World:
         self.settings = SETTINGS
         self.promises = Promises(self)
         self.weather = Weather.draw(self.rng)
+        self.weather.exiles = random.Random(~seed).choice((0.0, 0.0, 0.0, 0.02))  # keeps the luck of all the rest
         self.log = Log()
         self.lives = 0
         self.buses: list[Bus] = []
@@ -201,6 +203,8 @@ class World:
                     slot.blocked_until[way] = self.now + rng.choice((500, 3000, 15_000))
             if weather.half_open and rng.random() < weather.half_open and slot.process is not None:
                 slot.process.fall_silent(rng.choice((("control",), ("pub",), ("control", "pub"))))
+            if weather.exiles and rng.random() < weather.exiles:
+                self._exile(slot)
             if weather.engine_dies and rng.random() < weather.engine_dies:
                 self.say(f"the engine of {slot.name} is relaunched")
                 slot.relaunch()
@@ -208,6 +212,18 @@ class World:
                 rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
         if weather.trainer_dies and rng.random() < weather.trainer_dies:
             self.replace_trainer()
+
+    def _exile(self, slot: Slot) -> None:
+        """Cut one agent off from a living bus for longer than its lease, and sync the fleet meanwhile."""
+        self.say(f"{slot.name} is out of reach")
+        for way in slot.blocked_until:
+            slot.blocked_until[way] = self.now + self.settings.lease_ms + self.rng.randrange(2000, 10_000)
+        for delay_ms in (1000, self.settings.agent_timeout_ms + 1000, self.settings.lease_ms + 1000):
+            self.at(delay_ms, self._sync_meanwhile)
+
+    def _sync_meanwhile(self) -> None:
+        if self.bus is not None and self.bus.alive and self.trainer.busy:
+            self.trainer.sync(self.bus, quorum=1)
 
     def replace_trainer(self) -> None:
         """The trainer dies, or lives on as a zombie, and another takes over."""

@@ -27,9 +27,9 @@ from schemas.events import (
     Started,
     StartProfile,
 )
-from schemas.identity import ROLLOUT, Operation, RolloutMode, agent_of
-from schemas.outcomes import Acted, Conclusion, Missing, Outcome
-from schemas.reports import Report
+from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode, agent_of
+from schemas.outcomes import Acted, Conclusion, Missing, Outcome, Reason, Skipped
+from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
 from tests.simulation.engine import LAUNCHED, Engine
 from workers.machine.decide import AgentState, in_sync
@@ -326,6 +326,8 @@ class Promises:
                 self._published(bus, effect)
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
                 self._concluded(bus, effect.report)
+            elif isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
+                self._true(effect.report)
         if len(state.history) > bus.world.settings.history:
             self.broken("P8 bounded", f"the ring holds {len(state.history)} commands")
 
@@ -385,6 +387,27 @@ class Promises:
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
             if line.conclusion not in given:
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
+
+    def _true(self, report: SyncReport) -> None:
+        """P11: a committed report names each known replica that the sync was for, and says that it serves the version
+        only of one that has answered so itself.
+        """
+        last = report.phases[-1]
+        if report.status != "committed":
+            return
+        target = self.log[last.seq].target
+        places = [self.world.slot(name).identity for name in self.known]
+        known = {place.replica for place in places if _syncs(place) and target.includes(place)}
+        if silent := known - {*report.loaded, *report.quarantined, *report.unproven}:
+            self.broken("P11 true", f"the report of v{report.version} does not name replicas {sorted(silent)}")
+        for replica in report.loaded:
+            given = self.world.slot(f"{replica}.0").ledger.answered.get((last.origin, last.seq), [])
+            if not any(isinstance(outcome, Acted) or outcome == Skipped(Reason.ALREADY) for outcome in given):
+                self.broken("P11 true", f"the report of v{report.version} says that replica {replica} serves it")
+
+
+def _syncs(place: Identity) -> bool:
+    return place.role == ROLLOUT and place.mode is not RolloutMode.COLOCATED
 
 
 def _is_absent(conclusion: Conclusion) -> bool:

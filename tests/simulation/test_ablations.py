@@ -4,13 +4,19 @@ The seeds are those of `test_promises`, under which everything holds with all me
 of them most runs still end well; the mechanism is there for the few that do not.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 from msgspec.structs import replace
 
-from schemas.events import CommandReceived, Effect, Event, HeadSeen, SnapshotReceived
-from tests.simulation.cluster import Mechanisms, simulate
+from controlplane.machine import coordinator
+from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent
+from schemas.events import CommandReceived, Effect, Event, HeadSeen, LeaseExpired, SnapshotReceived
+from schemas.formatting import kind_and_reason
+from schemas.reports import Report, SyncReport
+from tests.simulation.cluster import BusDecide, Mechanisms, simulate
 from tests.simulation.promises import Broken
 from workers.machine import decide as machine
 from workers.machine.decide import AgentState
@@ -40,6 +46,39 @@ def with_one_epoch(state: AgentState, event: Event) -> Decided:
     return machine.decide(state, replace(event, epoch=event.origin) if isinstance(event, CommandReceived) else event)
 
 
+def without_lease(state: AgentState, event: Event) -> Decided:
+    """Wait for the bus for ever."""
+    return (state, ()) if isinstance(event, LeaseExpired) else machine.decide(state, event)
+
+
+def without(strip: Callable[[Report | SyncReport], Report | SyncReport]) -> BusDecide:
+    """Tell less in each report."""
+
+    def decide(
+        state: CoordinatorState, event: CoordinatorEvent
+    ) -> tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]:
+        state, effects = coordinator.decide(state, event)
+        return state, tuple(
+            replace(effect, report=strip(effect.report)) if isinstance(effect, Conclude) else effect
+            for effect in effects
+        )
+
+    return decide
+
+
+def without_absent(report: Report | SyncReport) -> Report | SyncReport:
+    """Leave out agents that were away when the command was issued."""
+    if isinstance(report, SyncReport):
+        return report
+    kept = (line for line in report.outcomes if kind_and_reason(line.conclusion) != ("missing", "absent"))
+    return replace(report, outcomes=tuple(kept))
+
+
+def without_unproven(report: Report | SyncReport) -> Report | SyncReport:
+    """Call a sync committed, and nothing more."""
+    return replace(report, unproven=()) if isinstance(report, SyncReport) else report
+
+
 class Ablation(NamedTuple):
     """mechanisms: without the mechanism.   breaks: the promise that is found broken."""
 
@@ -59,6 +98,12 @@ ABLATIONS = {
     "fence": Ablation(Mechanisms(agent=without_fence), "P6 fencing"),
     # The records of earlier lives, replayed by the living bus, are refused as old.
     "split of the epochs": Ablation(Mechanisms(agent=with_one_epoch), "P6 fencing"),
+    # A report has no line for an agent that is away when the command is issued, and nothing to raise for.
+    "absent agents": Ablation(Mechanisms(bus=without(without_absent)), "P3 answer"),
+    # A replica that is out of reach serves the old version, and the sync of the others is a success.
+    "unproven replicas": Ablation(Mechanisms(bus=without(without_unproven)), "P11 true"),
+    # What a trainer paused stays paused when it is gone.
+    "lease": Ablation(Mechanisms(agent=without_lease), "P7 trainer first"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
     # A half-open control connection carries nothing, and neither side is told. The agent hears heads, and is gone.
