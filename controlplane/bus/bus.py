@@ -34,7 +34,7 @@ from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide, next_deadline
-from controlplane.machine.fleet import UNKNOWN_PEER, member_at
+from controlplane.machine.fleet import UNKNOWN_PEER, begin_turn, end_turn, member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
@@ -469,7 +469,8 @@ class Bus:
     def _decide(
         self, batch: list[events.CoordinatorEvent], at_ns: int
     ) -> tuple[CoordinatorState, list[events.CoordinatorEffect]]:
-        state = self.state
+        several = len(batch) > 1
+        begun = state = begin_turn(self.state) if several else self.state
         effects: list[events.CoordinatorEffect] = []
         for event in batch:
             before = state
@@ -477,7 +478,9 @@ class Bus:
             if decided or state is not before:
                 self._log.append(event, decided, at_ns, state)
                 effects.extend(decided)
-        return state, effects
+        if state is begun:
+            return self.state, effects
+        return end_turn(state) if several else state, effects
 
     def _flush_due(self, at_us: int) -> bool:
         if self._log.pending and self._flush_us is None:

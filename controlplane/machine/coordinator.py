@@ -2,7 +2,8 @@
 seq, who is in the fleet, who has answered, what a late joiner is sent, and which phase a weight sync is in.
 
 Rules
-1. Pure and total, like the agents' machine: no I/O, no clock, no randomness; it never raises for an input.
+1. Pure and total, like the agents' machine: no I/O, no clock, no randomness; it never raises for an input. Only within
+   a turn (`fleet.begin_turn`) does a decision change the tables of the state that it was given.
 2. A decision is in the log before its effects are performed, so a command is recorded before it is published.
 3. Every command ends, with one outcome for each agent that the run knows and that is not retired. It is open for those
    that are live when it is issued, and ends for each of them with an answer, or as `missing`: at the deadline, when the
@@ -276,10 +277,9 @@ def _without_engines_down(state: CoordinatorState, at_us: int) -> CoordinatorSta
     command = next((command for command in state.open if sync is not None and command.record.seq == sync.seq), None)
     if sync is None or command is None or not command.waiting:
         return state
-    down = membership.engines_down(state)
-    if not command.waiting <= down.keys():
+    if not all(membership.is_engine_down(state.members[name]) for name in command.waiting):
         return state
-    replicas = frozenset(down[name] for name in command.waiting)
+    replicas = frozenset(state.members[name].hello.identity.replica for name in command.waiting)
     if not may_leave_out(sync, command.outcomes, replicas, membership.syncing_replicas(state, sync.request.target)):
         return state
     ended = fleet.conclude_missing(command, command.waiting, "engine_down", at_us)

@@ -30,7 +30,8 @@ UNKNOWN_PEER = Rejoin(reason="the bus does not know you: say hello")
 MissingReason = Literal["deadline", "gone", "restarted", "engine_down", "bus_restarted"]
 """Why an agent that was waited for is missing."""
 Effects = list[events.CoordinatorEffect]
-T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -106,9 +107,39 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     trainer_session: Count | None = None
 
 
-def without(table: dict[str, T], name: str) -> dict[str, T]:
-    """Return `table` without an entry, which may be missing."""
-    return {other: value for other, value in table.items() if other != name}
+class _TurnTable(dict[K, V]):
+    """A table that belongs to one turn, and is changed in place."""
+
+
+def begin_turn(state: CoordinatorState) -> CoordinatorState:
+    """Return `state` for one turn of the bus: its tables are copied once, whatever the number of events.
+
+    Until `end_turn` each decision changes them, so of the states of a turn only the newest is true.
+    """
+    return replace(
+        state, members=_TurnTable(state.members), desired=_TurnTable(state.desired), claims=_TurnTable(state.claims)
+    )
+
+
+def end_turn(state: CoordinatorState) -> CoordinatorState:
+    """Return `state` as one that never changes again."""
+    return replace(state, members=dict(state.members), desired=dict(state.desired), claims=dict(state.claims))
+
+
+def with_entry(table: dict[K, V], key: K, value: V) -> dict[K, V]:
+    """Return the table with an entry. Outside a turn that is a copy."""
+    if not isinstance(table, _TurnTable):
+        return {**table, key: value}
+    table[key] = value
+    return table
+
+
+def without(table: dict[K, V], key: K) -> dict[K, V]:
+    """Return the table without an entry, if it has it. Outside a turn that is a copy."""
+    if not isinstance(table, _TurnTable):
+        return {other: value for other, value in table.items() if other != key}
+    table.pop(key, None)
+    return table
 
 
 def conclude_missing(command: OpenCommand, agents: frozenset[str], reason: MissingReason, at_us: int) -> OpenCommand:
@@ -186,7 +217,7 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         joined=holder is not None and holder.joined,
         away_us=away_us,
     )
-    return replace(state, members={**state.members, name: member}, claims=claims)
+    return replace(state, members=with_entry(state.members, name, member), claims=claims)
 
 
 def _full(state: CoordinatorState) -> str:
@@ -214,7 +245,7 @@ def _dispute(
     )
     effects.append(events.Ping(peer=holder.peer))
     send(state, event.peer, Rejoin(reason=reason, give_up=give_up), effects)
-    return replace(state, claims={**state.claims, name: (event.hello.incarnation, since_us)})
+    return replace(state, claims=with_entry(state.claims, name, (event.hello.incarnation, since_us)))
 
 
 def on_join(
@@ -235,8 +266,8 @@ def on_join(
     send(state, event.peer, Snapshot(desired=desired), effects)
     return replace(
         state,
-        members={**state.members, name: replace(member, state="live", fresh=False, joined=True)},
-        desired={**state.desired, identity.unit: desired},
+        members=with_entry(state.members, name, replace(member, state="live", fresh=False, joined=True)),
+        desired=with_entry(state.desired, identity.unit, desired),
     )
 
 
@@ -264,7 +295,7 @@ def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Ef
         send(state, event.peer, UNKNOWN_PEER, effects)
         return state
     member = replace(state.members[name], seq=event.seq, status=event.status, status_us=event.at_us)
-    return replace(state, members={**state.members, name: member})
+    return replace(state, members=with_entry(state.members, name, member))
 
 
 def on_lost(state: CoordinatorState, event: events.PeerLost) -> CoordinatorState:
@@ -278,7 +309,7 @@ def on_lost(state: CoordinatorState, event: events.PeerLost) -> CoordinatorState
     member = state.members[name]
     away_us = event.at_us if member.state == "live" else member.away_us
     member = replace(member, state="left" if left else "gone", away_us=away_us)
-    members = {**state.members, name: member}
+    members = with_entry(state.members, name, member)
     reason: MissingReason = "restarted" if name in state.claims and not left else "gone"
     commands = tuple(conclude_missing(command, frozenset({name}), reason, event.at_us) for command in state.open)
     return replace(state, members=members, open=commands)

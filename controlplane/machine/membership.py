@@ -7,7 +7,7 @@ it. A hello alone proves nothing: anybody can make up places.
 from msgspec.structs import replace
 
 from controlplane.machine import events
-from controlplane.machine.fleet import CoordinatorState, Effects
+from controlplane.machine.fleet import CoordinatorState, Effects, Member
 from schemas.commands import Target
 from schemas.formatting import agent_order, format_agents, format_list
 from schemas.identity import ROLLOUT, RolloutMode, replica_and_node
@@ -78,13 +78,11 @@ def whole_target(state: CoordinatorState, target: Target) -> Target:
     return Target() if target.replicas is not None and every and every <= target.replicas else target
 
 
-def engines_down(state: CoordinatorState) -> dict[str, int]:
-    """Return the primaries whose engines are known to be down, each with its replica."""
-    return {
-        name: member.hello.identity.replica
-        for name, member in state.members.items()
-        if member.state == "live"
+def is_engine_down(member: Member) -> bool:
+    """Return whether this is a primary whose engine is known to be down."""
+    return (
+        member.state == "live"
         and (member.hello.identity.role, member.hello.identity.node_rank) == (ROLLOUT, 0)
         and member.status is not None
         and member.status.tokenizer == "unknown"
-    }
+    )
