@@ -63,6 +63,7 @@ docs: $(VENV)/.ready
 bench: $(VENV)/.bench-ready
 	$(BIN)/python -m bench.fanout --out bench/fanout.json
 	$(BIN)/python -m bench.machines --out bench/machines.json
+	$(BIN)/python -m bench.join --out bench/join.json
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
