@@ -69,13 +69,7 @@ def agents(first: str, count: str, address: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     context = zmq.Context()
-<<<<<<< HEAD
-    context.set(
-        zmq.MAX_SOCKETS, 6 * int(count) + 64
-    )  # an agent has two, five while it seeks its bus, and closed ones linger
-=======
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))  # an agent that dials anew has four for a moment
->>>>>>> 7c84b3a (The measurement of joining keeps journals in memory, and `make bench` runs it)
 
     async def run_agent(number: int, state: Path) -> None:
         engine, place = NullEngine(tokenizer=True), Identity(replica=number, node_rank=0)
