@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, ProfilePlan
 from schemas.desired import ProfileSession
@@ -199,7 +200,7 @@ async def test_a_bad_checkpoint_never_touches_the_engine(bench: Bench, tmp_path:
         with pytest.raises(CheckpointError, match=reason):
             await bench.do(call)
         await bench.do(Resume())
-        assert await bench.engine.observe() == before
+        assert replace(await bench.engine.observe(), generated=before.generated) == before
         assert bench.generate([1]).tokens == tokens
 
 
@@ -280,7 +281,7 @@ async def test_sleep_frees_and_wake_restores(bench: Bench, tags: set[Tag]) -> No
     if "weights" in tags:
         assert sum(parameter.numel() for parameter in scheduler.model.parameters()) == 0 < size
     await bench.do(Wake(frozenset(tags)), Resume())
-    assert await bench.engine.observe() == before
+    assert replace(await bench.engine.observe(), generated=before.generated) == before
     assert bench.generate([2]).tokens == tokens
 
 

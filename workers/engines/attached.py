@@ -13,6 +13,7 @@ from schemas.events import CheckSource, Observation
 from schemas.identity import Identity, Operation
 from workers.engines.checkpoint import SourceChecker
 from workers.engines.client import CallRefused, EngineClient, Methods, Unanswered, version_of
+from workers.engines.counters import CounterNames, Counters, read_counters
 
 
 class Launch(Struct, frozen=True, kw_only=True):
@@ -54,6 +55,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
     """
 
     kind: ClassVar[str]
+    counters: ClassVar[CounterNames]
 
     def __init__(self, identity: Identity, client: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
         self._identity, self._client = identity, client
@@ -61,6 +63,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         self._sources = SourceChecker(checkpoints)
         self._launch: LaunchT | None = None
         self._group: str | None = None  # the broadcast group that the engine has joined
+        self._counts = True  # until it refuses
 
     @abstractmethod
     def _read_launch(self, info: Mapping[str, object], methods: Methods) -> LaunchT: ...
@@ -75,13 +78,16 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         try:
             launch = await self._current_launch(self._client)
             if launch is None:
-                return Observation(engine=self.kind, tokenizer="absent")
+                return Observation(engine=self.kind, tokenizer="absent", trouble=self._no_front_end(self._client))
             generating = await self._generating(self._client, launch)
             asleep = await self._read(self._client, launch, "is_sleeping")
             label = await self._read(self._client, launch, "get_weight_version")
-        except EngineError:
+            counters = await self._count(self._client, launch)
+        except EngineError as error:
             self._launch = self._group = None  # the next answer may come from another engine
-            return Observation(engine=self.kind, tokenizer="unknown")
+            self._counts = True
+            trouble = _refusal(error, self._client) if isinstance(error, CallRefused) else None
+            return Observation(engine=self.kind, tokenizer="unknown", trouble=trouble)
         return Observation(
             engine=f"{self.kind} {launch.version}",
             instance=launch.instance,
@@ -90,6 +96,8 @@ class AttachedEngine(ABC, Generic[LaunchT]):
             generating=generating,
             asleep=frozenset() if asleep is False else None,
             version=version_of(label),
+            running=counters.running,
+            generated=counters.generated,
         )
 
     async def close(self) -> None:
@@ -115,6 +123,23 @@ class AttachedEngine(ABC, Generic[LaunchT]):
     async def _read(self, client: EngineClient, launch: LaunchT, method: str) -> object:
         return await client.read(method) if method in launch.methods else None
 
+    async def _count(self, client: EngineClient, launch: LaunchT) -> Counters:
+        """Read the engine's counters, if it has any. A server without metrics is asked once for each launch."""
+        if not self._counts:
+            return Counters()
+        try:
+            text = await self._read(client, launch, "get_metrics")
+        except CallRefused:
+            text = None
+        self._counts = isinstance(text, str)
+        return read_counters(text, self.counters) if isinstance(text, str) else Counters()
+
+    def _no_front_end(self, client: EngineClient) -> str | None:
+        """Node rank 0 must have a front end. Other nodes answer without one."""
+        if self._identity.node_rank > 0:
+            return None
+        return f"{client.where} is no front end of {self.kind}: another server listens there, or another node's"
+
     async def _generating(self, client: EngineClient, launch: LaunchT) -> bool | None:
         """A server without `is_paused` generates if it is ready. If it is not ready, it may be paused or unhealthy."""
         if "is_paused" in launch.methods:
@@ -127,3 +152,12 @@ class AttachedEngine(ABC, Generic[LaunchT]):
 
     async def _check_source(self, launch: LaunchT, call: CheckSource) -> None:
         await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity)
+
+
+def _refusal(error: CallRefused, client: EngineClient) -> str:
+    """Return what is wrong with an engine that answers and refuses: the same text each time, so it is news once."""
+    if error.status in (401, 403):
+        return f"engine refuses this agent: {client.where} answers {error.status}, check the API key"
+    if error.status == 404:
+        return f"{client.where} has not the routes of an engine: it answers 404. Is it another server?"
+    return f"engine is up and does not work: {client.where} answers {error.status or error.body[:200]}"

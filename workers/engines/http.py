@@ -57,6 +57,7 @@ class Route(NamedTuple):
         repeatable: Idempotent, so it may be retried.
         undeclared: Parameters that the server reads but does not list in its openapi.json.
         timeout_s: Seconds to wait for the answer; None to wait without limit.
+        unlisted: The server may have it without listing it in its openapi.json.
     """
 
     verb: Literal["GET", "POST", "DELETE"]
@@ -67,6 +68,7 @@ class Route(NamedTuple):
     repeatable: bool = False
     undeclared: frozenset[str] = frozenset()
     timeout_s: float | None = None
+    unlisted: bool = False
 
 
 class HttpClient:
@@ -111,7 +113,7 @@ class HttpClient:
         paths, found = mapping_at(document, "paths"), {}
         for name, route in self._routes.items():
             verbs = mapping_at(paths, route.path)
-            if route.verb.lower() in verbs:
+            if route.unlisted or route.verb.lower() in verbs:
                 found[name] = _parameters(mapping_at(verbs, route.verb.lower()), document) | route.undeclared
         return found
 

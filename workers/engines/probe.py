@@ -50,6 +50,8 @@ async def probe(url: str, key: str | None = None) -> Probed:
         document = await client.get("/openapi.json")
     except CallRefused as error:
         note = f"it does not publish its routes ({error.status}): launch it with its openapi.json"
+        if error.status in (401, 403):
+            note = f"it refuses the API key ({error.status})" if key else f"it asks for an API key ({error.status})"
         return Probed(url=client.where, kind="unknown", note=note)
     finally:
         await client.close()

@@ -4,7 +4,7 @@ Rules 4 and 7 depend on the time: `must_wait` keeps a command in the queue while
 answers it once it has expired (4, or 7 if the engine is still launching). `refusal` has the others.
 """
 
-from schemas.commands import EngineCommand, UnknownCommand, WeightSync
+from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived
 from schemas.identity import ROLLOUT
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
@@ -33,10 +33,12 @@ def expiry(state: AgentState, event: CommandReceived) -> Answer:
     """Rules 4 and 7: the answer to an expired command."""
     if not _awaits_launch(state, event):
         return _answer(event, _EXPIRED, 4)
-    message = (
-        f"the engine of replica {state.identity.replica} was still launching when the command expired. It was "
-        "not called; it is brought to the desired state as soon as it is up."
-    )
+    reason = state.engine.trouble or "its engine was still launching"
+    message = f"replica {state.identity.replica} could not act before the command expired: {reason}. "
+    if isinstance(event.command, ProfileCommand):  # a session that begins late would record another step
+        message += "The engine was not called."
+    else:
+        message += "The engine was not called; it is brought to the desired state as soon as it is up."
     return _answer(event, Failed(ErrorKind.ENGINE_NOT_READY, message), 7)
 
 

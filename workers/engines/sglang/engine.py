@@ -39,6 +39,7 @@ from schemas.safetensors.format import read_layout, safetensors_files
 from workers.engines.attached import AttachedEngine
 from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
 from workers.engines.client import RETRY_S, CallRefused, EngineClient, Methods, retry_time_s
+from workers.engines.counters import CounterNames
 from workers.engines.sglang.launch import SGLangLaunch, read_launch
 from workers.engines.sglang.profile import NEVER, profile_arguments
 from workers.traces.node import collect_traces, make_fresh, require_writable
@@ -54,6 +55,10 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
     """One SGLang engine, seen from one node of its replica. The client reaches this node's own server."""
 
     kind = "sglang"
+    # It counts a request's tokens when the request ends; the latencies between them are counted as they come.
+    counters = CounterNames(
+        "sglang:num_running_reqs", ("sglang:generation_tokens_total", "sglang:inter_token_latency_seconds_count")
+    )
 
     async def open(self) -> None:
         """Attach to the engine.

@@ -23,6 +23,7 @@ ROUTES: Final[Mapping[str, Route]] = {
     "update_weight_version": Route("POST", "/update_weight_version", repeatable=True),
     "get_weight_version": Route("GET", "/model_info", answer="weight_version"),
     "is_ready": Route("GET", "/ready"),
+    "get_metrics": Route("GET", "/metrics", unlisted=True),
 }
 """By the names of `TokenizerManager`'s methods (sglang/srt/entrypoints/http_server.py)."""
 

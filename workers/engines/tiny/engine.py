@@ -65,7 +65,7 @@ class TinyEngine:
         """Return what the engine is between two commands."""
         if self._scheduler is None:
             return events.Observation(engine=NAME, instance=self._instance, tokenizer="absent")
-        return self._scheduler.observation
+        return self._scheduler.counted()
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""

@@ -112,6 +112,10 @@ class Scheduler:
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
+    def counted(self) -> Observation:
+        """Return the observation with what the engine counts: its requests, and its forwards in place of tokens."""
+        return replace(self.observation, running=len(self._requests), generated=self.forwards)
+
     def run(self, command: Callable[..., T], *args: object) -> T:
         """Call a command on the engine's thread, between two forwards, and return its result."""
         try:

@@ -37,6 +37,7 @@ from schemas.errors import CheckpointError, EngineError
 from workers.engines.attached import AttachedEngine
 from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
 from workers.engines.client import RETRY_S, EngineClient, Methods, retry_time_s
+from workers.engines.counters import CounterNames
 from workers.engines.vllm.launch import VLLMLaunch, read_launch
 from workers.engines.vllm.profile import profile_arguments
 from workers.traces.node import collect_traces, make_fresh, move_trace, require_writable
@@ -46,6 +47,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
     """One vLLM engine, seen from one node of its replica. A headless node (node rank above 0) has no client."""
 
     kind = "vllm"
+    counters = CounterNames("vllm:num_requests_running", ("vllm:generation_tokens_total",))
     _files_before: frozenset[str] = frozenset()
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:

@@ -26,6 +26,7 @@ ROUTES: Final[Mapping[str, Route]] = {
     "update_weight_version": Route("POST", "/update_weight_version", repeatable=True),
     "get_weight_version": Route("GET", "/weight_info", answer="weight_version"),
     "compute_weight_checksums": Route("POST", "/weight_checker", answer="checksums"),
+    "get_metrics": Route("GET", "/metrics", unlisted=True),
 }
 """By the names of `AsyncLLM`'s methods (vllm/entrypoints/**/api_router.py, 0.13 to 0.33)."""
 
