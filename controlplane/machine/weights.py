@@ -79,7 +79,7 @@ def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync,
     conclusions = primary_conclusions(report.outcomes, known)
     sync = _with_report(sync, report, conclusions)
     request, version = sync.request, sync.request.version
-    succeeded = sync.members & {replica for replica, conclusion in conclusions.items() if _succeeded(conclusion)}
+    succeeded = _followed(sync, conclusions)
     match sync.phase:
         case "prepare" if sync.members and all(
             conclusions[replica] == Skipped(Reason.STALE_VERSION) for replica in sync.members
@@ -102,9 +102,9 @@ def may_leave_out(sync: Sync, outcomes: Iterable[AgentOutcome], down: frozenset[
     if sync.request.absent == "wait":
         return False
     conclusions = primary_conclusions(outcomes, known)
-    succeeded = frozenset(replica for replica, conclusion in conclusions.items() if _succeeded(conclusion))
-    members = sync.members if sync.phase != "prepare" else _taking_part(conclusions) | (down & known)
-    return sync.phase in ("commit", "abort") or _meets_quorum(replace(sync, members=members), succeeded)
+    if sync.phase == "prepare":
+        sync = replace(sync, members=_taking_part(conclusions) | (down & known))
+    return sync.phase in ("commit", "abort") or _meets_quorum(sync, _followed(sync, conclusions))
 
 
 def primary_conclusions(outcomes: Iterable[AgentOutcome], known: frozenset[int]) -> dict[int, Conclusion]:
@@ -134,6 +134,11 @@ def _taking_part(conclusions: Mapping[int, Conclusion]) -> frozenset[int]:
     )
 
 
+def _followed(sync: Sync, conclusions: Mapping[int, Conclusion]) -> frozenset[int]:
+    """Members that did what the phase asks for. One in quarantine acts too, when it pauses, and has not."""
+    return sync.members.intersection(r for r, conclusion in conclusions.items() if _succeeded(conclusion)) - sync.lost
+
+
 def _succeeded(conclusion: Conclusion) -> bool:
     return isinstance(conclusion, Acted) or conclusion == Skipped(Reason.ALREADY)
 
@@ -157,9 +162,7 @@ def _report(
     answered = {replica for replica, conclusion in conclusions.items() if not isinstance(conclusion, Missing)}
     failed = {replica for replica, conclusion in conclusions.items() if isinstance(conclusion, Failed)}
     committed = status == "committed"
-    loaded = (
-        {replica for replica in sync.members & answered if _succeeded(conclusions[replica])} if committed else set()
-    )
+    loaded = _followed(sync, conclusions) if committed else frozenset[int]()
     quarantined = sync.lost & answered if committed else set()
     proven = loaded if committed else answered - failed
     return SyncReport(

@@ -240,8 +240,9 @@ class _Collector:
                 self._add_report(report)
             case bus_events.Conclude(report=SyncReport() as sync):
                 if sync.status == "committed":
-                    self._fleet.committed(sync.version)
-                self._steps.end(sync.headline, flawed=bool(sync.quarantined) or sync.status == "aborted")
+                    self._fleet.committed(sync)
+                flawed = sync.status == "aborted" or bool(sync.quarantined or sync.unproven)
+                self._steps.end(sync.headline, flawed=flawed)
             case bus_events.Refuse():
                 self.keep(self.report.refused, (self._fleet.now_ns, effect.reason), "refused")
 
@@ -253,7 +254,7 @@ class _Collector:
         self._steps.add(command, summary, self._unsynced_title())
         self._open[effect.seq] = summary, self._at_us
         if isinstance(command, WeightSync):
-            self._fleet.sync_published(command, target)
+            self._fleet.sync_published(command)
 
     def _unsynced_title(self) -> str:
         return f"after weights v{self._fleet.version}" if self._fleet.version else "before any weight sync"
@@ -404,7 +405,7 @@ class _Engines:
                 self.calls.setdefault(name, LatencyHistogram()).add((event.at_ms - since_ms) * 1000)
         seen = event.observation if isinstance(event, EngineReturned | EngineObserved) else None
         if seen is not None:
-            self._fleet.observed(agent, seen, self._seen.get(agent))
+            self._fleet.observed(agent, seen)
             self._seen[agent] = seen
         for effect in effects:
             if isinstance(effect, Perform):

@@ -10,12 +10,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorEffect, HelloReceived, PeerAnswer, PeerLost, Send, StatusReceived
-from schemas.commands import Target, WeightSync
+from schemas.commands import WeightSync
 from schemas.events import Observation
 from schemas.formatting import agent_order
 from schemas.identity import ROLLOUT, Identity, agent_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing
-from schemas.reports import AgentLine, AgentStatus
+from schemas.reports import AgentLine, AgentStatus, SyncReport
 from schemas.wire import Welcome
 
 MAX_LOSSES = 20
@@ -33,7 +33,8 @@ class AgentHistory(Struct, kw_only=True):
         fresh: This incarnation has not joined yet.
         since_ns: When it joined, while it is in the fleet.
         lives: Number of its incarnations.
-        launches: How often its engine was replaced by another instance.
+        instance: Of its engine, when that was last seen up.
+        launches: How often its engine was seen up as another instance than before.
         fleet_ns: Time in the fleet.
         losses: When (ns) and why it was lost; `losses_count` counts all.
         membership: joining, live, gone or left.
@@ -53,6 +54,7 @@ class AgentHistory(Struct, kw_only=True):
     since_ns: int | None = None
     engine: str = ""
     lives: int = 1
+    instance: str = ""
     launches: int = 0
     fleet_ns: int = 0
     losses: list[tuple[int, str]] = []
@@ -77,7 +79,10 @@ class AgentHistory(Struct, kw_only=True):
 
 
 class Quarantine(Struct, kw_only=True):
-    """A replica out of service: the sync to `version` left it out. `until_ns` is None while it lasts."""
+    """A replica out of service: the sync to `version` quarantined it, or could not prove that it serves that.
+
+    `until_ns` is None while it lasts.
+    """
 
     replica: int
     version: int
@@ -195,6 +200,7 @@ class FleetHistory:
         agent.heard_ns, agent.engine = self.now_ns, status.engine
         if status.tokenizer == "present":
             self._update(agent, status.version, not status.generating or bool(status.asleep))
+        self._note_service(agent, status)
 
     def answered(self, answer: PeerAnswer) -> None:
         """An outcome shows an engine's state sooner than the next heartbeat."""
@@ -227,30 +233,28 @@ class FleetHistory:
             if len(agent.losses) < MAX_LOSSES:
                 agent.losses.append((self.now_ns, event.reason))
 
-    def sync_published(self, command: WeightSync, target: Target) -> None:
-        """A phase of a weight sync was published. It may quarantine replicas, and end quarantines."""
-        for index in sorted(command.quarantine - self._quarantined.keys()):
-            quarantine = Quarantine(replica=index, version=command.version, since_ns=self.now_ns)
-            self._quarantined[index] = quarantine
-            self.quarantines.append(quarantine)
-            self._replicas.setdefault(index, ReplicaHistory()).set("out", True, self.now_ns)
+    def sync_published(self, command: WeightSync) -> None:
+        """A phase of a weight sync was published. It may quarantine replicas, and an abort ends quarantines."""
+        self._leave_out(command.quarantine, command.version)
         for index, quarantine in sorted(self._quarantined.items()):
-            targeted = target.replicas is None or index in target.replicas
-            if command.phase == "commit" and targeted and index not in command.quarantine:
-                self._end_quarantine(index, f"the sync to v{command.version} included it")
-            elif command.phase == "abort" and quarantine.version == command.version:
+            if command.phase == "abort" and quarantine.version == command.version:
                 self._end_quarantine(index, "that sync was aborted")
 
-    def committed(self, version: int) -> None:
-        """The fleet serves this version now."""
-        self.version = max(self.version, version)
+    def committed(self, report: SyncReport) -> None:
+        """The fleet serves this version now, except for the replicas that the report names."""
+        self.version = max(self.version, report.version)
+        self._leave_out((*report.quarantined, *report.unproven), report.version)
+        for index in sorted(self._quarantined.keys() & set(report.loaded)):
+            self._end_quarantine(index, f"the sync to v{report.version} included it")
         for replica in self._replicas.values():
             self._compare(replica)
 
-    def observed(self, agent: str, seen: Observation, before: Observation | None) -> None:
-        """An agent observed its engine. `before` is its previous observation in the same life."""
-        if agent in self._agents and before is not None and None not in (seen.instance, before.instance):
-            self._agents[agent].launches += seen.instance != before.instance
+    def observed(self, name: str, seen: Observation) -> None:
+        """An agent observed its engine. While that is not up, its instance has no name of its own yet."""
+        agent = self._agents.get(name)
+        if agent is not None and seen.instance is not None and seen.tokenizer != "unknown":
+            agent.launches += agent.instance not in ("", seen.instance)
+            agent.instance = seen.instance
 
     def note_failure(self, agent: str, conclusion: Conclusion) -> None:
         """An agent failed a command, or did not answer it."""
@@ -329,6 +333,23 @@ class FleetHistory:
             replica.version = None
             for condition in ("behind", "paused"):
                 replica.set(condition, False, self.now_ns)
+
+    def _note_service(self, agent: AgentHistory, status: AgentStatus) -> None:
+        """A heartbeat shows whether a replica is out of service: its engine is down, or did not follow the fleet."""
+        replica = self._replica(agent)
+        if replica is None:
+            return
+        index, down = agent.identity.replica, status.tokenizer == "unknown" and replica.latest is not None
+        if index in self._quarantined and status.ready and not status.quarantined and status.version == self.version:
+            self._end_quarantine(index, f"it served v{status.version}")
+        replica.set("out", down or status.torn or status.quarantined > 0 or index in self._quarantined, self.now_ns)
+
+    def _leave_out(self, replicas: Iterable[int], version: int) -> None:
+        for index in sorted(set(replicas) - self._quarantined.keys()):
+            quarantine = Quarantine(replica=index, version=version, since_ns=self.now_ns)
+            self._quarantined[index] = quarantine
+            self.quarantines.append(quarantine)
+            self._replicas.setdefault(index, ReplicaHistory()).set("out", True, self.now_ns)
 
     def _end_quarantine(self, index: int, reason: str) -> None:
         quarantine = self._quarantined.pop(index)

@@ -6,27 +6,31 @@ import subprocess
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import Raw
 from msgspec.structs import replace
 
+from controlplane.machine.events import HelloReceived, Send
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.report.collect import MAX_COMMANDS, MAX_STEP_COMMANDS, RunReport, collect
-from controlplane.report.fleet_history import MAX_SPANS, ReplicaHistory
+from controlplane.report.fleet_history import MAX_SPANS, FleetHistory, ReplicaHistory
 from controlplane.report.model import LatencyHistogram
 from controlplane.report.page import write_page
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import LogCorrupt
+from schemas.events import Observation
 from schemas.outcomes import Acted, ErrorKind, Failed, Trace
 from schemas.reports import AgentStatus
-from schemas.wire import encode
+from schemas.wire import Welcome, encode
 from tests.running import rolloutctl
 from tests.unit.fleets import DONE, Coordinator
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 PAUSE = EngineCommand(operation="pause")
+WELCOME = Welcome(run="r", publish_port=None, heartbeat_ms=1, lease_ms=1, recorded_decisions=0)
 HOSTILE = """</pre><script>document.title = "owned"</script><img src=x onerror='alert(1)' title="a" b=`c`>&amp;"""
 
 
@@ -100,7 +104,9 @@ def test_a_killed_agent_is_lost_and_its_replica_out_of_service_until_it_is_back(
     }
     assert [agent.agent for agent in report.lost] == [failure.agents]
     assert (report.stragglers[0].agent, report.stragglers[0].missing) == (failure.agents, len(report.failures))
-    assert report.quarantines == [] and report.replicas[1].totals_ns["gone"] > 0
+    (out,) = report.quarantines
+    assert out.reason_ended == "its agent restarted" and f"{out.replica}.0" == failure.agents
+    assert report.replicas[out.replica].totals_ns["gone"] > 0 and report.replicas[out.replica].totals_ns["out"] > 0
 
 
 def test_a_good_run_shows_its_traces_and_training_ranks() -> None:
@@ -192,6 +198,67 @@ def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
     assert (left.concluded, left.duration_us) == (True, 2_000_000)  # not its timeout of ten minutes
     assert [(failure.kind, failure.reason) for failure in report.failures] == [("missing", "bus_restarted")]
     assert report.stragglers == []
+
+
+UP = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True)
+
+
+def sync_on_replica_0(bus: Recorded, version: int) -> None:
+    bus.sync(version, quorum=1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE)
+
+
+def test_a_replica_whose_server_was_killed_is_out_of_service_until_it_serves_again() -> None:
+    bus = Recorded("0.0", "1.0")
+    for agent in ("0.0", "1.0"):
+        bus.status(agent, UP)
+    bus.status("1.0", replace(UP, ready=False, tokenizer="unknown", generating=False))
+    for version in (1, 2, 3):
+        sync_on_replica_0(bus, version)
+    (out,) = bus.report().out_now
+    assert (out.replica, out.version, bus.report().tone) == (1, 1, "bad")
+    bus.status("1.0", replace(UP, version=3))
+    report = bus.report()
+    (out,) = report.quarantines
+    assert (out.reason_ended, report.out_now) == ("it served v3", [])
+    assert report.tone == "warn" and report.verdict != "nothing failed"
+    assert report.replicas[1].totals_ns["out"] == 13_000_000_000, "from its first heartbeat without a server on"
+    assert "Replica 1 was out of service for" in bus.page()
+
+
+def test_a_replica_that_was_absent_from_a_sync_is_out_of_service() -> None:
+    bus = Recorded("0.0", "1.0")
+    bus.lose("1.0", "left")
+    sync_on_replica_0(bus, 1)
+    (out,) = bus.report().out_now
+    assert out.replica == 1 and bus.report().counts["missing"] == 3
+
+
+def test_a_replica_that_could_not_load_what_is_committed_is_out_of_service() -> None:
+    bus = Recorded("0.0")
+    bus.status("0.0", UP)
+    bus.status("0.0", replace(UP, ready=False, generating=False, quarantined=1))
+    bus.status("0.0", UP)
+    assert bus.report().replicas[0].totals_ns["out"] == 1_000_000_000
+
+
+def test_an_engine_restart_is_a_change_from_one_instance_that_was_up_to_another() -> None:
+    bus = Recorded("0.0")
+    fleet = FleetHistory()
+    hello = bus.history[1]
+    assert isinstance(hello, HelloReceived)
+    fleet.hello(hello, [Send(peer=hello.peer, epoch=1, seq=1, message=WELCOME)])
+
+    def see(*seen: tuple[str | None, Any]) -> int:
+        for instance, tokenizer in seen:
+            fleet.observed("0.0", Observation(engine="sglang", instance=instance, tokenizer=tokenizer))
+        (agent,) = fleet.agents()
+        return agent.launches
+
+    assert see(("a.1.0", "unknown"), ("a.1.77", "unknown"), ("a.1.77.x", "present"), (None, "present")) == 0
+    assert see(("a.1.0", "unknown"), ("a.2.0", "unknown"), ("a.2.99", "unknown"), ("a.2.99.y", "present")) == 1
+    assert see(("b.1.0", "unknown"), ("b.1.5.z", "present")) == 2, "an agent that starts again launches it again"
 
 
 def test_an_agent_that_is_not_ready_at_the_end_is_a_warning() -> None:

@@ -104,6 +104,18 @@ def test_a_replica_that_cannot_prepare_is_quarantined_before_the_others_load() -
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 1), (2,))
 
 
+def test_a_quarantined_replica_that_pauses_has_neither_loaded_nor_met_the_quorum() -> None:
+    bus = fleet()
+    bus.sync(1, quorum=2)
+    run_phases(bus, BUT_2, {"0": DONE, "1": NO, "2": DONE})
+    assert phase(bus).phase == "abort"
+    bus = fleet()
+    bus.sync(1)
+    run_phases(bus, BUT_2, ALL, ALL)
+    (report,) = bus.synced
+    assert (report.loaded, report.quarantined) == ((0, 1), (2,))
+
+
 def test_a_replica_that_cannot_load_is_quarantined_by_the_commit() -> None:
     bus = fleet()
     bus.sync(1)
