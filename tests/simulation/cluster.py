@@ -345,6 +345,8 @@ class World:
             state = process.state
             if state.seq != bus.state.seq or not state.joined or state.diverged:
                 return f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}"
+            if self.mechanisms.beacon and self.now - process.published_ms > 3000:
+                return f"{process.peer} hears no heads"
             stuck = state.reconcile_blocked or (slot.engine is not None and slot.engine.unable)
             if state.activity is not None or not (machine.in_sync(state) or stuck):
                 return f"{process.peer} is not as desired"

@@ -21,7 +21,7 @@ from tests.simulation.promises import Broken
 from workers.machine import decide as machine
 from workers.machine.decide import AgentState
 
-SEEDS = range(60)
+SEEDS = range(300)
 
 Decided = tuple[AgentState, tuple[Effect, ...]]
 
