@@ -91,7 +91,7 @@ class Access:
             try:
                 if await to_thread.run_sync(self._read):  # the folder may be on a disk that hangs
                     return not before.grants.keys() <= self._list.grants.keys()
-            except (KeyFileError, OSError) as error:
+            except Exception as error:  # rule 1
                 logger.error("the keys can't be read again, and those read before stay valid: %s", error)
 
     def _read(self) -> bool:

@@ -1,5 +1,7 @@
-"""Binds the sockets of a bus, and frees its publish socket of every subscriber while the bus runs."""
+"""What surrounds the sockets of a bus: addresses that are still in use, contexts that end, and open doors."""
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -26,21 +28,18 @@ async def bound(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
             await anyio.sleep(BIND_TIMEOUT_S / 50)
 
 
-async def bound_anew(old: EdgeSocket, bind: Callable[[], EdgeSocket]) -> EdgeSocket:
-    """Return a socket in the place of `old`, which loses all its connections. If the address is taken, `old` stays.
-
-    libzmq can't close one connection of a publisher. Whoever may come in connects again by itself.
-
-    Raises:
-        AddressInUse: Another process took the address just now. Nobody can connect until it is bound again.
-    """
-    old.unbind()
-    new = await bound(bind)
-    old.close(0)
-    return new
-
-
 async def end_context(context: Context) -> None:
     """Wait, outside the loop, until what the sockets have queued is delivered or its time is over."""
     with anyio.move_on_after(2 * LINGER_MS / 1000, shield=True):
         await to_thread.run_sync(context.term, abandon_on_cancel=True)
+
+
+def warn_of_exposure(address: str) -> None:
+    """Say, in red on a terminal, that there are no keys where other machines can reach the bus."""
+    text = (
+        f"INSECURE: anybody who can reach {address} can command the engines. `rolloutctl keys new` makes keys; pass keys=… "
+        "instead of insecure=True"
+    )
+    # A logger of its own: the others make a terminal's control characters harmless, and these are ours.
+    logger = logging.getLogger("rolloutctl.exposure")
+    logger.warning("%s", f"\x1b[1;31m{text}\x1b[0m" if sys.stderr.isatty() else text)

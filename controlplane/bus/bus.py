@@ -14,7 +14,6 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
 Rule 4  Every ticket ends: concluded, refused, or failed when the bus closes, however it ends.
 """
 
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
 from controlplane.bus.access import Access
-from controlplane.bus.binding import bound, bound_anew, end_context
+from controlplane.bus.binding import bound, end_context, warn_of_exposure
 from controlplane.bus.callers import Callers, Order, checked_order
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.key_folder import KeyFolder
@@ -64,7 +63,6 @@ FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
-MAKE_KEYS: Final = "`rolloutctl keys new` makes keys; pass keys=… instead of insecure=True"
 _NIL: Final = b"\xc0"
 
 
@@ -292,8 +290,7 @@ class Bus:
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
         if self._exposed:
-            text = f"INSECURE: anybody who can reach {self.address} can command the engines. {MAKE_KEYS}"
-            logger.warning("%s", f"\x1b[1;31m{text}\x1b[0m" if sys.stderr.isatty() else text)
+            warn_of_exposure(self.address)
 
     async def _drain(self) -> None:
         """Agents send their decisions a fraction of a heartbeat after making them: wait for the last ones."""
@@ -373,15 +370,21 @@ class Bus:
                 await self._drop_subscribers()
 
     async def _drop_subscribers(self) -> None:
-        """End every subscription. Who may still come in subscribes again at once, and asks for what it missed."""
-        async with self._turning:
-            address = self._publisher.address
+        """End every subscription. Who may still come in subscribes again at once, and asks for what it missed.
+
+        A new publish socket takes the place of the old one: libzmq can't close one connection of it.
+        """
+        old = self._publisher
+        old.unbind()
+        while True:
             try:
-                self._publisher = await bound_anew(self._publisher, lambda: self._bind_publisher(address))
+                self._publisher = await bound(lambda: self._bind_publisher(old.address))
+                break
             except AddressInUse as error:
-                logger.error("a revoked key may go on hearing what is published, and nobody can join: %s", error)
-                return
-            self._publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(self.state.epoch, 0, self.state.seq))
+                logger.error("a revoked key still hears what is published, and nobody can join: %s", error)
+                await anyio.sleep(self._config.head_interval_ms / 1000)
+        self._publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(self.state.epoch, 0, self.state.seq))
+        old.close(0)
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 

@@ -216,6 +216,7 @@ class Inbox:
         self._peers[connection] = peer
         if self._grant_of is not None:
             self._keys[connection] = key
+            self._log_age(name, self._grant_of(key))
         self._flush_answers()
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
@@ -238,8 +239,16 @@ class Inbox:
         assert self._grant_of is not None
         anything = wire.Join()  # stands for all that an agent sends
         for connection, key in list(self._keys.items()):
-            if reason := _why_not(self._grant_of(key), anything, self._peers[connection]):
+            peer, grant = self._peers[connection], self._grant_of(key)
+            if reason := _why_not(grant, anything, peer):
                 self._shut_out(connection, anything, reason)
+            else:
+                self._log_age(agent_of(peer), grant)
+
+    def _log_age(self, agent: str, grant: Grant | str) -> None:
+        """While a key is being replaced, tell who has which: then a person knows when all have the new one."""
+        if isinstance(grant, Grant) and grant.age != "only":
+            logger.info("agent %s has the %s key of %s", agent, grant.age, grant.name)
 
     def _shut_out(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
         """Note what to tell a connection whose key does not allow what it sent. An agent's is nobody's from now on."""

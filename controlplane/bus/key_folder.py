@@ -18,7 +18,7 @@ from typing import Annotated, Final, NamedTuple
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from controlplane.machine.permissions import Grant, KeyRole
+from controlplane.machine.permissions import Grant, KeyAge, KeyRole
 from schemas.carriers.keys import (
     KeyName,
     KeyPair,
@@ -99,11 +99,12 @@ class KeyFolder:
         revoked = {public: key.name for _, key in _read_all(self._revoked) for public in key.public}
         grants: dict[str, Grant] = {}
         for path, key in _read_all(self._allowed):
-            for public in key.public:
+            ages: tuple[KeyAge, ...] = ("new", "old") if len(key.public) > 1 else ("only",)
+            for public, age in zip(key.public, ages, strict=True):
                 if public in grants:
                     logger.error("%s: its key is that of %s, and counts as that one only", path, grants[public].name)
                 elif public not in revoked:
-                    grants[public] = Grant(name=key.name, role=key.role, places=key.places)
+                    grants[public] = Grant(name=key.name, role=key.role, places=key.places, age=age)
         return AccessList(grants, revoked)
 
     # --- what `rolloutctl keys` does ----------------------------------------------------------------------------------

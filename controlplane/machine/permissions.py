@@ -13,6 +13,8 @@ from schemas.reports import AgentStatus
 
 KeyRole = Literal["agent", "operator", "observer"]
 """`agent` joins the fleet, `operator` reads the status and publishes commands, `observer` only reads."""
+KeyAge = Literal["only", "new", "old"]
+"""While a key is being replaced there are a new one and an old one of the same name, which may do the same."""
 
 MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
     "agent": (
@@ -33,11 +35,13 @@ class Grant(Struct, frozen=True, kw_only=True):
         role: Its role.
         places: Of an agent's key: the agents it may be. `0.1` is one node, `0` every node of replica 0, `actor` every
             rank of that role. Empty for any.
+        age: Which of the keys of that name it is.
     """
 
     name: str
     role: KeyRole
     places: tuple[str, ...] = ()
+    age: KeyAge = "only"
 
 
 def refusal(grant: Grant, message: wire.Upward | wire.Operator, agent: str | None) -> str:

@@ -172,15 +172,13 @@ def read_struct(path: Path, kind: type[T], *, secret: bool) -> T:
     Args:
         path: The file.
         kind: What it must hold.
-        secret: Refuse it unless its owner alone can read it.
+        secret: Refuse it if others can read it. If others can write it, it is refused anyway.
     """
     try:
         # O_NONBLOCK: a pipe of that name must not stop the reader.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if secret:
-                _require_private(path, found)
+            _require_own(path, os.fstat(descriptor), secret=secret)
             content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise KeyFileError(f"the keys in {path} can't be read: {error.strerror}") from error
@@ -224,17 +222,24 @@ def make_private_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
 
 
-def _require_private(path: Path, found: os.stat_result) -> None:
+def _require_own(path: Path, found: os.stat_result, *, secret: bool) -> None:
+    """Raise KeyFileError unless it is a file that only this user or root can write and, with a secret, read."""
     if not stat.S_ISREG(found.st_mode):
         raise KeyFileError(f"{path} is not a file")
-    if found.st_mode & OTHERS:
-        mode = stat.S_IMODE(found.st_mode)
+    mode = stat.S_IMODE(found.st_mode)
+    if secret and mode & OTHERS:
         raise KeyFileError(
             f"{path} holds a secret key, and others can use it (mode {mode:04o}). Whoever could read it may have the "
             f"key: run `chmod 600 {path}`, and `rolloutctl keys rotate` if the machine has other users"
         )
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KeyFileError(
+            f"{path} says who may come in, and others can write it (mode {mode:04o}): make it yours alone"
+        )
     if found.st_uid not in (os.geteuid(), 0):
-        raise KeyFileError(f"{path} holds a secret key, and belongs to another user (uid {found.st_uid})")
+        raise KeyFileError(
+            f"{path} belongs to another user (uid {found.st_uid}): make a copy of your own, if it is right"
+        )
 
 
 def _keys_of_environment(secret: str) -> PeerKeys:

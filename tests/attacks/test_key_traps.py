@@ -4,6 +4,7 @@ import logging
 import resource
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,7 +162,7 @@ async def test_a_message_carries_the_key_of_its_sender_and_no_frame_can_say_othe
 
 @pytest.mark.parametrize("address", [ANYWHERE, "tcp://*:0", "tcp://[::]:0"])
 async def test_beyond_loopback_needs_keys_or_a_warning_in_every_start_and_status(
-    folder: KeyFolder, tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture
+    folder: KeyFolder, tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BusAddressError, match="without keys anybody.*rolloutctl keys new"):
         async with bus_of(None, tmp_path, address):
@@ -169,12 +170,13 @@ async def test_beyond_loopback_needs_keys_or_a_warning_in_every_start_and_status
     async with bus_of(folder, tmp_path, address) as bus:
         assert not bus.status().insecure
     assert "INSECURE" not in caplog.text
-    for _ in range(2):
+    for terminal in (False, True):
         caplog.clear()
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         async with bus_of(None, tmp_path, address, insecure=True) as bus:
             assert bus.status().insecure
             assert "INSECURE" in str(bus.status())
-        assert "INSECURE: anybody who can reach" in caplog.text
+        assert ("\x1b[1;31m" if terminal else "") + "INSECURE: anybody who can reach" in caplog.text
 
 
 @pytest.mark.one_loop

@@ -1,5 +1,6 @@
 """Attacks on a bus with keys: peers without a key, with a wrong or a revoked one, and keys that claim too much."""
 
+import logging
 import re
 import struct
 from functools import partial
@@ -262,8 +263,9 @@ async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothin
 
 
 async def test_an_agent_gets_a_new_key_as_it_runs_and_then_the_old_one_is_refused(
-    context: Context, folder: KeyFolder, tmp_path: Path
+    context: Context, folder: KeyFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "rolloutctl")
     issued = folder.add("node", "agent", ("0",))
     old = read_peer_keys(issued)
     (tmp_path / "node.key").touch(0o600)
@@ -276,8 +278,10 @@ async def test_an_agent_gets_a_new_key_as_it_runs_and_then_the_old_one_is_refuse
         await until(lambda: live(bus) == ["0.0"])
         incarnation, peer = bus.state.members["0.0"].hello.incarnation, bus.state.members["0.0"].peer
         new = folder.rotate("node")
+        await until(lambda: "agent 0.0 has the old key of node" in caplog.text)
         write_private(tmp_path / "node.key", read_peer_keys(new), replace=True)
         await until(lambda: bus.state.members["0.0"].peer != peer and live(bus) == ["0.0"])
+        assert "agent 0.0 has the new key of node" in caplog.text
         folder.finish("node")
         assert (await bus.publish(FLUSH, Target(), 5_000)).acted
         async with agent_dealer(context, reach(bus), Credentials(old.pair, old.servers[0])) as dealer:

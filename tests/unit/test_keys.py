@@ -271,6 +271,16 @@ def test_a_broken_record_lets_nobody_in_and_disturbs_no_other(
         assert "lets nobody in" in caplog.text
 
 
+@pytest.mark.parametrize("bits", [0o620, 0o602, 0o666])
+def test_a_record_that_others_can_write_lets_nobody_in(
+    folder: KeyFolder, caplog: pytest.LogCaptureFixture, bits: int
+) -> None:
+    folder.add("a", "operator", ())
+    (folder.path / "allowed" / "a.json").chmod(bits)
+    assert folder.access_list().grants == {}
+    assert f"others can write it (mode {bits:04o})" in caplog.text
+
+
 def test_one_key_under_two_names_counts_as_the_first(folder: KeyFolder, caplog: pytest.LogCaptureFixture) -> None:
     folder.add("a", "observer", ())
     key = folder.allowed("a")
