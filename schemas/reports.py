@@ -163,6 +163,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         open: Commands that are not concluded, and who has not answered.
         insecure: Other machines can reach the bus, and it has no keys: anybody on them can command the engines.
         unproven: Replicas that the run knows and that are not proven to hold the committed weights.
+        descriptors: Said while the trainer's process has few file descriptors left: for how many agents they last.
     """
 
     run: Name
@@ -174,6 +175,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     open: tuple[Text, ...] = ()
     insecure: bool = False
     unproven: tuple[Count, ...] = ()
+    descriptors: Text = ""
 
     def lines(self) -> list[Line]:
         """The run, then agents of the same condition together, those away or in trouble first, then open commands."""
@@ -191,9 +193,9 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What comes before everything else: replicas that may serve other weights than the committed ones."""
-        text = f"{format_replicas(self.unproven)} not proven to hold v{self.version}"
-        return (text,) if self.unproven else ()
+        """What comes first: replicas that may serve other weights than the committed ones, and limits that are near."""
+        unproven = f"{format_replicas(self.unproven)} not proven to hold v{self.version}" if self.unproven else ""
+        return tuple(text for text in (unproven, self.descriptors) if text)
 
     @property
     def headline(self) -> str:

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from controlplane.bus.access import Access
 from controlplane.bus.binding import bound, end_context, warn_of_exposure
 from controlplane.bus.callers import Callers, Order, checked_order
+from controlplane.bus.descriptors import Descriptors, raise_limit
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.machine import events
@@ -106,6 +107,7 @@ class Bus:
         self._floods = Counter[bytes]()  # by connection, while messages wait
         self._callers = Callers(self._config.queue, self._reply)
         self._closed = True
+        self._descriptors = Descriptors()
         self._next_head_us = 0
         self._flush_us: int | None = None
         self._planned_us = 0
@@ -181,7 +183,7 @@ class Bus:
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
         fleet = fleet_status(self.state, self._now_us(), str(self._log.path), self._inbox.last_heard_us)
-        return replace(fleet, insecure=self._exposed)
+        return replace(fleet, insecure=self._exposed, descriptors=self._descriptors.warning)
 
     async def ask_anew(self) -> int:
         """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""
@@ -222,6 +224,7 @@ class Bus:
         self._turning = anyio.Lock(fast_acquire=True)
         self._changed, self._sooner = anyio.Event(), anyio.Event()
         self._wakeup = Wakeup()
+        raise_limit(self._config.agents_max)
         async with AsyncExitStack() as stack:
             stack.callback(self._wakeup.close)
             stack.push_async_callback(self._close_log)
@@ -443,6 +446,7 @@ class Bus:
         self._next_head_us = at_us + self._config.head_interval_ms * 1000
         if drained:  # else a sign of life may lie unread
             self._inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000)
+        self._descriptors.check(at_us, len(self._inbox.last_heard_us))
 
     async def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
         """Decide, record and perform; and again for peers that prove unreachable by that."""

@@ -141,6 +141,7 @@ SAMPLES: tuple[Struct, ...] = (
         ),
         open=("pause (seq 7) waits for 1.0",),
         unproven=(3,),
+        descriptors="40 of 1024 file descriptors are left",
     ),
     REPORT,
     wire.RequestRejected(reason="not by hand"),

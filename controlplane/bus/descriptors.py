@@ -1,0 +1,66 @@
+"""File descriptors of the trainer's process. An agent takes two of them: one connection to each socket of the bus.
+
+Nothing else limits connections: libzmq's `ZMQ_MAX_SOCKETS` counts the sockets of a context, of which the bus has two.
+"""
+
+import logging
+import os
+import resource
+from typing import Final
+
+logger = logging.getLogger("rolloutctl.bus")
+
+PER_AGENT: Final = 2
+SPARE: Final = 256
+"""Descriptors for whatever else the process opens after its bus."""
+NEAR: Final = 0.2
+"""Share of the limit below which what is left is said to be little."""
+CHECK_US: Final = 10_000_000
+"""Time between two checks. Counting descriptors takes longer the more there are: a millisecond for some thousand."""
+
+
+def raise_limit(agents: int) -> None:
+    """Raise the soft limit so that `agents` fit, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _open_now() + agents * PER_AGENT + SPARE
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Descriptors:
+    """Looks now and then at how many are left.
+
+    Attributes:
+        warning: What people should know; '' while enough are left.
+    """
+
+    def __init__(self) -> None:
+        self.warning = ""
+        self._next_us = 0
+
+    def check(self, at_us: int, agents: int) -> None:
+        """Look if it is time to, and log it when few are left. `agents` are connected."""
+        if at_us < self._next_us:
+            return
+        self._next_us = at_us + CHECK_US
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        left = soft - _open_now()
+        if soft == resource.RLIM_INFINITY or left >= soft * NEAR:
+            self.warning = ""
+            return
+        known, self.warning = (
+            self.warning,
+            (
+                f"{max(0, left)} of {soft} file descriptors are left in the trainer's process: room for "
+                f"{agents + max(0, left) // PER_AGENT} agents, two descriptors each, and no more. Raise its hard limit "
+                "(`ulimit -Hn`, LimitNOFILE of systemd)"
+            ),
+        )
+        if not known:
+            logger.warning("%s", self.warning)
+
+
+def _open_now() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1  # one is that of the listing
