@@ -25,6 +25,8 @@ COMMANDS = st.one_of(
     st.builds(ProfileCommand, action=st.sampled_from(("start", "stop")), step=st.integers(0, 3)),
 )
 TARGETS = st.sampled_from((Target(), Target(), Target(), Target(replicas=frozenset({0}))))
+NUMBERS_AT_BOUNDS = st.sampled_from((0, 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, -1))
+TARGETS_AT_BOUNDS = st.one_of(TARGETS, st.builds(Target, replicas=st.frozensets(NUMBERS_AT_BOUNDS | st.integers(0, 3))))
 MOMENTS = st.sampled_from((1, 10, 100, 700, 3000, 15_000))
 WEATHERS = st.builds(
     Weather,
@@ -64,6 +66,14 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.bus is not None)
     @rule(command=COMMANDS, receivers=TARGETS, timeout_ms=st.sampled_from((300, 2000)))
     def trainer_asks(self, command: EngineCommand | ProfileCommand, receivers: Target, timeout_ms: int) -> None:
+        assert self.bus is not None
+        self.world.trainer.issue(self.bus, command, receivers, timeout_ms)
+
+    @precondition(lambda self: self.bus is not None)
+    @rule(command=COMMANDS, receivers=TARGETS_AT_BOUNDS, timeout_ms=NUMBERS_AT_BOUNDS)
+    def trainer_asks_at_the_bounds(
+        self, command: EngineCommand | ProfileCommand, receivers: Target, timeout_ms: int
+    ) -> None:
         assert self.bus is not None
         self.world.trainer.issue(self.bus, command, receivers, timeout_ms)
 

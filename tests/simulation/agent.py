@@ -9,27 +9,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schemas import events
+from schemas.carriers.sockets import FRAME_BYTES_MAX
+from schemas.commands import UnknownCommand
 from schemas.identity import Identity
 from schemas.outcomes import Skipped, Trace
 from schemas.wire import (
+    TOPIC_COMMAND,
     CommandOutcome,
     Downward,
     Envelope,
     Goodbye,
     Hello,
     Join,
+    Page,
     Rejoin,
     Replay,
     ResendRequest,
     Snapshot,
     Upward,
     Welcome,
-    decode_command,
     encode,
+    encode_header,
     event_decoder,
 )
 from tests.simulation.engine import Attempt, Engine
 from tests.simulation.promises import Ledger
+from workers.link.frames import read_control, read_publication, read_replay
 from workers.link.heartbeat import status_of
 from workers.machine.decide import AgentState, next_deadline
 
@@ -390,21 +395,22 @@ class Process:
                 self.join()
         if envelope is None:
             self.feed(events.HeadSeen(at_ms=self.clock_ms, epoch=epoch, seq=seq))
-        else:
-            self.command(epoch, origin, seq, envelope)
+            return
+        frames = [TOPIC_COMMAND, encode_header(epoch, origin, seq), encode(envelope)]
+        if self._fits(frames):
+            self.take(read_publication(frames, envelope.run, self.clock_ms))
 
-    def command(self, epoch: int, origin: int, seq: int, envelope: Envelope) -> None:
-        self.feed(
-            events.CommandReceived(
-                at_ms=self.clock_ms,
-                epoch=epoch,
-                origin=origin,
-                seq=seq,
-                ttl_ms=envelope.ttl_ms,
-                command=decode_command(envelope.body),
-                target=envelope.target,
-            )
-        )
+    def _fits(self, frames: list[bytes]) -> bool:
+        """What is too large for a frame is not delivered, and the connection that it came over is cut."""
+        fits = max(map(len, frames)) <= FRAME_BYTES_MAX
+        if not fits:
+            self.cut()
+        return fits
+
+    def take(self, event: events.Event) -> None:
+        unreadable = isinstance(event, events.CommandReceived) and isinstance(event.command, UnknownCommand)
+        if not (unreadable and self.world.mechanisms.drops_unreadable):
+            self.feed(event)
 
     def on_control(self, epoch: int, seq: int, message: Downward) -> None:
         if not self.alive:
@@ -420,8 +426,12 @@ class Process:
                 self.snapshot_due = False
                 self.feed(events.SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired))
             case Replay():
-                for record in message.records:
-                    self.command(epoch, record.origin, record.seq, record.envelope)
+                frames = [encode_header(epoch, 0, seq), encode(message)]
+                if self._fits(frames):
+                    head, page = read_control(frames)
+                    assert isinstance(page, Page)
+                    for event in read_replay(head, page, message.records[0].envelope.run, self.clock_ms):
+                        self.take(event)
             case Rejoin():
                 if message.give_up:
                     self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")

@@ -51,6 +51,8 @@ class Mechanisms:
     storage_fence: bool = True
     redial_control: bool = True
     redial_subscription: bool = True
+    bounds: bool = True
+    drops_unreadable: bool = False
 
 
 @dataclass

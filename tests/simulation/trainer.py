@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import random
+from typing import TYPE_CHECKING, Final, Literal
 
-from controlplane.machine.events import CoordinatorEvent, Issued, SyncRequested
+from controlplane.bus.callers import Order, checked_order
+from controlplane.machine.events import Issued, SyncRequested
 from schemas.commands import (
     Checkpoint,
     Command,
@@ -16,7 +18,8 @@ from schemas.commands import (
     Target,
     Window,
 )
-from schemas.identity import Tag
+from schemas.errors import CommandError
+from schemas.identity import REPLICAS_MAX, TIME_MAX_MS, Tag
 from tests.simulation.engine import digest_of
 
 if TYPE_CHECKING:
@@ -24,6 +27,21 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import World
 
 TAGS: tuple[frozenset[Tag], ...] = (frozenset(), frozenset({"weights"}), frozenset({"kv_cache"}))
+
+FAR: Final = Target(replicas=frozenset({REPLICAS_MAX - 1}))
+AT_BOUNDS: Final = (
+    (Target(), 1),
+    (FAR, TIME_MAX_MS),
+    (Target(replicas=frozenset()), TIME_MAX_MS),
+    (Target(replicas=frozenset(range(21_000))), 2000),
+    # --- beyond ---
+    (Target(), TIME_MAX_MS + 1),
+    (Target(), 10**16),
+    (Target(), 0),
+    (Target(replicas=frozenset({0, REPLICAS_MAX})), 2000),
+    (Target(replicas=frozenset({0, -1})), 2000),
+    (Target(replicas=frozenset(range(100_000))), 2000),
+)
 
 
 class Trainer:
@@ -34,6 +52,10 @@ class Trainer:
         self.busy = True
         self.tries = 0
         self.step = 0
+        self.extremes = random.Random(world.seed)  # of its own, so that the other runs stay as they are
+        self.extreme = self.extremes.choice(
+            (0.0, 0.0, 0.1)
+        )  # chance of a target and a timeout at their bounds or beyond
         self.pace_ms = world.rng.choice((200, 800, 2500))
 
     def work(self) -> None:
@@ -55,12 +77,15 @@ class Trainer:
         if self.world.rng.random() < 0.2:
             self.sync(bus, None)
         else:
-            self.issue(bus, self._command(), self._target())
+            command, target, timeout_ms = self._command(), self._target(), self.world.rng.choice((300, 2000, 6000))
+            if self.extremes.random() < self.extreme:
+                target, timeout_ms = self.extremes.choice(AT_BOUNDS)
+            self.issue(bus, command, target, timeout_ms)
 
-    def issue(self, bus: Bus, command: Command, target: Target, timeout_ms: int | None = None) -> None:
+    def issue(self, bus: Bus, command: Command, target: Target, timeout_ms: int) -> None:
         bus.tickets += 1
-        timeout_ms = timeout_ms if timeout_ms is not None else self.world.rng.choice((300, 2000, 6000))
-        bus.feed(
+        self.hand_over(
+            bus,
             Issued(
                 at_us=bus.now_us,
                 at_ns=self.world.now,
@@ -68,8 +93,15 @@ class Trainer:
                 command=command,
                 target=target,
                 timeout_ms=timeout_ms,
-            )
+            ),
         )
+
+    def hand_over(self, bus: Bus, order: Order) -> None:
+        """A bus refuses what is out of bounds before its machine sees it."""
+        try:
+            bus.feed(checked_order(order) if self.world.mechanisms.bounds else order)
+        except CommandError:
+            self.world.say(f"bus {bus.life} refuses {order!r:.200}")
 
     def sync(self, bus: Bus, quorum: int | None, timeout_ms: int | None = None) -> int:
         """Sync the next version. An aborted version is tried again from another source."""
@@ -79,7 +111,7 @@ class Trainer:
         version = 1 + max((commit.version for commit in self.world.promises.commits()), default=0)
         path = f"v{version}/try{self.tries}"
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=digest_of(path)) if rng.random() < 0.5 else None
-        event: CoordinatorEvent = SyncRequested(
+        order = SyncRequested(
             at_us=bus.now_us,
             at_ns=self.world.now,
             ticket=bus.tickets,
@@ -91,7 +123,7 @@ class Trainer:
             target=Target() if quorum is not None else self._target(),
             timeout_ms=timeout_ms if timeout_ms is not None else rng.choice((1000, 3000, 6000)),
         )
-        bus.feed(event)
+        self.hand_over(bus, order)
         return version
 
     def restore(self) -> int:
