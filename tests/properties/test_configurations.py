@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from schemas.commands import ProfileCommand
 from schemas.errors import ConfigError
+from schemas.identity import TIME_MAX_MS
 from schemas.profiler.config import ProfilerConfig, read_verl_config
 from schemas.profiler.readers import yaml_text
 from schemas.profiler.settings import RankUnit
@@ -22,18 +23,32 @@ VERL: list[dict[str, Any]] = [
 ]
 OWN: dict[str, Any] = yaml.safe_load((CONFIGS / "profiler.yaml").read_text("utf-8"))
 
+
+def nested(value: object, levels: int, mapping: bool) -> object:
+    """Return the value within that many lists or mappings."""
+    for _ in range(levels):
+        value = {"a": value} if mapping else [value]
+    return value
+
+
 texts = st.sampled_from(
     [
         *("torch", "npu", "nsys", "torch_memory", "precision_debugger", "all", "1-3", "???"),
         *("${oc.env:X,[1]}", "${a.b}", "${", "", "x"),
     ]
 )
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | texts
+bounds = st.sampled_from(
+    (0, 1, -1, 2**20 - 1, 2**20, TIME_MAX_MS, TIME_MAX_MS + 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**64)
+)
+ranges = st.builds("{}-{}".format, bounds, bounds)
+leaves = st.none() | st.booleans() | st.integers() | bounds | ranges | st.floats() | st.text(max_size=5) | texts
+deep = st.builds(nested, leaves, st.sampled_from((2, 97, 101, 300)), st.booleans())
+wide = st.builds(lambda leaf, count: [leaf] * count, leaves, st.sampled_from((2, 300)))
 values = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
-)
+) | st.one_of(deep, wide)
 
 
 def paths(tree: object, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
