@@ -1,5 +1,6 @@
 """Connections that look alive and carry nothing, between a real agent and a real bus."""
 
+import logging
 from pathlib import Path
 
 import anyio
@@ -8,9 +9,11 @@ import pytest
 from schemas.carriers.sockets import Context
 from schemas.config import BusConfig
 from tests.attacks.proxy import HOST, Proxy, proxied
+from tests.attacks.test_transport import trainer
 from tests.unit.small_bus import FLUSH, PRIMARY, Engine, running
 from tests.unit.test_bus import ALL, QUICK, live, opened, outcomes, reached
 from tests.waiting import until
+from workers.link.link import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -22,7 +25,7 @@ LENGTHS = [pytest.param(QUICK, id="quick"), pytest.param(BusConfig(), id="as shi
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent of a quick bus loses patience quickly, too."""
-    if request.node.callspec.params["config"] is QUICK:
+    if request.node.callspec.params.get("config") is QUICK:
         monkeypatch.setattr("workers.link.link.SILENT_MS", 300)
         monkeypatch.setattr("workers.link.link.ANSWER_S", 0.5)
         monkeypatch.setattr("workers.link.link.BUSY_S", 0.1)
@@ -53,6 +56,36 @@ async def test_an_agent_with_a_half_open_connection_joins_again_soon_after_the_h
                     await bus.wait_until(lambda state: state.members["0.0"].peer != before)
                 await bus.wait_until(lambda state: live(state) == {"0.0"})
             assert outcomes(await bus.publish(FLUSH, ALL, 10_000)) == {"0.0": "acted"}
+
+
+@pytest.mark.parametrize(("hold_ms", "silent_ms"), [(3_000, 0), pytest.param(12_000, 3_000, marks=pytest.mark.attacks)])
+async def test_a_trainer_that_holds_the_gil_longer_than_agents_wait_keeps_its_fleet(
+    tmp_path: Path,
+    context: Context,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    hold_ms: int,
+    silent_ms: int,
+) -> None:
+    asked: list[Link] = []
+    original = Link._ask_elsewhere
+
+    async def ask_elsewhere(self: Link) -> None:
+        asked.append(self)
+        await original(self)
+
+    monkeypatch.setattr("workers.link.link.SILENT_MS", silent_ms)
+    monkeypatch.setattr(Link, "_ask_elsewhere", ask_elsewhere)
+    caplog.set_level(logging.INFO)
+    with trainer(tmp_path) as victim:
+        async with running(f"tcp://127.0.0.1:{victim.control}", context, Engine(), tmp_path, PRIMARY) as agent:
+            with anyio.fail_after(20):
+                await agent.wait_until(lambda state: state.joined)
+            victim.hold(hold_ms)
+            assert await anyio.to_thread.run_sync(victim.line) == "alive"
+            assert asked
+            assert "joining again" not in caplog.text and "saying hello again" not in caplog.text
+        victim.close()
 
 
 def _carries(proxy: Proxy, *ports: int) -> bool:
