@@ -102,10 +102,11 @@ class Run:
     Args:
         path: The log, which must not exist.
         agents: Replicas of one node.
+        bytes_max, age_max_s: As in `RunLog.open`.
     """
 
-    def __init__(self, path: Path, agents: int) -> None:
-        self._log = RunLog.open(path, "bench")
+    def __init__(self, path: Path, agents: int, bytes_max: int | None = None, age_max_s: int | None = None) -> None:
+        self._log = RunLog.open(path, "bench", bytes_max=bytes_max, age_max_s=age_max_s)
         self._state = self._log.state
         self._now_us = 0
         self._nodes = [Node(replica) for replica in range(agents)]

@@ -114,7 +114,14 @@ class ControlPlane:
         if self._opened is not None:
             raise ConfigError("this control plane is already open: create one object for each life of a bus")
         with ExitStack() as stack:
-            log = RunLog.open(self._log, self._run, self._config.durability)
+            config = self._config
+            log = RunLog.open(
+                self._log,
+                self._run,
+                config.durability,
+                bytes_max=config.log_bytes_max,
+                age_max_s=config.log_age_max_s,
+            )
             stack.callback(log.close)
             bus = Bus(self._address, log, self._config, insecure=self._insecure, keys=self._keys, context=self._context)
             thread = BusThread(bus, self._owner or threading.current_thread())

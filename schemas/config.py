@@ -32,6 +32,8 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         agents_max: Places in the fleet, of agents that are there or gone. An agent at a further place is turned away.
         durability: `disk` flushes a group of records to the disk before it is published; `os` leaves that to the
             operating system, so a power cut may lose the last groups.
+        log_bytes_max: Size to which the log is kept, about: its oldest records are dropped. None keeps all.
+        log_age_max_s: Age from which records are dropped, about. None keeps all.
     """
 
     head_interval_ms: _Interval = 1_000
@@ -44,6 +46,8 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     publish_port: Port | None = None
     agents_max: _Kept = 8_192
     durability: Literal["disk", "os"] = "os"
+    log_bytes_max: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] | None = None
+    log_age_max_s: Annotated[int, Meta(ge=60, le=1 << 32)] | None = None
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

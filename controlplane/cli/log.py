@@ -1,4 +1,4 @@
-"""`rolloutctl log`: show, verify and replay a recorded run."""
+"""`rolloutctl log`: show, verify and replay a recorded run. What keeps one small is in `controlplane.cli.retention`."""
 
 import datetime
 from collections.abc import Iterator
@@ -9,23 +9,23 @@ import msgspec
 from msgspec.structs import asdict
 
 from controlplane.cli.reducers import replay_file
+from controlplane.cli.retention import archive, export, prune
 from controlplane.machine.coordinator import LOGIC
 from controlplane.record.entries import LogEntry, LogMark
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
-from controlplane.record.log_lines import format_decision
+from controlplane.record.log_lines import format_decision, json_line
 from controlplane.record.marks import MarkChecker
 from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.formatting import one_line, printable
-from schemas.wire import DECODE_ERRORS
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group(short_help="Show, verify and replay a recorded run.")
+@click.group(short_help="Show, verify, replay and keep recorded runs.")
 def log() -> None:
-    """Read a recorded run, even while it is being written."""
+    """Read a recorded run, even while it is being written, or an archive of one."""
 
 
 @log.command(short_help="Print every decision.")
@@ -39,7 +39,7 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
     for entry in RunLog.read(file, start):
         if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
             continue
-        click.echo(_json_line(entry) if as_json else one_line(_line(entry)))
+        click.echo(json_line(entry) if as_json else one_line(_line(entry)))
 
 
 @log.command("verify", short_help="Check the file, and the invariants of every run.")
@@ -80,24 +80,29 @@ class _Reading:
         self._file = file
         self._comparable = logic == LOGIC
 
-    def entries(self) -> Iterator[LogEntry]:
-        """Yield the records up to the first that is damaged."""
+    def entries(self) -> Iterator[LogEntry | LogMark]:
+        """Yield the records and marks up to the first record that is damaged."""
         try:
             for entry in RunLog.walk(self._file):
                 if isinstance(entry, LogMark):
                     self._check(entry)
-                    continue
-                self.records += 1
-                if self._comparable:
-                    self.marks.feed(entry)
+                else:
+                    self.records += 1
+                    if self._comparable:
+                        self.marks.feed(entry)
                 yield entry
         except LogCorrupt as error:
             self.damage.append(str(error))
 
     def _check(self, mark: LogMark) -> None:
-        problem = mark.damage or (self.marks.difference(mark) if self._comparable else None)
+        problem: str | None = mark.damage
+        if not problem and self._comparable and self.records == 0:
+            self._comparable = self.marks.begin(mark)
+        elif not problem and self._comparable:
+            problem = self.marks.difference(mark)
         if problem:
             self.damage.append(problem)
+            self._comparable = self._comparable and self.records > 0
 
 
 @log.command("replay", short_help="Make every decision again, and compare.")
@@ -119,13 +124,5 @@ def _line(entry: LogEntry) -> str:
     return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {format_decision(entry)}"
 
 
-def _json_line(entry: LogEntry) -> bytes:
-    """Raises LogCorrupt for what this version can't read, or JSON can't represent."""
-    decode = msgspec.msgpack.decode
-    try:
-        plain = {**asdict(entry), "event": decode(entry.event), "effects": decode(entry.effects)}
-        return msgspec.json.encode(plain)
-    except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks
-        entry.typed_event()
-        entry.typed_effects()
-        raise
+for command in (prune, archive, export):
+    log.add_command(command)

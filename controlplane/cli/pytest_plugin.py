@@ -89,7 +89,7 @@ class RecordedRunItem(pytest.Item):
         try:
             if self._check == "replay":
                 replay_file(self._log)
-            elif violations := [str(violation) for violation in verify(RunLog.read(self._log))]:
+            elif violations := [str(violation) for violation in verify(RunLog.walk(self._log))]:
                 raise RecordedRunFailed("\n".join(violations))
         except RolloutctlError as error:
             raise RecordedRunFailed(str(error)) from None

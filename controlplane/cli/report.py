@@ -30,7 +30,7 @@ def report(file: Path, out: Path | None, force: bool) -> None:
     header = RunLog.header(file)
     check_destination(out, force, [file])
     with _page(out, force) as page:
-        collected = collect(RunLog.read(file))
+        collected = collect(RunLog.walk(file))
         write_page(page, collected, header.run, file.name)
     click.echo(one_line(f"{out}: {collected.verdict}"))
     if collected.damage:

@@ -31,7 +31,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.machine import events as bus_events
-from controlplane.record.entries import LogEntry
+from controlplane.machine.fleet import CoordinatorState, OpenCommand
+from controlplane.record.entries import LogEntry, LogMark
+from controlplane.record.marks import decode_state
 from controlplane.record.proof import Proofs
 from schemas import events
 from schemas.commands import WeightSync
@@ -62,12 +64,19 @@ class Violation(Struct, frozen=True):
         return f"{self.invariant} at record {self.position}{who}: {self.text}"
 
 
-def verify(entries: Iterable[LogEntry]) -> Iterator[Violation]:
-    """Yield the violations in the order of the log. Raises LogCorrupt at a record that can't be read."""
-    bus = _Bus()
+def verify(entries: Iterable[LogEntry | LogMark]) -> Iterator[Violation]:
+    """Yield the violations in the order of the log. Raises LogCorrupt at a record that can't be read.
+
+    Of marks only one before all records counts: with it begins a log whose oldest records were dropped.
+    """
+    bus: _Bus | None = None
     agents: dict[tuple[str, str], _Agent] = {}
     interned: _Interned = {}
     for entry in entries:
+        if isinstance(entry, LogMark):
+            bus = bus or _Bus(decode_state(entry))
+            continue
+        bus = bus or _Bus(CoordinatorState())
         event, effects = entry.typed_event(), entry.typed_effects()
         if not entry.agent:
             yield from bus.check(entry, event, effects)  # type: ignore[arg-type]
@@ -97,18 +106,24 @@ class _OpenCommand(Struct):
 class _Bus:
     """The coordinator's records: order, membership, ends of commands."""
 
-    def __init__(self) -> None:
-        self._epoch = self._seq = self._version = 0
-        self._members: dict[str, str] = {}  # peers that said hello and were welcomed, by name
-        self._live: set[str] = set()
-        self._known: set[str] = set()  # has ever joined, and is not retired
-        self._open: dict[int, _OpenCommand] = {}
-        self._proofs = Proofs()
+    def __init__(self, begin: CoordinatorState | None) -> None:
+        self._unknown = begin is None  # the log begins with a mark that other logic wrote: nothing can be checked
+        begin = begin or CoordinatorState()
+        members = begin.members.items()
+        self._epoch, self._seq, self._version = begin.epoch, begin.seq, begin.default_desired.version
+        # Peers that said hello and were welcomed, by name.
+        self._members = {name: member.peer for name, member in members if member.state in ("joining", "live")}
+        self._live = {name for name, member in members if member.state == "live"}
+        self._known = {name for name, member in members if member.joined}  # has ever joined, and is not retired
+        self._open = {command.record.seq: _open_command(command) for command in begin.open}
+        self._proofs = Proofs(begin)
         self._now_us = 0
 
     def check(
         self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]
     ) -> Iterator[Violation]:
+        if self._unknown:
+            return
         position = entry.position
         yield from self._overdue(position, event)
         yield from self._strangers(position, event, effects)
@@ -206,6 +221,11 @@ class _Bus:
         for outcome in report.outcomes:
             if isinstance(outcome.conclusion, Skipped) and outcome.rule == 0:
                 yield Violation("I6", position, (outcome.agent,), f"skipped seq {report.seq} without naming a rule")
+
+
+def _open_command(command: OpenCommand) -> _OpenCommand:
+    known = command.waiting.union(outcome.agent for outcome in command.outcomes)
+    return _OpenCommand(known, command.waiting, command.deadline_us + 1_000_000)
 
 
 def _sent(effects: tuple[bus_events.CoordinatorEffect, ...], kind: type[Downward]) -> Iterator[bus_events.Send]:

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -25,12 +25,13 @@ from msgspec.msgpack import Decoder
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
+from controlplane.record.archive import open_records
 from controlplane.record.bodies import BodyReader, BodyWriter, deflated, inflated
 from controlplane.record.entries import LogEntry, LogMark, coordinator_event_decoder
 from controlplane.record.marks import decode_mark, decode_state, encode_mark
 from schemas.carriers.database import Durability
 from schemas.carriers.records import Record, RecordFile, RecordReader
-from schemas.errors import ConfigError, LogCorrupt, LogError, WireError
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, WireError
 from schemas.identity import Name
 from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, encode
 
@@ -83,17 +84,29 @@ class RunLog:
         self.state = CoordinatorState()
         self.folded = 0
         self._file = file
+        self._bytes_max: int | None = None
+        self._age_max_s: int | None = None
         self._bodies = BodyWriter()
         self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: number of the last recorded decision
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
         self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], run: str | None = None, durability: Durability = "os") -> Self:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        run: str | None = None,
+        durability: Durability = "os",
+        *,
+        bytes_max: int | None = None,
+        age_max_s: int | None = None,
+    ) -> Self:
         """Create the log of a new run, or continue one.
 
         Args:
             run: Id of a new run, or of the one that the log must be of; None to generate one.
+            bytes_max: Drop the oldest records when the file is larger; None to keep them.
+            age_max_s: Drop records that are older; None to keep them.
 
         Raises:
             ConfigError: It is the log of another run.
@@ -110,6 +123,7 @@ class RunLog:
             if run is not None and found.run != run:
                 raise ConfigError(f"{file.path} is the log of run {found.run}, not of {run}: name another file")
             log = cls(file, found.run)
+            log._bytes_max, log._age_max_s = bytes_max, age_max_s
             log._restore()
             undo.pop_all()
         return log
@@ -117,7 +131,7 @@ class RunLog:
     @staticmethod
     def header(path: str | os.PathLike[str]) -> RunHeader:
         """Return the header of a log. Raises LogError or LogCorrupt."""
-        with RecordReader.open(path) as reader:
+        with open_records(path) as reader:
             return _read_header(reader)
 
     @staticmethod
@@ -138,7 +152,7 @@ class RunLog:
             LogError: The file can't be read, or is no log.
             LogCorrupt: At the first damaged record, after all those before it.
         """
-        with RecordReader.open(path) as reader:
+        with open_records(path) as reader:
             _read_header(reader)
             bodies = BodyReader(reader.records)
             for record in reader.records(start):
@@ -147,7 +161,7 @@ class RunLog:
     @staticmethod
     def walk(path: str | os.PathLike[str]) -> Iterator[LogEntry | LogMark]:
         """Yield all records and marks, each mark after its record. A damaged mark is yielded too. Raises as `read`."""
-        with RecordReader.open(path) as reader:
+        with open_records(path) as reader:
             _read_header(reader)
             marks = deque(reader.mark_positions())
             bodies = BodyReader(reader.records)
@@ -157,6 +171,44 @@ class RunLog:
                 yield _entry(reader.path, record, bodies)
             for position in marks:
                 yield _mark(reader, position)
+
+    @staticmethod
+    def prune(
+        path: str | os.PathLike[str],
+        *,
+        before: int | None = None,
+        bytes_max: int | None = None,
+        age_max_s: int | None = None,
+    ) -> int:
+        """Drop the oldest records of a log that no bus writes, and give their space back.
+
+        What is dropped ends at a mark, so that the log begins with one and can still be replayed and continued.
+
+        Args:
+            before: Keep the records from this position on, at least.
+            bytes_max: Drop as many as the file has too much.
+            age_max_s: Drop records that are older.
+
+        Returns:
+            How many records were dropped.
+
+        Raises:
+            LogLocked: A bus writes it.
+            LogCorrupt, LogFull, LogError: It can't be read or written.
+        """
+        with open_records(path) as reader:  # a missing file is not created, and an archive not overwritten
+            _read_header(reader)
+        with RecordFile.open(path) as file:
+            first = file.first_position
+            cut = _find_cut(file, bytes_max, age_max_s, time.time_ns())
+            if before is not None:
+                cut = max((mark for mark in file.mark_positions() if first <= mark < before), default=None)
+            if cut is None:
+                return 0
+            file.truncate_before(cut + 1)
+            with suppress(LogFull):  # then the space is used for the records to come
+                file.compact()
+            return cut + 1 - first
 
     @property
     def pending(self) -> int:
@@ -183,6 +235,7 @@ class RunLog:
             self._file.append_mark(at_ns, mark)
             self._unmarked_records, self._unmarked_bytes, self._mark_bytes = 0, 0, len(mark)
             self._bodies.begin_segment()
+            self._drop_oldest(at_ns)
 
     def append_batch(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
         """Append those decisions of an agent that the log does not have yet. The next `commit` writes them.
@@ -242,6 +295,11 @@ class RunLog:
         self._unmarked_records += 1
         self._unmarked_bytes += len(body)
 
+    def _drop_oldest(self, at_ns: int) -> None:
+        """Keep to the limits. What is dropped ends at a mark, so that the log begins with one."""
+        if not self._file.removing and (cut := _find_cut(self._file, self._bytes_max, self._age_max_s, at_ns)):
+            self._file.drop_before(cut + 1)
+
     def _mark_due(self) -> bool:
         if self._unmarked_records < MARK_RECORDS and self._unmarked_bytes < MARK_BYTES:
             return False
@@ -280,6 +338,19 @@ class RunLog:
                 self.path, f"its records before {first} were dropped, and no mark after them can be used"
             )
         return 0
+
+
+def _find_cut(file: RecordFile, bytes_max: int | None, age_max_s: int | None, now_ns: int) -> int | None:
+    """Return the position of a mark up to which the oldest records can go; None if nothing can or has to."""
+    first, last = file.first_position, file.last_position
+    cuts = []
+    if age_max_s is not None:
+        cuts += file.mark_positions(until_ns=now_ns - age_max_s * 10**9)[-1:]
+    if bytes_max is not None and (used := file.used_bytes) > bytes_max:
+        kept = (last - first + 1) * bytes_max * 3 // (4 * used)  # below the limit, so that it is not reached at once
+        marks = file.mark_positions()
+        cuts += [mark for mark in marks if mark >= last - kept][:1] or marks[-1:]
+    return max((cut for cut in cuts if cut >= first), default=None)
 
 
 def _entry(path: Path, record: Record, bodies: BodyReader) -> LogEntry:

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from typing import assert_never
 
+import msgspec
+from msgspec.structs import asdict
+
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from schemas import events
 from schemas.formatting import count_outcomes, describe, format_agents, format_outcome
 from schemas.identity import agent_of
 from schemas.reports import Report, SyncReport
-from schemas.wire import decode_command
+from schemas.wire import DECODE_ERRORS, decode_command
 
 
 def format_decision(entry: LogEntry) -> str:
@@ -20,6 +23,18 @@ def format_decision(entry: LogEntry) -> str:
     else:
         parts = [format_bus_event(event), *_bus_effects(effects)]  # type: ignore[arg-type]
     return " -> ".join(parts)
+
+
+def json_line(entry: LogEntry) -> bytes:
+    """Return one record as JSON. Raises LogCorrupt for what this version can't read, or JSON can't represent."""
+    decode = msgspec.msgpack.decode
+    try:
+        plain = {**asdict(entry), "event": decode(entry.event), "effects": decode(entry.effects)}
+        return msgspec.json.encode(plain)
+    except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks
+        entry.typed_event()
+        entry.typed_effects()
+        raise
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from controlplane.machine import events
+from controlplane.machine.fleet import CoordinatorState
 from schemas.commands import Target, WeightSync
 from schemas.formatting import format_replicas
 from schemas.identity import ROLLOUT, Identity, RolloutMode, replica_and_node
@@ -14,9 +15,9 @@ from schemas.wire import Welcome, decode_command
 class Proofs:
     """What one log shows about the replicas of its run."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, Identity] = {}
-        self._target = Target()  # of the newest phase of a sync
+    def __init__(self, begin: CoordinatorState) -> None:
+        self._known: dict[str, Identity] = {name: member.hello.identity for name, member in begin.members.items()}
+        self._target = begin.sync.request.target if begin.sync else Target()  # of the newest phase of a sync
 
     def follow(self, event: events.CoordinatorEvent, effects: tuple[events.CoordinatorEffect, ...]) -> None:
         """Note who is known, and whom a sync is for."""

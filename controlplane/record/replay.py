@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.record.entries import LogEntry, LogMark
 from controlplane.record.marks import MarkChecker
-from schemas.errors import ReplayDiffers
+from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.events import Effect, Event
 from schemas.wire import encode
 
@@ -99,8 +99,16 @@ class Replayer(Generic[S]):
         self._compare(entry, effects)
 
     def check_mark(self, mark: LogMark) -> None:
-        """Compare a mark with the state that the entries before it led to. Raises ReplayDiffers."""
-        if difference := self._marks.difference(mark):
+        """Compare a mark with the state that the entries before it led to; begin with one that has none before it.
+
+        Raises:
+            ReplayDiffers: It differs.
+            LogCorrupt: It can't be read, and the log begins with it.
+        """
+        if self._records == 0:
+            if not self._marks.begin(mark):
+                raise LogCorrupt(mark.damage or f"the log begins with a mark of logic {mark.logic}", mark.position)
+        elif difference := self._marks.difference(mark):
             raise ReplayDiffers(difference)
 
     def state_hash(self) -> str:

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 from msgspec import Struct, field
 
 from controlplane.machine import events as bus_events
-from controlplane.record.entries import LogEntry
+from controlplane.record.entries import LogEntry, LogMark
 from controlplane.record.invariants import Violation, verify
 from controlplane.record.log_lines import format_observation
 from controlplane.report.fleet_history import AgentHistory, FleetHistory, Quarantine, ReplicaHistory
@@ -138,8 +138,8 @@ class RunReport(Struct, kw_only=True):
         return ", ".join(f"{count:,} {text}" for text, count in amounts.items() if count) or "nothing failed"
 
 
-def collect(entries: Iterable[LogEntry]) -> RunReport:
-    """Return the report of a log, as far as the log can be read."""
+def collect(entries: Iterable[LogEntry | LogMark]) -> RunReport:
+    """Return the report of a log, as far as it can be read. Of marks only one before all records counts."""
     collector = _Collector()
     source = iter(entries)
     try:
@@ -164,15 +164,18 @@ class _Collector:
         self._open: dict[int, tuple[CommandSummary, int]] = {}  # by seq: the command, and when it was published (µs)
         self._stragglers: dict[str, Straggler] = {}
 
-    def pass_through(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
+    def pass_through(self, entries: Iterable[LogEntry | LogMark]) -> Iterator[LogEntry | LogMark]:
         """Add each entry, and yield it."""
         for entry in entries:
-            self._add(entry)
+            if isinstance(entry, LogEntry):
+                self._add(entry)
             yield entry
 
-    def add_readable(self, entries: Iterator[LogEntry]) -> None:
+    def add_readable(self, entries: Iterator[LogEntry | LogMark]) -> None:
         """Add what can be read after a record that could not."""
         for entry in entries:
+            if isinstance(entry, LogMark):
+                continue
             try:
                 self._add(entry)
             except LogCorrupt:

@@ -45,6 +45,8 @@ from schemas.errors import ConfigError, LogCorrupt, LogError
 MARK: Final = "mark"
 PAGE_RECORDS: Final = 256
 """Records that a reader takes at a time."""
+REMOVED_AT_ONCE: Final = 1024
+"""Dropped records that a commit removes, so that none takes long."""
 
 _INSERT: Final = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)"
 _PAGE: Final = (
@@ -159,13 +161,21 @@ class RecordReader:
         """Position of the newest committed record; `first_position` - 1 if there is none, so 0 in a new file."""
         return self._bound("last")
 
+    @property
+    def used_bytes(self) -> int:
+        """Size of what is in the file, without space that is free for reuse."""
+        pages, free, size = (
+            self._rows(f"PRAGMA {what}")[0][0] for what in ("page_count", "freelist_count", "page_size")
+        )
+        return (int(str(pages)) - int(str(free))) * int(str(size))
+
     def records(self, start: int = 1) -> Iterator[Record]:
         """Yield committed records from `start` on, including those committed meanwhile. Each one is checked.
 
         Raises:
             LogCorrupt: After all records before the first one that is damaged or missing.
         """
-        expected = start
+        expected = max(start, self.first_position)  # rows before that may wait for their removal
         while True:
             rows, error = self._next_page(expected)
             if rows and expected < rows[0][0] <= self.first_position:  # the records before were dropped
@@ -178,11 +188,13 @@ class RecordReader:
             if not rows:
                 return
 
-    def mark_positions(self) -> list[int]:
-        """Return where marks are, in order. Files of earlier versions have none."""
+    def mark_positions(self, until_ns: int | None = None) -> list[int]:
+        """Return where marks are, in order; only those made until a moment. Files of format 1 have none."""
         if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'marks'"):
             return []
-        return [int(str(position)) for (position,) in self._rows("SELECT position FROM marks ORDER BY position")]
+        until_ns = (1 << 63) - 1 if until_ns is None else until_ns
+        rows = self._rows("SELECT position FROM marks WHERE at_ns <= ? ORDER BY position", until_ns)
+        return [int(str(position)) for (position,) in rows]
 
     def mark(self, position: int) -> MarkRecord:
         """Return the mark at one of `mark_positions`. Raises LogCorrupt if it is damaged."""
@@ -195,6 +207,16 @@ class RecordReader:
         if not sound:
             raise LogCorrupt(f"{self.path}: the mark after record {position} does not match its checksum", position)
         return MarkRecord(position, at_ns, body)  # type: ignore[arg-type]
+
+    def copy_to(self, path: Path) -> None:
+        """Copy what is committed into a new file, as of one moment. Raises LogError or OSError."""
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        try:
+            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as copy:
+                self._connection.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")
+        except sqlite3.Error as error:
+            raise LogError(f"{self.path}: its copy {path} was not written ({error})") from error
 
     def close(self) -> None:
         """Close the file. May be called twice."""
@@ -273,6 +295,9 @@ class RecordFile(RecordReader):
 
     Call `append` from one thread. `commit` may run in another one, so that an event loop need not wait for the disk.
     Its own reading methods return committed records; while another thread commits, read through a RecordReader.
+
+    Attributes:
+        removing: Records that were dropped are still to be removed.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId) -> None:
@@ -285,6 +310,8 @@ class RecordFile(RecordReader):
         self._committing = threading.Lock()
         self._faulted = ""  # why no more records are taken
         self._last = self.last_position
+        self._dropped_before = 0  # drop at the next commit, and remove bit by bit
+        self.removing = self._oldest() < self.first_position
         self._next = self._last + 1
 
     @classmethod
@@ -367,17 +394,34 @@ class RecordFile(RecordReader):
             self._check()
             marks = self._pending_marks[:]  # taken first: `append` may add more meanwhile
             group = self._pending[:]
-            if not group and not marks:
+            if not group and not marks and not self._dropped_before:
                 return self._last
             last = group[-1][0] if group else self._last
             with self._transaction():
                 self._connection.executemany(_INSERT, group)
                 self._connection.executemany(_INSERT_MARK, marks)
                 self._set_bound("last", last)
+                self._remove_dropped()
             del self._pending[: len(group)]
             del self._pending_marks[: len(marks)]
             self._last = last
             return last
+
+    def drop_before(self, position: int) -> None:
+        """Drop all records before a position with the next `commit`, and remove them bit by bit with those after it."""
+        self._dropped_before = max(self._dropped_before, min(position, self._next))
+
+    def compact(self) -> None:
+        """Give free space back to the disk, which needs space for a copy meanwhile. Raises LogFull or LogError."""
+        with self._committing:
+            self._check()
+            self._check_files()
+            try:
+                self._connection.execute("VACUUM")
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            except sqlite3.Error as error:
+                raise database.translate(self.path, error, self._last) from error
+            self._note_files()
 
     def truncate_before(self, position: int) -> None:
         """Drop all records before a position, and the marks among them. Their space is reused; later positions stay.
@@ -442,6 +486,24 @@ class RecordFile(RecordReader):
                 self._faulted = "the disk failed to keep what was written"
             readable = f"Records up to {self._last} are readable"
             raise database.translate(self.path, error, self._last + 1, readable) from error
+
+    def _remove_dropped(self) -> None:
+        """Within a transaction: move the bound, and remove some of the records before it."""
+        if self._dropped_before > self.first_position:
+            self._set_bound("first", self._dropped_before)
+            self._connection.execute("DELETE FROM marks WHERE position < ?", (self._dropped_before - 1,))
+            self.removing = True
+        self._dropped_before = 0
+        if self.removing:
+            first, oldest = self.first_position, self._oldest()
+            before = min(first, oldest + REMOVED_AT_ONCE)
+            self._connection.execute("DELETE FROM records WHERE position < ?", (before,))
+            self.removing = before < first
+
+    def _oldest(self) -> int:
+        """Position of the oldest record in the table, dropped or not."""
+        ((oldest,),) = self._rows("SELECT min(position) FROM records")
+        return self._last + 1 if oldest is None else int(str(oldest))
 
     def _set_bound(self, key: str, value: int) -> None:
         self._connection.execute("UPDATE meta SET value = ? WHERE key = ?", (str(value), key))

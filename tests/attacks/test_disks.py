@@ -1,18 +1,26 @@
-"""Attacks on the log's file: a second writer under another name, and programs that delete, replace or cut it."""
+"""Attacks on the log's file: a second writer under another name, programs that delete, replace or cut it, and kills."""
 
+import gzip
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from bench.logs import Node, Run
 from controlplane import ControlPlane
+from controlplane.cli.reducers import replay_log
+from controlplane.record import log as log_module
+from controlplane.record.entries import LogMark
+from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
+from controlplane.report.collect import collect
 from schemas.carriers.records import RecordFile, RecordReader
 from schemas.errors import BusFaulted, LogError, LogLocked
-from tests.running import python, started
+from tests.running import python, rolloutctl, started
 from tests.unit.record_files import fill, positions, read, write
 
 ADDRESS = "tcp://127.0.0.1:0"
@@ -215,3 +223,158 @@ def test_a_log_on_a_memory_file_system_is_kept_like_any_other(tmp_path: Path) ->
         assert positions(read(path)) == list(range(1, 101))
     finally:
         shutil.rmtree(folder)
+
+
+# --- prune and archive ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A log with many marks."""
+    monkeypatch.setattr(log_module, "MARK_RECORDS", 200)
+    monkeypatch.setattr(log_module, "MARK_SHARE", 0)
+    run = Run(tmp_path / "run.db", agents=3)
+    run.commands(300)
+    run.close()
+    return tmp_path / "run.db"
+
+
+def decisions(path: Path) -> list[tuple[object, ...]]:
+    """Everything that a log says, without positions."""
+    return [
+        (entry.agent, entry.at_ns, entry.number, bytes(entry.event), bytes(entry.effects))
+        for entry in RunLog.read(path)
+    ]
+
+
+def test_a_pruned_log_begins_with_a_mark_and_goes_on(recorded: Path) -> None:
+    whole, size = decisions(recorded), recorded.stat().st_size
+    with RunLog.open(recorded) as log:
+        state, known = log.state, log.recorded("1.0", Node(1).journal)
+    dropped = RunLog.prune(recorded, bytes_max=size // 2)
+    assert 0 < dropped < len(whole) and recorded.stat().st_size < size
+    assert decisions(recorded) == whole[dropped:]
+    replayed = replay_log(RunLog.walk(recorded))
+    assert replayed.marks > 1 and replayed.compared < replayed.records
+    assert list(verify(RunLog.walk(recorded))) == []
+    assert collect(RunLog.walk(recorded)).violations == []
+    with RunLog.open(recorded) as log:
+        assert (log.state, log.recorded("1.0", Node(1).journal)) == (state, known)
+    assert RunLog.prune(recorded, before=1) == 0
+    assert RunLog.prune(recorded, age_max_s=3600) > 0  # the run was years ago: only what follows its newest mark stays
+    assert len(decisions(recorded)) < 250 and list(verify(RunLog.walk(recorded))) == []
+
+
+def test_a_log_in_use_is_not_pruned_and_an_archive_is_not_written(recorded: Path, tmp_path: Path) -> None:
+    with RunLog.open(recorded):
+        for words in (["--before", "9999"], ["--days", "1"]):
+            refused = rolloutctl("log", "prune", recorded, *words)
+            assert refused.returncode == 3 and "another writer has this file open" in refused.stderr
+        archived = rolloutctl("log", "archive", recorded)
+        assert archived.returncode == 0, archived.stderr
+    assert decisions(Path(f"{recorded}.gz")) == decisions(recorded)
+    refused = rolloutctl("log", "prune", f"{recorded}.gz", "--before", "9999")
+    assert refused.returncode == 3 and "Traceback" not in refused.stderr
+    assert rolloutctl("log", "prune", recorded).returncode == 2
+
+
+def test_an_archive_is_read_as_it_is(recorded: Path, tmp_path: Path) -> None:
+    assert rolloutctl("log", "archive", recorded, "-o", tmp_path / "kept").returncode == 0
+    archive = tmp_path / "kept"
+    assert archive.stat().st_mode & 0o777 == 0o600 and archive.stat().st_size < recorded.stat().st_size / 2
+    for command in ("show", "verify", "replay"):
+        of_archive, of_log = rolloutctl("log", command, archive), rolloutctl("log", command, recorded)
+        assert (of_archive.returncode, of_archive.stdout) == (of_log.returncode, of_log.stdout) and not of_log.stderr
+    assert rolloutctl("report", archive, "-o", tmp_path / "page.html").returncode == 0
+    again = tmp_path / "again.db"
+    again.write_bytes(gzip.decompress(archive.read_bytes()))
+    with RunLog.open(again) as log:
+        assert log.state.seq == 301
+    archive.write_bytes(archive.read_bytes()[:-100])
+    cut_off = rolloutctl("log", "verify", archive)
+    assert cut_off.returncode == 3 and "the archive is cut off or damaged" in cut_off.stderr
+
+
+def test_every_decision_can_be_exported(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert rolloutctl("log", "export", recorded, "-o", out).returncode == 0
+    assert out.read_text() == rolloutctl("log", "show", "--json", recorded).stdout
+    assert out.stat().st_mode & 0o777 == 0o600
+    if find_spec("pyarrow") is None:
+        refused = rolloutctl("log", "export", recorded, "--format", "parquet")
+        assert refused.returncode == 2 and "needs pyarrow, which is not installed" in refused.stderr
+        assert not recorded.with_suffix(".parquet").exists()
+
+
+@pytest.mark.parametrize("command", ["prune", "archive"])
+@shortly_and(40)
+def test_a_prune_or_an_archive_that_is_killed_loses_nothing(recorded: Path, command: str, rounds: int) -> None:
+    last = decisions(recorded)[-1]
+    kept = recorded.read_bytes()
+    options = {"prune": ["--megabytes", "0.1"], "archive": ["--force"]}[command]
+    for number in range(rounds):
+        recorded.write_bytes(kept)
+        with started("-c", KILL_AFTER, number, command, recorded, *options) as process:
+            process.wait()
+        found = decisions(recorded)
+        assert found[-1] == last and list(verify(RunLog.walk(recorded))) == []
+        with RunLog.open(recorded) as log:
+            assert log.state.seq == 301
+
+
+KILL_AFTER = """
+import os, signal, sys, threading
+from controlplane.cli.log import log
+number = int(sys.argv.pop(1))
+steps = 0
+def trace(frame, event, argument):
+    global steps
+    steps += frame.f_code.co_filename.endswith(("records.py", "archive.py", "database.py", "atomic_write.py"))
+    if steps > 10 + 13 * number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+sys.settrace(trace)
+log()
+"""
+
+
+def test_a_bus_keeps_its_log_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MARK_RECORDS", 200)
+    monkeypatch.setattr(log_module, "MARK_SHARE", 0)
+    path = tmp_path / "run.db"
+    run = Run(path, agents=3, bytes_max=200_000)
+    for _ in range(6):
+        run.commands(400)
+        with RecordReader.open(path) as reader:
+            assert reader.used_bytes < 400_000
+    run.close()
+    assert path.stat().st_size < 500_000
+    first = next(RunLog.read(path)).position
+    assert first > 5_000
+    mark = next(iter(RunLog.walk(path)))
+    assert isinstance(mark, LogMark) and mark.position == first - 1
+    assert list(verify(RunLog.walk(path))) == [] and replay_log(RunLog.walk(path)).marks > 1
+    with RunLog.open(path, bytes_max=200_000) as log:
+        assert log.state.seq == 6 * 400 + 1
+        assert log.folded < 400
+
+
+def test_a_bus_keeps_its_log_to_an_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MARK_RECORDS", 200)
+    monkeypatch.setattr(log_module, "MARK_SHARE", 0)
+    path = tmp_path / "run.db"
+    run = Run(path, agents=3, age_max_s=3)  # a command each ten milliseconds
+    run.commands(2000)
+    run.close()
+    begin, end = next(RunLog.read(path)).at_ns, list(RunLog.read(path))[-1].at_ns
+    assert 3 <= (end - begin) / 1e9 < 6
+    assert list(verify(RunLog.walk(path))) == []
+
+
+def test_a_full_disk_stops_an_archive_and_an_export_and_leaves_nothing(recorded: Path, tmp_path: Path) -> None:
+    before = {path.name for path in tmp_path.iterdir()}
+    for command in ("archive", "export"):
+        failed = rolloutctl("log", command, recorded, max_file_bytes=20_000)
+        assert failed.returncode == 3 and "not written" in failed.stderr, failed.stderr
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert list(verify(RunLog.walk(recorded))) == []

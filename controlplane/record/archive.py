@@ -1,0 +1,72 @@
+"""Archives: a run's log compressed with gzip. Every reader of logs reads them as they are.
+
+An archive is one state of the log's file, so `gunzip` makes a log of it again. To read one, it is decompressed into a
+temporary file, which has no name any more once it is open.
+"""
+
+import gzip
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+
+from controlplane.record.atomic_write import atomic_write, check_destination
+from schemas.carriers.records import RecordReader
+from schemas.errors import LogCorrupt, LogError
+
+_MAGIC = b"\x1f\x8b"
+
+
+def open_records(path: str | os.PathLike[str]) -> RecordReader:
+    """Open the records of a log or of an archive. Raises LogError or LogCorrupt."""
+    path = Path(path)
+    try:
+        return RecordReader.open(path)
+    except LogCorrupt:
+        if not _is_archive(path):  # only now: to close another descriptor of a database would drop its locks
+            raise
+    with tempfile.TemporaryDirectory(prefix="rolloutctl-") as folder:
+        whole = Path(folder) / "run.db"
+        try:
+            with gzip.open(path) as packed, whole.open("xb") as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise LogCorrupt(f"{path}: the archive is cut off or damaged ({error})") from error
+        except OSError as error:
+            what = f"{path}: the archive can't be unpacked into {folder}: {error.strerror}. Free some space, or name "
+            raise LogError(f"{what}another folder in TMPDIR") from error
+        reader = RecordReader.open(whole)
+    reader.path = path
+    return reader
+
+
+def write_archive(path: Path, out: Path, force: bool) -> int:
+    """Write an archive of a log, also while a bus writes it, and return its size. The log stays as it is.
+
+    Raises:
+        ConfigError: `out` may not be written.
+        LogError: The log can't be read, or the archive can't be written; then there is none.
+    """
+    check_destination(out, force, [path])
+    try:
+        with (
+            atomic_write(out, force) as file,
+            tempfile.TemporaryDirectory(dir=out.parent, prefix=".archive-") as folder,
+        ):
+            copy = Path(folder) / "run.db"
+            with RecordReader.open(path) as reader:
+                reader.copy_to(copy)
+            with copy.open("rb") as whole, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+                shutil.copyfileobj(whole, packed, 1 << 20)
+        return out.stat().st_size
+    except OSError as error:
+        raise LogError(f"the archive {out} was not written: {error.strerror or error}") from error
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
