@@ -329,8 +329,9 @@ class ControlPlane:
             content: Hash the bytes of the tensors too, here and in every engine that can. Reads the whole checkpoint
                 in the caller's thread.
             send: For a `Broadcast`. Called in a thread of its own when the load phase begins, with the replicas that
-                prepared. It creates the group if there is none yet, and broadcasts. If it raises, a warning is logged,
-                and the replicas fail by the deadline, so give the group a shorter one.
+                prepared. It creates the group if there is none yet, and broadcasts. If it raises, the load phase ends
+                at once, the sync is aborted, and its report says why. Engines that wait for the broadcast go on
+                waiting until their group gives up, so give it a deadline.
             in_flight: What happens to running requests, see `pause`.
             quorum: Replicas that must load; None for more than half.
             absent: `leave`: no phase waits for an engine that is known to be down once the others meet the quorum; the
@@ -386,8 +387,9 @@ async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int,
         if sync is not None and sync.request.version == version and sync.phase == "load":
             members = tuple(sorted(sync.members - sync.lost))
             await to_thread.run_sync(send, members, abandon_on_cancel=True)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of anybody's code, in a thread that must not end the bus
         logger.warning("version %d was not sent: %s: %s", version, type(error).__name__, error)
+        bus.note_send_failure(ticket, f"{type(error).__name__}: {error}")
 
 
 async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[FleetStatus]) -> None:

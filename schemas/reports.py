@@ -294,6 +294,7 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         phases: The report of each phase, in order.
         unproven: All other replicas that the run knows and the sync was for. They are out of reach, or their engines
             are down, or they have not answered the last phase: nobody knows what they serve.
+        reason: Why it was aborted, if not because of the replicas.
     """
 
     version: Positive
@@ -302,6 +303,7 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
     quarantined: tuple[Count, ...]
     phases: tuple[Report, ...]
     unproven: tuple[Count, ...] = ()
+    reason: Text = ""
 
     @property
     def headline(self) -> str:
@@ -309,7 +311,8 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         serving = f" on {format_replicas(self.loaded)}" if self.loaded else ""
         unproven = f"; unproven: {format_replicas(self.unproven)}" if self.unproven else ""
         quarantined = f"; quarantined: {format_replicas(self.quarantined)}" if self.quarantined else ""
-        return f"weights v{self.version} {self.status}{serving}{unproven}{quarantined}"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"weights v{self.version} {self.status}{serving}{unproven}{quarantined}{reason}"
 
     def lines(self) -> list[Line]:
         """The headline, then what failed in each phase, then the count of every phase."""

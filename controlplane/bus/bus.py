@@ -60,6 +60,8 @@ TURN_MAX: Final = 256
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
 FLOOD_TURNS: Final = 100
 """Turns in a row that leave messages unread, and end with a message of one connection, before that is cut off."""
+REASON_MAX: Final = 2000
+"""Characters of what a sender of weights raised that are recorded."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 STALLED_US: Final = 1_000_000
@@ -173,6 +175,11 @@ class Bus:
         )
         self._hand_over(ticket, order)
         return ticket
+
+    def note_send_failure(self, ticket: Ticket[SyncReport], reason: str) -> None:
+        """Tell the bus that the weights of this sync will not come, which ends its load phase."""
+        self._callers.note(events.SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=reason[:REASON_MAX]))
+        self._wakeup.notify()
 
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
         """Take places out of the run for good. Otherwise like `publish`."""

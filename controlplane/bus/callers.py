@@ -11,7 +11,15 @@ from typing import Any, Final, NamedTuple
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from controlplane.machine.events import Conclude, CoordinatorEvent, Issued, Refuse, RetireRequested, SyncRequested
+from controlplane.machine.events import (
+    Conclude,
+    CoordinatorEvent,
+    Issued,
+    Refuse,
+    RetireRequested,
+    SendFailed,
+    SyncRequested,
+)
 from controlplane.tickets import Ticket
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import BusClosed, BusOverloaded, CommandError, SyncInProgress
@@ -33,7 +41,7 @@ _REFUSALS: Final = {
     "retire": CommandError,
 }
 
-Order = Issued | SyncRequested | RetireRequested
+Order = Issued | SyncRequested | RetireRequested | SendFailed
 _order_decoder: Decoder[Order] = Decoder(Order)
 
 
@@ -118,6 +126,10 @@ class Callers:
                 "more. Nothing was sent"
             )
         self._tickets[ticket.number] = ticket
+        self._orders.append(order)
+
+    def note(self, order: SendFailed) -> None:
+        """Queue what a caller has to say about its open ticket."""
         self._orders.append(order)
 
     def withdraw(self, ticket: Ticket[Any], error: BaseException) -> None:

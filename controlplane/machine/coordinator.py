@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from controlplane.machine import events, fleet, membership, sessions
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
-from controlplane.machine.weights import Sync, commit_phase, first_phase, may_leave_out, next_phase
+from controlplane.machine.weights import Sync, commit_phase, failed_report, first_phase, may_leave_out, next_phase
 from schemas.commands import Command, EpochStart, Target, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, identity_of
@@ -70,6 +70,8 @@ def decide(
             state = _on_sync_requested(state, event, effects)
         case events.RetireRequested():
             state = membership.on_retire_requested(state, event, effects)
+        case events.SendFailed():
+            state = _on_send_failed(state, event, effects)
         case events.TimerFired():
             state = _on_timer(state, event, effects)
         case events.Opened():
@@ -286,8 +288,28 @@ def _without_engines_down(state: CoordinatorState, at_us: int) -> CoordinatorSta
     return replace(state, open=tuple(ended if other is command else other for other in state.open))
 
 
+def _on_send_failed(state: CoordinatorState, event: events.SendFailed, effects: Effects) -> CoordinatorState:
+    """End the load phase: what the engines wait for will not come."""
+    sync = state.sync
+    if sync is None or sync.phase != "load" or sync.request.ticket != event.ticket:
+        return state
+    open_commands = tuple(
+        fleet.conclude_missing(command, command.waiting, "not_sent", event.at_us)
+        if command.record.seq == sync.seq
+        else command
+        for command in state.open
+    )
+    state = replace(state, open=open_commands, sync=replace(sync, failure=event.reason))
+    return _conclude(state, _now(event), effects)
+
+
 def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, effects: Effects) -> CoordinatorState:
     known = membership.syncing_replicas(state, sync.request.target)
+    if sync.failure:  # nobody waits for engines that still wait for the broadcast
+        effects.append(events.Conclude(ticket=sync.request.ticket, report=failed_report(sync, report, known)))
+        abort = WeightSync(phase="abort", version=sync.request.version)
+        state = replace(state, sync=None)
+        return _publish(state, abort, sync.request.target, sync.request.timeout_ms, now, effects)
     sync, following = next_phase(sync, report, known)
     if isinstance(following, WeightSync) and _oversize(following, sync.request.target):  # replicas that joined since
         sync, following = replace(sync, phase="abort"), WeightSync(phase="abort", version=sync.request.version)

@@ -98,6 +98,20 @@ class RetireRequested(Struct, frozen=True, kw_only=True, tag="retire_requested")
     places: tuple[Name, ...]
 
 
+class SendFailed(Struct, frozen=True, kw_only=True, tag="send_failed"):
+    """The trainer could not send the weights that the load phase of a sync waits for.
+
+    Attributes:
+        ticket: Of the sync.
+        reason: What the sender raised.
+    """
+
+    at_us: int
+    at_ns: int
+    ticket: Positive
+    reason: Text
+
+
 class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
     """An agent introduced itself.
 
@@ -182,7 +196,8 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
 
 
 PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
-CoordinatorEvent = Opened | Issued | SyncRequested | RetireRequested | PeerEvent | AnswersReceived | TimerFired | Closed
+CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed
+CoordinatorEvent = Opened | CallerEvent | PeerEvent | AnswersReceived | TimerFired | Closed
 
 # --- effects ----------------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Sync(Struct, frozen=True, kw_only=True):
         lost: Replicas that failed.
         restarted: Replicas whose agent joined as a new incarnation since the sync began.
         reports: Of the phases that have ended.
+        failure: Why the trainer could not send the weights, if it could not.
     """
 
     request: SyncRequested
@@ -46,6 +47,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     lost: frozenset[Count] = frozenset()
     restarted: frozenset[Count] = frozenset()
     reports: tuple[Report, ...] = ()
+    failure: str = ""
 
 
 def first_phase(request: SyncRequested) -> WeightSync:
@@ -95,6 +97,13 @@ def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync,
             return replace(sync, phase="load"), WeightSync(phase="load", version=version, quarantine=sync.lost)
         case "load":
             return replace(sync, phase="commit"), commit_phase(request, sync.lost)
+
+
+def failed_report(sync: Sync, report: Report, known: frozenset[int]) -> SyncReport:
+    """Return the report of a sync whose weights could not be sent, at the end of its load phase."""
+    conclusions = primary_conclusions(report.outcomes, known)
+    ended = _report(_with_report(sync, report, conclusions), "aborted", conclusions, known)
+    return replace(ended, reason=f"the trainer could not send the weights: {sync.failure}")
 
 
 def may_leave_out(sync: Sync, outcomes: Iterable[AgentOutcome], down: frozenset[int], known: frozenset[int]) -> bool:

@@ -51,6 +51,8 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
             return f"asked for a sync to v{event.version} from {event.source.path}"
         case bus_events.RetireRequested():
             return f"asked to retire {', '.join(event.places)}"
+        case bus_events.SendFailed():
+            return f"could not send the weights: {event.reason}"
         case bus_events.TimerFired():
             return "deadline reached"
         case bus_events.Closed():

@@ -146,6 +146,10 @@ class Coordinator:
         self.feed(events.RetireRequested(at_us=0, at_ns=0, ticket=self.tickets, places=places))
         return self.tickets
 
+    def send_failed(self, ticket: int, reason: str = "RuntimeError: no group") -> None:
+        """The trainer can't send the weights of a sync."""
+        self.feed(events.SendFailed(at_us=0, at_ns=0, ticket=ticket, reason=reason))
+
     def answer(self, seq: int | None = None, *, at_us: int = 0, origin: int | None = None, **outcomes: Outcome) -> None:
         """One batch of answers to `seq`, the newest by default. Keywords: `a0_1` is agent 0.1, `actor_1` is actor.1."""
         batch = tuple(

@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio import to_thread
 from safetensors.torch import save_file
 from torch import zeros
 
@@ -16,6 +17,7 @@ from controlplane import ControlPlane
 from schemas import errors
 from schemas.commands import Broadcast, Checkpoint, WeightSync
 from schemas.config import AgentConfig, BusConfig
+from schemas.events import Call, Load, Returned
 from schemas.identity import Identity
 from schemas.profiler.config import ProfilerConfig
 from schemas.safetensors.digest import layout_digest
@@ -206,6 +208,36 @@ def test_nothing_is_sent_when_no_replica_prepared(plane: ControlPlane, tmp_path:
     sent: list[tuple[int, ...]] = []
     report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=sent.append, timeout=1).wait()
     assert report.status == "aborted" and sent == []
+
+
+class Receiver(Engine):
+    """An engine whose load waits for a broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = threading.Event()
+
+    async def perform(self, call: Call, timeout_s: float) -> Returned:
+        if isinstance(call, Load):
+            await to_thread.run_sync(self.sent.wait)
+        return await super().perform(call, timeout_s)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no group"), SystemExit(3)])
+def test_a_sender_that_raises_ends_the_sync_though_the_engines_go_on_waiting(
+    plane: ControlPlane, tmp_path: Path, error: BaseException
+) -> None:
+    def send(replicas: tuple[int, ...]) -> None:
+        assert replicas == (0,)
+        raise error
+
+    engine = Receiver()
+    with agents(plane.address, tmp_path, {PRIMARY: engine}):
+        plane.wait_for_agents(1, timeout=20).wait()
+        report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=send, timeout=600).wait(20)
+        assert report.status == "aborted" and not engine.sent.is_set()
+        assert report.reason == f"the trainer could not send the weights: {type(error).__name__}: {error}"
+        engine.sent.set()
 
 
 def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
