@@ -44,12 +44,7 @@ from schemas.carriers.sockets import Context, bus_publisher, bus_router, is_loca
 from schemas.carriers.wakeup import Wakeup
 from schemas.commands import Command, Manifest, Source, Target
 from schemas.config import BusConfig
-from schemas.errors import (
-    AddressInUse,
-    BusClosed,
-    BusFaulted,
-    LogError,
-)
+from schemas.errors import AddressInUse, BusClosed, BusFaulted, LogError
 from schemas.identity import InFlight
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -60,8 +55,6 @@ TURN_MAX: Final = 256
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
 FLOOD_TURNS: Final = 100
 """Turns in a row that leave messages unread, and end with a message of one connection, before that is cut off."""
-REASON_MAX: Final = 2000
-"""Characters of what a sender of weights raised that are recorded."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 STALLED_US: Final = 1_000_000
@@ -178,7 +171,7 @@ class Bus:
 
     def note_send_failure(self, ticket: Ticket[SyncReport], reason: str) -> None:
         """Tell the bus that the weights of this sync will not come, which ends its load phase."""
-        self._callers.note(events.SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=reason[:REASON_MAX]))
+        self._callers.note_send_failure(ticket, reason)
         self._wakeup.notify()
 
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:

@@ -28,6 +28,8 @@ from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Retire, Submit, 
 
 OPERATORS_MAX: Final = 64
 """Commands of operators that may be open at once."""
+REASON_MAX: Final = 2000
+"""Characters of what a sender of weights raised that are recorded."""
 PUBLISHABLE: Final = (ProfileCommand, EngineCommand)
 """Commands that a caller or an operator can publish by themselves."""
 NOT_PUBLISHABLE: Final = (
@@ -128,9 +130,9 @@ class Callers:
         self._tickets[ticket.number] = ticket
         self._orders.append(order)
 
-    def note(self, order: SendFailed) -> None:
-        """Queue what a caller has to say about its open ticket."""
-        self._orders.append(order)
+    def note_send_failure(self, ticket: Ticket[Any], reason: str) -> None:
+        """Queue that the weights of a sync can't be sent."""
+        self._orders.append(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=reason[:REASON_MAX]))
 
     def withdraw(self, ticket: Ticket[Any], error: BaseException) -> None:
         """Fail a ticket that was added when the bus had already closed."""
