@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Acted
 from tests.engines.verl_servers import SGLangHttpServer
 from tests.unit.small_bus import Engine
+from tests.waiting import wait_until
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.verl.engine import VerlEngine
 from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
@@ -73,6 +75,15 @@ def incarnations(plane: ControlPlane) -> dict[str, str]:
     return {agent.agent: agent.incarnation for agent in plane.status().agents}
 
 
+def differs(plane: ControlPlane, before: dict[str, str]) -> bool:
+    return incarnations(plane) != before
+
+
+def conditions(plane: ControlPlane) -> dict[str, str]:
+    """What the live agents say of themselves."""
+    return {agent.agent: agent.condition for agent in plane.status().agents if agent.state == "live"}
+
+
 def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
     plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
@@ -111,8 +122,8 @@ def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_a
             os.kill(pid, signal.SIGKILL)
             again = process(placement.actors[name])
             assert (again[0] != pid, again[1]) == (True, node)
-            placement.wait_ready()
-            plane.wait_for_agents(2).wait()
+            wait_until(partial(differs, plane, before))
+            wait_until(lambda: conditions(plane) == {"0.0": "v0, paused", "0.1": "follower"})  # as the trainer wants
             after = incarnations(plane)
             assert {entry for entry in after if after[entry] != before[entry]} == {name}
         # Its engine died with it, and begins as the trainer wanted it: paused. What is asked next reaches it.
