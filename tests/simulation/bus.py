@@ -59,6 +59,7 @@ class Bus:
         self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
+        self.opened_at = 0  # records of the log when this life had opened
 
     @property
     def now_us(self) -> int:
@@ -77,6 +78,7 @@ class Bus:
         self.feed(
             events.Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1)
         )
+        self.opened_at = len(self.world.log.records)
         self.world.at(0, self.beacon)
 
     def die(self) -> None:

@@ -69,6 +69,7 @@ class Weather:
     half_open: float = 0.0
     engine_dies: float = 0.0
     exiles: float = 0.0
+    tails: float = 0.0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Weather:
@@ -99,7 +100,9 @@ class World:
         self.settings = SETTINGS
         self.promises = Promises(self)
         self.weather = Weather.draw(self.rng)
-        self.weather.exiles = random.Random(~seed).choice((0.0, 0.0, 0.0, 0.02))  # keeps the luck of all the rest
+        newer = random.Random(~seed)  # of its own, so that seeds keep their luck with the rest
+        self.weather.exiles = newer.choice((0.0, 0.0, 0.0, 0.02))
+        self.weather.tails = newer.choice((0.0, 0.0, 0.1))
         self.log = Log()
         self.lives = 0
         self.buses: list[Bus] = []
@@ -212,8 +215,23 @@ class World:
                 slot.relaunch()
             if weather.agent_dies and rng.random() < weather.agent_dies and slot.process is not None:
                 rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
+        if weather.tails and rng.random() < weather.tails:
+            self._power_fails()
         if weather.trainer_dies and rng.random() < weather.trainer_dies:
             self.replace_trainer()
+
+    def _power_fails(self) -> None:
+        """Under durability `os` the last records are gone then, but never those that opened the life of the bus."""
+        bus, records = self.bus, self.log.records
+        if bus is None or not bus.alive or self.log.owner != bus.life:
+            return
+        self.bus = None
+        bus.die()
+        left = max(bus.opened_at, len(records) - self.rng.choice((3, 10, 30, 100)))
+        self.say(f"the log loses its last {len(records) - left} records")
+        del records[left:]
+        self.promises.forget(left)
+        self.at(self.rng.choice((100, 1000, 5000, 20_000)), self.open_bus)
 
     def _exile(self, slot: Slot) -> None:
         """Cut one agent off from a living bus for longer than its lease, and sync the fleet meanwhile."""

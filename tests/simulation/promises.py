@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened, PeerLost, Publish, Send
@@ -35,6 +36,9 @@ from tests.simulation.engine import LAUNCHED, Engine
 from workers.machine.decide import AgentState, in_sync
 from workers.machine.suppressed import still_desired
 
+event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
+effects_decoder: Decoder[tuple[CoordinatorEffect, ...]] = Decoder(tuple[CoordinatorEffect, ...])
+
 if TYPE_CHECKING:
     from controlplane.machine.coordinator import CoordinatorState
     from tests.simulation.agent import Process, Slot
@@ -59,6 +63,7 @@ class Ledger:
         seen_ever: Newest epoch seen by any.
         oracle: The desired state, folded here from the last snapshot on.
         folded: Seq up to which it is folded.
+        lost_epoch: The life whose last records the log has lost, until a snapshot of a later one; 0 if none.
     """
 
     seen: int = 0
@@ -71,6 +76,7 @@ class Ledger:
     oracle: Desired | None = None
     folded: int = 0
     version: int = 0
+    lost_epoch: int = 0
 
 
 @dataclass
@@ -80,6 +86,7 @@ class Published:
     Attributes:
         live: The agents that must answer it.
         away: The agents that were known when it was issued, and not live.
+        record: Its position in the log.
     """
 
     origin: int
@@ -87,6 +94,7 @@ class Published:
     target: Target
     live: frozenset[str]
     away: frozenset[str]
+    record: int
     deadline_us: int
     life: int
 
@@ -101,6 +109,8 @@ class Promises:
         self.peers: dict[str, str] = {}
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
         self.concluded: dict[tuple[int, int], Report] = {}
+        self.concluded_at: dict[tuple[int, int], int] = {}  # position in the log
+        self.lost: dict[tuple[int, int], Published] = {}  # by origin and seq: what the log had and has lost
 
     def broken(self, promise: str, text: str) -> NoReturn:
         raise Broken(promise, f"{text} (at {self.world.now} ms)")
@@ -109,6 +119,8 @@ class Promises:
 
     def after_agent(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
         ledger, state = process.slot.ledger, process.state
+        if isinstance(event, SnapshotReceived) and _taken(before, event) and event.epoch > ledger.lost_epoch > 0:
+            self._begin_again(ledger, event.seq)
         if isinstance(event, Started):
             ledger.seen, ledger.last_decided, ledger.oracle = 0, 0, None
             return
@@ -151,18 +163,20 @@ class Promises:
         for seq in range(base + 1, state.seq + 1):
             if seq not in origins:
                 self.broken("P2 no hole", f"{process.peer} went from {before.seq} to {state.seq}, leaving out {seq}")
-            if seq not in self.log or self.log[seq].origin != origins[seq]:
+            if self._published_as(origins[seq], seq) is None:
                 self.broken("P1 order", f"{process.peer} took a command {seq} that is not the log's")
         cut = before.interrupted.trigger if before.interrupted is not None else None
         for effect in effects:
             if not isinstance(effect, Answer) or effect.rule in (1, 2):
                 continue
+            settling = isinstance(event, EngineObserved) and cut is not None and cut.seq == effect.seq
+            if settling and (effect.epoch, effect.seq) in self.lost:
+                continue  # of a history that the log has lost
             decision = (effect.epoch, effect.outcome)
             if effect.seq not in ledger.decided:
                 self._proven(process, effect)
             if ledger.decided.setdefault(effect.seq, decision) != decision:
                 self.broken("P1 order", f"{process.peer} decided {effect.seq} twice, and differently")
-            settling = isinstance(event, EngineObserved) and cut is not None and cut.seq == effect.seq
             again = isinstance(event, CommandReceived) and event.seq <= before.seq
             if effect.seq <= ledger.last_decided and not settling and not again:
                 self.broken("P1 order", f"{process.peer} decided {effect.seq} after {ledger.last_decided}")
@@ -170,7 +184,7 @@ class Promises:
 
     def _proven(self, process: Process, answer: Answer) -> None:
         """I2: an agent that acted on a commit holds the committed weights."""
-        published = self.log.get(answer.seq)
+        published = self._published_as(answer.epoch, answer.seq)
         engine = process.slot.engine
         if published is None or engine is None or not isinstance(published.command, WeightSync):
             return
@@ -192,6 +206,8 @@ class Promises:
             syncs = identity.mode is not RolloutMode.COLOCATED and identity.role == ROLLOUT
             newest = self.newest(identity.replica, event.seq) if syncs else None
             held = event.desired.committed.source.path if event.desired.committed is not None else None
+            if ledger.lost_epoch:  # sent before the log lost what it rests on
+                newest = held
             if held != newest:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer} says {held}, committed is {newest}")
             ledger.oracle, ledger.folded = event.desired, event.seq
@@ -264,7 +280,7 @@ class Promises:
         """P4: the desired state of an idle agent is the fold of the log, from its last snapshot to its position."""
         ledger, state = process.slot.ledger, process.state
         desired = ledger.oracle
-        if desired is None:
+        if desired is None or ledger.lost_epoch:
             return None
         identity = process.slot.identity
         for seq in range(ledger.folded + 1, state.seq + 1):
@@ -300,9 +316,9 @@ class Promises:
                 self.broken("P5 one effect", f"{process.peer} opens a second session for {activity.trigger.seq}")
             ledger.started.add(activity.trigger.seq)
 
-    def commits(self) -> list[WeightSync]:
-        """Return every published commit, in order."""
-        commands = (published.command for published in self.log.values())
+    def commits(self, lost: bool = False) -> list[WeightSync]:
+        """Return every published commit, in order; after those that the log has `lost`, if wanted."""
+        commands = (published.command for published in (*(self.lost.values() if lost else ()), *self.log.values()))
         return [command for command in commands if isinstance(command, WeightSync) and command.phase == "commit"]
 
     def resumed(self, slot: Slot) -> None:
@@ -310,7 +326,9 @@ class Promises:
         engine = slot.engine
         if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
             return
-        if any(commit.source is not None and commit.source.path == engine.weights for commit in self.commits()):
+        if any(
+            commit.source is not None and commit.source.path == engine.weights for commit in self.commits(lost=True)
+        ):
             return
         self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
 
@@ -359,6 +377,7 @@ class Promises:
             target=effect.envelope.target,
             live=frozenset(name for name, live in self.known.items() if live),
             away=frozenset(name for name, live in self.known.items() if not live),
+            record=len(bus.world.log.records) - 1,
             deadline_us=opened.deadline_us if opened is not None else bus.now_us,
             life=bus.life,
         )
@@ -372,6 +391,7 @@ class Promises:
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
         self.concluded[key] = report
+        self.concluded_at[key] = len(bus.world.log.records) - 1
         names = [line.agent for line in report.outcomes]
         if len(names) != len(set(names)) or frozenset(names) != published.live | published.away:
             known = sorted(published.live | published.away)
@@ -387,6 +407,34 @@ class Promises:
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
             if line.conclusion not in given:
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
+
+    # --- a log that lost its tail -------------------------------------------------------------------------------------
+
+    def forget(self, left: int) -> None:
+        """The log has `left` records left. The others count no more; what agents did because of them still happened."""
+        for seq in [seq for seq, published in self.log.items() if published.record >= left]:
+            published = self.log.pop(seq)
+            self.lost[published.origin, seq] = published
+        self.head = max(self.log, default=0)
+        self.concluded = {key: report for key, report in self.concluded.items() if self.concluded_at[key] < left}
+        self.known, self.peers = {}, {}
+        for event, effects in self.world.log.records:
+            self._follow(event_decoder.decode(event), effects_decoder.decode(effects))
+        epoch = max((published.origin for published in self.log.values()), default=0)
+        for slot in self.world.slots:
+            slot.ledger.lost_epoch = epoch
+
+    def _begin_again(self, ledger: Ledger, seq: int) -> None:
+        """An agent follows the log that is left: what it decided beyond that belongs to another history."""
+        ledger.lost_epoch = ledger.version = 0
+        ledger.decided = {at: decision for at, decision in ledger.decided.items() if at <= seq}
+        ledger.started = {at for at in ledger.started if at <= seq}
+        ledger.last_decided = min(ledger.last_decided, seq)
+
+    def _published_as(self, origin: int, seq: int) -> Published | None:
+        """What was published under this seq in that life, whether or not the log still has it."""
+        published = self.log.get(seq)
+        return published if published is not None and published.origin == origin else self.lost.get((origin, seq))
 
     def _true(self, report: SyncReport) -> None:
         """P11: a committed report names each known replica that the sync was for, and says that it serves the version
@@ -416,5 +464,5 @@ def _is_absent(conclusion: Conclusion) -> bool:
 
 def _taken(before: AgentState, event: SnapshotReceived) -> bool:
     """Whether the snapshot counts: not if its epoch is older, or this incarnation is already beyond its position."""
-    behind = before.joined and event.epoch == before.epoch and event.seq < before.seq
+    behind = event.epoch == before.history and event.seq < before.seq
     return event.epoch >= before.epoch and not behind

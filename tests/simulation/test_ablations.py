@@ -47,6 +47,17 @@ def with_one_epoch(state: AgentState, event: Event) -> Decided:
     return machine.decide(state, replace(event, epoch=event.origin) if isinstance(event, CommandReceived) else event)
 
 
+def without_history(state: AgentState, event: Event) -> Decided:
+    """Take a position for good in every epoch, as if no log ever lost its tail."""
+    if (
+        isinstance(event, CommandReceived | HeadSeen | SnapshotReceived)
+        and event.epoch > state.history
+        and state.joined
+    ):
+        state = replace(state, history=event.epoch)
+    return machine.decide(state, event)
+
+
 def without_lease(state: AgentState, event: Event) -> Decided:
     """Wait for the bus for ever."""
     return (state, ()) if isinstance(event, LeaseExpired) else machine.decide(state, event)
@@ -103,6 +114,8 @@ ABLATIONS = {
     "absent agents": Ablation(Mechanisms(bus=without(without_absent)), "P3 answer"),
     # A replica that is out of reach serves the old version, and the sync of the others is a success.
     "unproven replicas": Ablation(Mechanisms(bus=without(without_unproven)), "P11 true"),
+    # An agent that is ahead of a log that lost its tail waits for what will never come.
+    "position per epoch": Ablation(Mechanisms(agent=without_history), "convergence"),
     # What a trainer paused stays paused when it is gone.
     "lease": Ablation(Mechanisms(agent=without_lease), "P7 trainer first"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.

@@ -108,7 +108,7 @@ class Trainer:
         rng = self.world.rng
         bus.tickets += 1
         self.tries += 1
-        version = 1 + max((commit.version for commit in self.world.promises.commits()), default=0)
+        version = 1 + max((commit.version for commit in self.world.promises.commits(lost=True)), default=0)
         path = f"v{version}/try{self.tries}"
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=digest_of(path)) if rng.random() < 0.5 else None
         order = SyncRequested(
@@ -133,9 +133,9 @@ class Trainer:
             self.world.promises.broken("convergence", "there is no bus to restore from")
         sessions = {desired.profile.step for desired in bus.state.desired.values() if desired.profile is not None}
         for step in sorted(sessions):
-            self.issue(bus, ProfileCommand(action="stop", step=step), Target(), timeout_ms=5000)
-        self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=5000)
-        self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=5000)
+            self.issue(bus, ProfileCommand(action="stop", step=step), Target(), timeout_ms=9000)
+        self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=9000)
+        self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=9000)
         self.world.run(self.world.now + 10_000)
         return self.sync(bus, quorum=1, timeout_ms=30_000)  # slow engines are not broken ones
 
