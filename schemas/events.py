@@ -17,6 +17,7 @@ from schemas.identity import (
     InFlight,
     Milliseconds,
     MillisecondsLeft,
+    Moment,
     Name,
     OnLostBus,
     Operation,
@@ -191,7 +192,7 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
     """First event of every incarnation. After a restart it follows the events replayed from the journal."""
 
-    at_ms: int
+    at_ms: Moment
     identity: Identity
     incarnation: Name
     settings: MachineSettings = MachineSettings()
@@ -209,7 +210,7 @@ class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):
         target: Which replicas the command is for.
     """
 
-    at_ms: int
+    at_ms: Moment
     epoch: Positive
     origin: Positive
     seq: Positive
@@ -221,7 +222,7 @@ class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):
 class HeadSeen(Struct, frozen=True, kw_only=True, tag="head"):
     """A head beacon: the newest seq of the bus."""
 
-    at_ms: int
+    at_ms: Moment
     epoch: Positive
     seq: Count
 
@@ -229,7 +230,7 @@ class HeadSeen(Struct, frozen=True, kw_only=True, tag="head"):
 class SnapshotReceived(Struct, frozen=True, kw_only=True, tag="snapshot"):
     """The desired state of this replica as of `seq`. Replaces the commands up to there."""
 
-    at_ms: int
+    at_ms: Moment
     epoch: Positive
     seq: Count
     desired: Desired
@@ -238,14 +239,14 @@ class SnapshotReceived(Struct, frozen=True, kw_only=True, tag="snapshot"):
 class EngineObserved(Struct, frozen=True, kw_only=True, tag="observed"):
     """The engine's state was read outside a call: after start, and at intervals."""
 
-    at_ms: int
+    at_ms: Moment
     observation: Observation
 
 
 class EngineReturned(Struct, frozen=True, kw_only=True, tag="returned"):
     """A call ended. `observation` was read after it."""
 
-    at_ms: int
+    at_ms: Moment
     call_id: Positive
     result: Returned | Fault
     observation: Observation | None = None
@@ -254,19 +255,19 @@ class EngineReturned(Struct, frozen=True, kw_only=True, tag="returned"):
 class LeaseExpired(Struct, frozen=True, kw_only=True, tag="lease_expired"):
     """The bus was silent for the length of the lease."""
 
-    at_ms: int
+    at_ms: Moment
 
 
 class Tick(Struct, frozen=True, kw_only=True, tag="tick"):
     """A deadline that `workers.machine.decide.next_deadline` returned has passed."""
 
-    at_ms: int
+    at_ms: Moment
 
 
 class Stopping(Struct, frozen=True, kw_only=True, tag="stopping"):
     """The agent was asked to end. It awaits the call in flight and begins no other; what is queued is not decided."""
 
-    at_ms: int
+    at_ms: Moment
 
 
 Event = (

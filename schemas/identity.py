@@ -30,6 +30,8 @@ MillisecondsLeft = Annotated[int, Meta(ge=0, le=TIME_MAX_MS)]
 """What is left of a timeout."""
 Nanoseconds = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 """A clock reading, or the difference of two. The sum or difference of two still fits into 64 bits."""
+Moment = Annotated[int, Meta(ge=-(1 << 43), le=1 << 43)]
+"""A reading of a monotonic clock in milliseconds: 278 years. In nanoseconds it fits into 64 bits."""
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=8192)]

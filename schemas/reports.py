@@ -22,7 +22,7 @@ from schemas.formatting import (
     group_outcomes,
     is_trouble,
 )
-from schemas.identity import ROLLOUT, Count, Name, Nanoseconds, Positive, Text, identity_of
+from schemas.identity import ROLLOUT, Count, Moment, Name, Nanoseconds, Positive, Text, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 
 
@@ -36,7 +36,7 @@ class Clock(Struct, frozen=True, kw_only=True):
         error_ns: By how much `offset_ns` may have been wrong at that moment.
     """
 
-    at_ms: int
+    at_ms: Moment
     wall_ns: Nanoseconds
     offset_ns: Nanoseconds
     error_ns: Nanoseconds

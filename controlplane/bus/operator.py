@@ -13,7 +13,7 @@ from schemas.carriers.handshakes import DialledSocket
 from schemas.carriers.keys import KeySource
 from schemas.carriers.sockets import agent_dealer
 from schemas.commands import EngineCommand, ProfileCommand, Target
-from schemas.config import milliseconds
+from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
 from schemas.reports import FleetStatus, Report
 
@@ -31,8 +31,9 @@ async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | No
         KeyRefused: The bus lets this key in nowhere, or wants one.
         BusAddressError: The address can't be used.
         CommandError: The bus refused.
+        ConfigError: The timeout is out of bounds.
     """
-    return await _ask(bus, wire.StatusRequest(), FleetStatus, timeout_s, keys)
+    return await _ask(bus, wire.StatusRequest(), FleetStatus, milliseconds(timeout_s) / 1000, keys)
 
 
 async def submit(
@@ -58,10 +59,12 @@ async def submit(
         BusUnreachable: No reply. The command may have been published.
         KeyRefused: The bus lets this key in nowhere, or wants one. Nothing was published.
         BusAddressError: The address can't be used.
-        CommandError: The bus refused.
-        ConfigError: The timeout is out of bounds.
+        CommandError: The bus refused, or the request is too large for a message.
+        ConfigError: The timeout, or a number of the command or its target, is out of bounds.
     """
     request = wire.Submit(command=command, target=target, timeout_ms=milliseconds(timeout_s), force=force)
+    if (size := len(wire.encode(within_bounds(request)))) > wire.MAX_REPLY_BYTES:
+        raise CommandError(f"the request takes {size:,} bytes, of at most {wire.MAX_REPLY_BYTES:,}. Nothing was sent")
     return await _ask(bus, request, Report, timeout_s + ANSWER_S, keys)
 
 
@@ -74,7 +77,7 @@ async def retire(
         BusUnreachable, KeyRefused, BusAddressError: As for `submit`.
         CommandError: An agent is still running there, or the run does not know the place.
     """
-    return await _ask(bus, wire.Retire(places=places), FleetStatus, timeout_s, keys)
+    return await _ask(bus, wire.Retire(places=places), FleetStatus, milliseconds(timeout_s) / 1000, keys)
 
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float, keys: KeySource | None) -> R:

@@ -11,7 +11,7 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas.commands import ProfilePlan
-from schemas.config import TIMEOUT_MAX_S, AgentConfig
+from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
@@ -222,7 +222,7 @@ def _launched(
     full = server_command(kind, command, identity, options["dist_init"])
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
     server = ServerProcess(full, log=log, name=f"{kind} server of agent {identity.agent}")
-    return LaunchedEngine(engine, server, up_within_s=options["up_within"])
+    return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
 
 
 def _router(options: dict[str, Any]) -> "Router | None":

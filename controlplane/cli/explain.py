@@ -8,7 +8,7 @@ import click
 from controlplane.machine.profiling import sessions
 from schemas.commands import ProfilePlan, TorchMemory
 from schemas.formatting import one_line
-from schemas.identity import ROLLOUT, Identity
+from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, ROLLOUT, Identity
 from schemas.profiler.config import ConfigReading, ProfilerConfig, read_verl_config
 from schemas.profiler.settings import Layout, RankUnit
 from schemas.profiler.yaml_format import ranges
@@ -31,7 +31,12 @@ STEP, UNIT = 987_654_321, 987_654_322
     type=click.Choice(["step", "verl_step", "verl"]),
     help="With --verl: how trace directories are named.  [default: step]",
 )
-@click.option("--gpus-per-replica", type=click.IntRange(1), metavar="N", help="Name the replicas that own the ranks.")
+@click.option(
+    "--gpus-per-replica",
+    type=click.IntRange(1, NODES_MAX * GPUS_PER_NODE_MAX),
+    metavar="N",
+    help="Name the replicas that own the ranks.",
+)
 def explain(
     file: Path, as_verl: bool, ranks: RankUnit | None, layout: Layout | None, gpus_per_replica: int | None
 ) -> None:

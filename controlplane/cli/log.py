@@ -18,6 +18,7 @@ from controlplane.record.log_lines import format_decision, json_line
 from controlplane.record.marks import MarkChecker
 from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.formatting import one_line, printable
+from schemas.identity import NUMBER_MAX
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -33,7 +34,7 @@ def log() -> None:
 @_json
 @click.option("--agent", help="Only this agent's decisions, e.g. 0.1; `bus` for the coordinator's.")
 @click.option("--kind", help="Only events of this kind, e.g. command or returned.")
-@click.option("--from", "start", type=click.IntRange(1), default=1, help="Position of the first record.")
+@click.option("--from", "start", type=click.IntRange(1, NUMBER_MAX), default=1, help="Position of the first record.")
 def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: int) -> None:
     """Print what each agent and the coordinator saw and decided, in the order of the log."""
     for entry in RunLog.read(file, start):

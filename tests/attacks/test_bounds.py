@@ -7,10 +7,12 @@ from typing import Any
 
 import anyio
 import pytest
+from click.testing import CliRunner
 from msgspec import msgpack
 
 from controlplane.bus.bus import Bus
 from controlplane.bus.operator import submit
+from controlplane.cli.__main__ import cli
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.profiling import ranks_absent
 from controlplane.record.log import RunLog
@@ -71,6 +73,19 @@ async def test_a_timeout_beyond_its_bounds_is_refused_and_the_fleet_goes_on(
         reply = await ask(bus, context, {**wanted, "timeout_ms": timeout_ms})
         assert isinstance(reply, wire.RequestRejected) and "timeout_ms" in reply.reason
         assert bus.state.seq == 1
+
+
+@pytest.mark.parametrize("replicas", [{REPLICAS_MAX}, {2**63 - 1}, {-1}, set(range(100_000))])
+async def test_a_target_on_the_command_line_is_refused_before_it_is_sent(replicas: set[int]) -> None:
+    with pytest.raises((ConfigError, CommandError), match=r"target.replicas|of at most 261,120. Nothing was sent"):
+        await submit("tcp://127.0.0.1:1", PAUSE, Target(replicas=frozenset(replicas)), 1.0)
+
+
+@pytest.mark.parametrize("timeout", ["1e13", "inf", "nan", "-1", "604801"])
+def test_a_timeout_on_the_command_line_is_refused(timeout: str) -> None:
+    for command in ("pause", "status"):
+        result = CliRunner().invoke(cli, [command, "--bus", "tcp://127.0.0.1:1", "--timeout", timeout])
+        assert result.exit_code == 2 or isinstance(result.exception, ConfigError)
 
 
 async def test_a_timeout_at_its_bound_is_published_and_answered(tmp_path: Path, context: Context) -> None:

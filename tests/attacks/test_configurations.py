@@ -55,7 +55,9 @@ NEAR = (
         "? [[a, b]]\n: 1\nglobal_profiler: 5\n",
     ],
 )
-def test_it_is_refused_with_one_line(read: Callable[[str], ProfilerConfig | ConfigReading], text: str) -> None:
+def test_a_configuration_that_stands_for_too_much_is_refused_with_one_line(
+    read: Callable[[str], ProfilerConfig | ConfigReading], text: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         read(text)
     assert len(str(refused.value)) < 1000

@@ -121,9 +121,7 @@ ABLATIONS = {
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
     # A timeout of ten billion seconds is published, and each agent drops the record, live and resent: a hole for ever.
-    "bounds, and an answer to what can't be read": Ablation(
-        Mechanisms(bounds=False, drops_unreadable=True), "convergence"
-    ),
+    "bounds": Ablation(Mechanisms(bounds=False, drops_unreadable=True), "convergence"),
     # A half-open control connection carries nothing, and neither side is told. The agent hears heads, and is gone.
     "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence"),
     # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was

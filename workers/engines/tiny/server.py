@@ -36,7 +36,7 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
         temperature: 0 takes the likeliest token each time.
     """
 
-    prompts: list[list[Count]]
+    prompts: Annotated[list[list[Count]], Meta(max_length=1024)]
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0, le=1000)] = 1.0
 
