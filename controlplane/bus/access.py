@@ -89,7 +89,8 @@ class Access:
             self._lines = 0
             before = self._list
             try:
-                if await to_thread.run_sync(self._read):  # the folder may be on a disk that hangs
+                # The folder may be on a disk that hangs, which must not hold up the end of the bus either.
+                if await to_thread.run_sync(self._read, abandon_on_cancel=True):
                     return not before.grants.keys() <= self._list.grants.keys()
             except Exception as error:  # rule 1
                 logger.error("the keys can't be read again, and those read before stay valid: %s", error)

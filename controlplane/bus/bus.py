@@ -228,7 +228,7 @@ class Bus:
         async with AsyncExitStack() as stack:
             stack.callback(self._wakeup.close)
             stack.push_async_callback(self._close_log)
-            await self._prepare_access(stack)
+            self._prepare_access(stack)
             await self._bind(stack)
             stack.callback(self._fail_all)
             await self._begin()
@@ -240,6 +240,7 @@ class Bus:
             for task in (self._read_router, self._read_subscriptions, self._read_orders, self._keep_time):
                 tasks.start_soon(task)
             if self._access is not None:
+                tasks.start_soon(self._access.serve, self._handler)
                 tasks.start_soon(self._watch_keys, self._access)
             self._open = stack.pop_all()
         return self
@@ -250,19 +251,16 @@ class Bus:
         await self._open.aclose()  # the caller's own error is not wrapped in a group
         return False
 
-    async def _prepare_access(self, stack: AsyncExitStack) -> None:
-        """Read the keys, and begin to answer for them before anybody can connect."""
+    def _prepare_access(self, stack: AsyncExitStack) -> None:
+        """Read the keys, and bind the handler before anybody can connect. Who does waits until it is served."""
         self._context = self._given_context or zmq.Context.instance()
         if self._keys is not None:
             self._access = Access(self._keys)
             if self._given_context is None:
                 self._context = zmq.Context()
                 stack.push_async_callback(end_context, self._context)
-            handler = self._access.bind(self._context)
-            stack.callback(handler.close, 0)
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-            stack.callback(tasks.cancel_scope.cancel)
-            tasks.start_soon(self._access.serve, handler)
+            self._handler = self._access.bind(self._context)
+            stack.callback(self._handler.close, 0)
         self._inbox = Inbox(self._log, self._access.grant_of if self._access is not None else None)
 
     async def _bind(self, stack: AsyncExitStack) -> None:

@@ -16,6 +16,8 @@ KeyRole = Literal["agent", "operator", "observer"]
 KeyAge = Literal["only", "new", "old"]
 """While a key is being replaced there are a new one and an old one of the same name, which may do the same."""
 
+PLACES_NAMED: Final = 8
+"""Places of a key that a refusal names: it must fit into a message."""
 MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
     "agent": (
         *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest),
@@ -55,7 +57,8 @@ def refusal(grant: Grant, message: wire.Upward | wire.Operator, agent: str | Non
     if not isinstance(message, MAY_SEND[grant.role]):
         return f"key {grant.name} is for {_WHO[grant.role]}, and may not {_WHAT.get(type(message), _WHAT_AGENTS_DO)}"
     if grant.places and agent is not None and not any(covers(place, agent) for place in grant.places):
-        return f"key {grant.name} is for {' and '.join(grant.places)}, and may not be agent {agent}"
+        named = ", ".join(grant.places[:PLACES_NAMED]) + (", …" if len(grant.places) > PLACES_NAMED else "")
+        return f"key {grant.name} is for {named}, and may not be agent {agent}"
     return ""
 
 

@@ -31,7 +31,7 @@ from schemas.carriers.keys import (
     read_peer_keys,
 )
 from schemas.carriers.sockets import Context, agent_dealer, bus_router
-from schemas.errors import BusAddressError, KeyFileError, KeyRefused
+from schemas.errors import AddressInUse, BusAddressError, KeyFileError, KeyRefused
 from tests.attacks.keyed_bus import (
     ANYWHERE,
     HERE,
@@ -198,6 +198,22 @@ async def test_two_buses_with_keys_live_in_one_process_and_share_no_key(folder: 
             async with bus_of(other, tmp_path / "b", HERE, context=context):
                 pass
     context.destroy(0)
+
+
+@pytest.mark.one_loop
+async def test_a_bus_with_keys_whose_address_is_in_use_does_not_open_and_leaves_nothing_behind(
+    folder: KeyFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "b").mkdir()
+    async with bus_of(folder, tmp_path, HERE) as bus:
+        with pytest.raises(AddressInUse):
+            async with bus_of(folder, tmp_path / "b", bus.address):
+                pass
+        keys = source(folder.add("ops", "operator", ()))
+        await until(lambda: bus._access is not None and len(bus._access._list.grants) == 1)
+        assert (await ask_status(bus.address, keys=keys)).run == bus.state.run
+    async with bus_of(folder, tmp_path / "b", bus.address) as second:
+        assert (await ask_status(second.address, keys=keys)).run == second.state.run
 
 
 def test_a_control_plane_refuses_a_key_that_others_can_read(folder: KeyFolder, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import re
 import struct
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import anyio
 import pytest
 
+from controlplane.bus.binding import bound
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status, submit
 from schemas import wire
+from schemas.carriers.edge_socket import EdgeSocket
 from schemas.carriers.keys import (
     Credentials,
     KeyPair,
@@ -21,7 +24,7 @@ from schemas.carriers.keys import (
 )
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
 from schemas.commands import Target
-from schemas.errors import CommandError, IdentityTaken, KeyRefused
+from schemas.errors import AddressInUse, CommandError, IdentityTaken, KeyRefused
 from tests.attacks.keyed_bus import FLUSH, HERE, NOBODY, agent_of, bus_of, first, live, reach, source, stranger
 from tests.unit.small_bus import Engine
 from tests.waiting import until
@@ -259,6 +262,36 @@ async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothin
             assert wire.TOPIC_COMMAND not in heard
         assert bus._publisher.address == before.address
         assert agent.state.seq == bus.state.seq
+        assert not ended
+
+
+@pytest.mark.one_loop
+async def test_a_publish_port_that_another_process_takes_meanwhile_is_waited_for(
+    folder: KeyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Subscribers stay until the new socket is bound, so that no command is lost to them."""
+    folder.add("spy", "observer", ())
+    attempts = []
+
+    async def in_use_at_first(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
+        attempts.append(bind)
+        if len(attempts) < 3:
+            raise AddressInUse("taken")
+        return await bound(bind)
+
+    async with (
+        bus_of(folder, tmp_path) as bus,
+        agent_of(reach(bus), folder.add("node", "agent", ("0",)), tmp_path / "state") as (_, ended),
+    ):
+        await until(lambda: live(bus) == ["0.0"])
+        before = bus._publisher
+        monkeypatch.setattr("controlplane.bus.bus.bound", in_use_at_first)
+        folder.revoke("spy")
+        await until(lambda: bool(attempts))
+        assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
+        await until(lambda: bus._publisher is not before)
+        assert "a revoked key still hears what is published" in caplog.text
+        assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
         assert not ended
 
 
