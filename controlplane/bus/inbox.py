@@ -117,7 +117,10 @@ class Inbox:
             elif not self.operators_only:
                 self._on_agent(connection, header, body, message, key)
         except WireError as error:
-            self._on_malformed(frames, error)
+            if frames[1:] == [b""]:  # the probe with which an agent's connection begins
+                self.strangers.add(frames[0])
+            else:
+                self._on_malformed(frames, error)
 
     def _decode(self, connection: bytes, body: bytes) -> wire.Upward | wire.Operator:
         """Decode a body. A person who waits for the answer to a request is told what is wrong with it."""

@@ -102,13 +102,15 @@ def agent_subscriber(
 
 
 def agent_dealer(
-    context: Context, address: str, keys: Credentials | None = None, *, watched: bool = True
+    context: Context, address: str, keys: Credentials | None = None, *, watched: bool = True, probe: bool = False
 ) -> DialledSocket:
     """Dial the router. IMMEDIATE, so nothing is queued for a bus that is not there: `send` waits for a connection.
 
-    Raises BusAddressError if `address` is not an address.
+    With `probe`, each connection begins with an empty message, those that libzmq dials by itself too. So the bus sees
+    at once that its peer has a new one. Raises BusAddressError if `address` is not an address.
     """
     sock = context.socket(zmq.DEALER)
+    sock.set(zmq.PROBE_ROUTER, probe)
     sock.set(zmq.IMMEDIATE, 1)
     with _dialling(sock, address, CONTROL_QUEUED_MAX):
         return DialledSocket(sock, address, keys, watched=watched)

@@ -23,6 +23,13 @@ class Proxy:
         self.silent: set[int] = set()
         self.accepted = Counter[int]()
         self.carried = Counter[int]()
+        self._scopes: dict[anyio.CancelScope, int] = {}
+
+    def cut(self, port: int) -> None:
+        """Break the connections to a port; those that are dialled afterwards work."""
+        for scope, of in self._scopes.items():
+            if of == port:
+                scope.cancel()
 
     async def serve(self, port: int, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         listener = await anyio.create_tcp_listener(local_host=HOST, local_port=port)
@@ -46,6 +53,7 @@ class Proxy:
                             self.carried[port] += sink is agent
                     tasks.cancel_scope.cancel()
 
+                self._scopes[tasks.cancel_scope] = port
                 tasks.start_soon(pump, agent, bus)
                 tasks.start_soon(pump, bus, agent)
         except (OSError, anyio.BrokenResourceError, ExceptionGroup):

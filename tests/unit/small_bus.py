@@ -109,6 +109,8 @@ class Bus:
         with anyio.fail_after(10):
             while True:
                 peer, *frames = await self.router.recv()
+                if frames == [b""]:  # the probe of a new connection
+                    continue
                 self.last, body = wire.parse_frames(frames)
                 message = wire.decode_upward(body)
                 if not self.peers or peer != self.peers[-1]:

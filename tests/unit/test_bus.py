@@ -32,6 +32,7 @@ from schemas.formatting import kind_and_reason
 from schemas.identity import Identity
 from schemas.outcomes import Acted
 from schemas.reports import Report
+from tests.attacks.proxy import HOST, proxied
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, running
 from tests.waiting import wait_until
 from workers.agent import Agent
@@ -241,7 +242,7 @@ async def test_agents_rejoin_a_bus_that_restarts_on_its_log(tmp_path: Path, cont
 def hostile() -> list[tuple[str, list[bytes]]]:
     status = wire.encode(wire.Rejoin(reason="a message for the other direction"))
     return [
-        ("no frames", [b""]),
+        ("no frames", [b"", b""]),
         ("noise", [b"\xff" * 10, b"\x00" * 20]),
         ("too many frames", [wire.encode_header(1)] * 20),
         ("another major version", [wire.encode(wire.Header(wire.MAGIC, wire.MAJOR + 1, 0, 1, 0, 0)), status]),
@@ -325,6 +326,30 @@ async def test_a_newer_connection_of_an_agent_takes_the_place_of_the_older(tmp_p
         await new.send([wire.encode_header(0), wire.encode(wire.Join())])
         assert isinstance(await _answer(new), wire.Snapshot)
         assert live(bus.state) == {"0.0"}
+
+
+@pytest.mark.one_loop
+async def test_a_broken_connection_in_the_middle_of_a_call_is_no_lost_agent(tmp_path: Path, context: Context) -> None:
+    # The agent has nothing to say for an hour, so only the new connection itself tells the bus of it.
+    hour_ms = 3_600_000
+    quiet = BusConfig(head_interval_ms=50, heartbeat_ms=hour_ms, agent_timeout_ms=hour_ms, retransmit_ms=hour_ms)
+    engine = Engine()
+    async with opened(tmp_path, context, config=quiet) as bus:
+        control, publish = int(bus.address.rpartition(":")[2]), bus.state.settings.publish_port
+        assert publish is not None
+        async with proxied(control, publish) as proxy:
+            address = f"tcp://{HOST}:{control}"
+            async with running(address, context, engine, tmp_path, PRIMARY):
+                await reached(bus, lambda state: live(state) == {"0.0"})
+                before = bus.state.members["0.0"].peer
+                engine.gate, engine.begun = anyio.Event(), (begun := anyio.Event()).set
+                ticket = bus.publish(PAUSE, ALL, 60_000)
+                await begun.wait()
+                proxy.cut(control)
+                await reached(bus, lambda state: state.members["0.0"].peer != before and live(state) == {"0.0"})
+                engine.gate.set()
+                assert outcomes(await ticket) == {"0.0": "acted"}
+            await reached(bus, lambda state: not live(state))  # a bus with agents waits for their last decisions
 
 
 async def test_strangers_leave_no_trace_in_the_log(tmp_path: Path, context: Context) -> None:

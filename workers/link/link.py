@@ -120,7 +120,7 @@ class Link:
         self._agent, self._journal, self._handle = identity.agent, journal, handle
         self._keys, self._attempt = keys, 0
         # Without keys, few are refused: whether this one is, is found out when it dials a second time.
-        self._dealer = agent_dealer(context, bus, self._credentials(), watched=keys is not None)
+        self._dealer = agent_dealer(context, bus, self._credentials(), watched=keys is not None, probe=True)
         self._dialled = anyio.Event()
         self._hello = wire.Hello(
             identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
@@ -356,7 +356,7 @@ class Link:
         # Without keys few are refused, and to find out takes two more sockets: not at the first attempt.
         watched = self._keys is not None or self._unanswered > 1
         try:
-            dealer = agent_dealer(self._context, self._bus, self._credentials(), watched=watched)
+            dealer = agent_dealer(self._context, self._bus, self._credentials(), watched=watched, probe=True)
         except BusAddressError as error:  # no descriptor is left: others may close some
             logger.warning("agent %s can't ask its bus on a new connection: %s", self._agent, error)
             await anyio.sleep(ANSWER_S)
