@@ -3,12 +3,13 @@
 Nothing else limits connections: libzmq's `ZMQ_MAX_SOCKETS` counts the sockets of a context, of which the bus has two.
 """
 
-import logging
 import os
 import resource
 from typing import Final
 
-logger = logging.getLogger("rolloutctl.bus")
+from schemas.logs import logger_of
+
+logger = logger_of("bus")
 
 PER_AGENT: Final = 2
 SPARE: Final = 256

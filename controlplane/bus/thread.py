@@ -6,7 +6,6 @@ Rule 2  A bus without a trainer must not go on, since its heads would keep engin
 """
 
 import atexit
-import logging
 import threading
 from concurrent.futures import Future
 from importlib.util import find_spec
@@ -18,8 +17,9 @@ from anyio.from_thread import BlockingPortal
 from controlplane.bus.bus import Bus
 from schemas.carriers.wakeup import Wakeup
 from schemas.errors import RolloutctlError
+from schemas.logs import logger_of
 
-logger = logging.getLogger("rolloutctl.bus")
+logger = logger_of("bus")
 
 WATCH_S: Final = 0.5
 """Time between two looks at the threads that the bus belongs to."""

@@ -30,7 +30,7 @@ from schemas.carriers.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
 from schemas.errors import AgentError, ConfigError
-from schemas.formatting import count_outcomes
+from schemas.formatting import count_outcomes, one_line
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import Report
 
@@ -101,7 +101,7 @@ def _profiler(file: Path | None, steps: int, traces: Path) -> ProfilerConfig:
         )
     config, warnings = read_config(file)
     for warning in warnings:
-        click.echo(f"{file}: {warning}", err=True)
+        click.echo(one_line(f"{file}: {warning}"), err=True)
     return replace(config, save_path=str(traces))
 
 

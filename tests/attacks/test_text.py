@@ -110,3 +110,13 @@ def test_an_error_that_quotes_others_does_nothing() -> None:
     assert harmless(result.output)
     status = FleetStatus(run=HOSTILE, epoch=1, seq=1, version=0, log=HOSTILE, agents=(), open=(HOSTILE,))
     assert all(harmless(text) for text in all_of_it(status))
+
+
+def test_every_logger_of_ours_writes_harmless_lines() -> None:
+    root = Path(__file__).parents[2]
+    sources = (path for part in ("schemas", "controlplane", "workers") for path in (root / part).rglob("*.py"))
+    found = {str(path.relative_to(root)) for path in sources if "logging.getLogger(" in path.read_text("utf-8")}
+    own_colours = {"controlplane/bus/binding.py"}
+    assert found == own_colours | {"schemas/logs.py", "controlplane/cli/__main__.py"}, (
+        "make loggers with schemas.logs.logger_of"
+    )
