@@ -90,4 +90,12 @@ def within_bounds(value: T) -> T:
     try:
         return convert(to_builtins(value), type(value))
     except (ValidationError, TypeError) as error:
-        raise ConfigError(f"{type(value).__name__}: {error}") from None
+        raise ConfigError(f"{type(value).__name__}: {complaint(error, value)}") from None
+
+
+def complaint(error: Exception, value: object) -> str:
+    """Return what msgspec says of a Struct, with the field that it complains about, if it is one."""
+    text = str(error)
+    for name in text.partition(" - at `$.")[2].rstrip("`").split("."):
+        value = getattr(value, name, None)
+    return text if value is None else f"{text}, which is {str(value)[:100]}"

@@ -22,6 +22,7 @@ from controlplane.machine.events import (
 )
 from controlplane.tickets import Ticket
 from schemas.commands import EngineCommand, ProfileCommand
+from schemas.config import complaint
 from schemas.errors import BusClosed, BusOverloaded, CommandError, SyncInProgress
 from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Retire, Submit, encode
@@ -59,16 +60,9 @@ def checked_order(order: Order) -> Order:
     try:
         return _order_decoder.decode(encode(order))
     except (*DECODE_ERRORS, TypeError) as error:
-        raise CommandError(f"not a command that can be published: {_located(error, order)}. Nothing was sent") from None
-
-
-def _located(error: Exception, order: Order) -> str:
-    """The decoder's complaint, with the value that it complains about if that is a field."""
-    text = str(error)
-    value: object = order
-    for name in text.partition(" - at `$.")[2].rstrip("`").split("."):
-        value = getattr(value, name, None)
-    return text if value is None else f"{text}, which is {str(value)[:100]}"
+        raise CommandError(
+            f"not a command that can be published: {complaint(error, order)}. Nothing was sent"
+        ) from None
 
 
 class _OperatorTicket(NamedTuple):
