@@ -495,7 +495,7 @@ class Bus:
     async def _commit(self) -> bool:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
         try:
-            if self._config.durability == "disk":
+            if self._config.durability == "disk" or self._closed:  # the first group of a life goes to the disk too
                 with CancelScope(shield=True):
                     await to_thread.run_sync(self._log.commit)
             else:

@@ -37,8 +37,8 @@ _MARKS: Final = (
 
 Durability = Literal["disk", "os"]
 """`disk`: a committed group is on the disk (synchronous=FULL). `os`: it survives the process, but a power cut may take
-the last groups (NORMAL). OFF is not offered: in WAL mode, where NORMAL flushes only at checkpoints, it is hardly
-faster, and a power cut may take the whole file."""
+the last groups (NORMAL), though never the first one after opening. OFF is not offered: in WAL mode, where NORMAL flushes
+only at checkpoints, it is hardly faster, and a power cut may take the whole file."""
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
@@ -52,7 +52,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         return _open_read_only(path, "mode=rw")
 
 
-def open_for_writing(path: Path, header: Mapping[str, str], durability: Durability) -> sqlite3.Connection:
+def open_for_writing(path: Path, header: Mapping[str, str]) -> sqlite3.Connection:
     """Fill an empty file or open a record file, and choose its journal. Raises sqlite3.Error or LogError.
 
     The file exists, because it is locked before. Its mode is that of the files that SQLite puts beside it.
@@ -60,7 +60,7 @@ def open_for_writing(path: Path, header: Mapping[str, str], durability: Durabili
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(_connect(path, "mode=rw")))
         _choose_journal(path, connection)
-        connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'disk' else 'NORMAL'}")
+        connection.execute("PRAGMA synchronous = FULL")
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0:
             own = {"format": str(FORMAT), "first": "1", "last": "0", "checksum": header_checksum(header)}

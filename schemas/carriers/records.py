@@ -300,8 +300,9 @@ class RecordFile(RecordReader):
         removing: Records that were dropped are still to be removed.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId, durability: Durability) -> None:
         super().__init__(path, connection, file)
+        self._relaxes = durability == "os"  # after the first group: a log must not forget that it was opened
         real = os.path.realpath(path)
         self._watched = [(name, writer_lock.Watch(name)) for name in (real, f"{real}-wal")]
         self._process = os.getpid()
@@ -338,9 +339,9 @@ class RecordFile(RecordReader):
                 file = writer_lock.acquire(path)
                 undo.callback(writer_lock.release, file)
                 undo.callback(writer_lock.disconnect, writer_lock.connect(path))
-                connection = database.open_for_writing(path, header or {}, durability)
+                connection = database.open_for_writing(path, header or {})
                 undo.enter_context(contextlib.closing(connection))
-                opened = cls(path, connection, file)
+                opened = cls(path, connection, file, durability)
             except sqlite3.Error as error:
                 raise database.translate(path, error, 0) from error
             except OSError as error:
@@ -402,6 +403,9 @@ class RecordFile(RecordReader):
                 self._connection.executemany(_INSERT_MARK, marks)
                 self._set_bound("last", last)
                 self._remove_dropped()
+            if self._relaxes:
+                self._connection.execute("PRAGMA synchronous = NORMAL")
+                self._relaxes = False
             del self._pending[: len(group)]
             del self._pending_marks[: len(marks)]
             self._last = last

@@ -122,6 +122,9 @@ def test_only_the_owner_can_read_the_folder_and_its_files(path: Path) -> None:
 @pytest.mark.parametrize(("durability", "synchronous"), [("disk", 2), ("os", 1)])
 def test_durability_decides_when_sqlite_flushes(path: Path, durability: database.Durability, synchronous: int) -> None:
     with RecordFile.open(path, durability=durability) as file:
+        assert file._connection.execute("PRAGMA synchronous").fetchone() == (2,), "the first group is always flushed"
+        file.append("k", "", 1, b"opened")
+        file.commit()
         assert file._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
         assert file.journal_mode == "wal"
 
