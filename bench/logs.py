@@ -39,6 +39,7 @@ from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted
 from schemas.reports import AgentStatus
 from schemas.wire import DecisionBatch, Hello, decode_command, encode
+from workers.link.upload import STATE_EVERY
 from workers.machine import decide as machine
 
 SETTINGS = CoordinatorSettings(
@@ -61,7 +62,7 @@ class Node:
         self.journal = noise.randbytes(16).hex()
         self.waiting: list[agent_events.Decision] = []
         self.uploaded = 0
-        self._state = machine.AgentState()
+        self.state = machine.AgentState()
         seen = agent_events.Observation(engine="null", tokenizer="present", operations=frozenset(Operation))
         self.decide(agent_events.Started(at_ms=0, identity=self.identity, incarnation=self.peer.split("/")[1]))
         self.decide(agent_events.EngineObserved(at_ms=0, observation=seen))
@@ -69,7 +70,7 @@ class Node:
 
     def decide(self, event: agent_events.Event) -> tuple[agent_events.Effect, ...]:
         """Decide, and keep the decision for the upload."""
-        self._state, effects = machine.decide(self._state, event)
+        self.state, effects = machine.decide(self.state, event)
         self.waiting.append(agent_events.Decision(Raw(encode(event)), Raw(encode(effects))))
         return effects
 
@@ -103,9 +104,18 @@ class Run:
         path: The log, which must not exist.
         agents: Replicas of one node.
         bytes_max, age_max_s: As in `RunLog.open`.
+        state_every: Decisions of an agent between two uploads of its state.
     """
 
-    def __init__(self, path: Path, agents: int, bytes_max: int | None = None, age_max_s: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        agents: int,
+        bytes_max: int | None = None,
+        age_max_s: int | None = None,
+        state_every: int = STATE_EVERY,
+    ) -> None:
+        self._state_every = state_every
         self._log = RunLog.open(path, "bench", bytes_max=bytes_max, age_max_s=age_max_s)
         self._state = self._log.state
         self._now_us = 0
@@ -156,9 +166,15 @@ class Run:
 
     def _upload(self) -> None:
         for node in self._nodes:
-            batch = DecisionBatch(journal=node.journal, first=node.uploaded + 1, decisions=tuple(node.waiting))
+            uploaded = node.uploaded + len(node.waiting)
+            batch = DecisionBatch(
+                journal=node.journal,
+                first=node.uploaded + 1,
+                decisions=tuple(node.waiting),
+                state=encode(node.state) if uploaded % self._state_every < len(node.waiting) else b"",
+            )
             self._log.append_batch(node.identity.agent, batch, START_NS + self._now_us * 1000)
-            node.uploaded += len(node.waiting)
+            node.uploaded = uploaded
             node.waiting.clear()
         self._log.commit()
 

@@ -39,6 +39,8 @@ MAX_REPLY_BYTES = MAX_BYTES - 1024
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 64 * 1024
 """A record is a command, its target and some numbers. So it fits into a message, also as the only one of a `Replay`."""
+MAX_STATE_BYTES = 64 * 1024
+"""Largest state of an agent's machine in a message. A larger one is not sent."""
 TOPIC_COMMAND = b"c2"
 TOPIC_HEAD = b"h2"
 
@@ -128,12 +130,17 @@ class ResendRequest(Struct, frozen=True, kw_only=True, tag="resend_request"):
     credit: Positive
 
 
-class DecisionBatch(Struct, frozen=True, kw_only=True, tag="decisions"):
-    """Decisions of the agent's machine, for the log. They are numbered `first`, `first` + 1, … within its journal."""
+class DecisionBatch(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="decisions"):
+    """Decisions of the agent's machine, for the log. They are numbered `first`, `first` + 1, … within its journal.
+
+    Attributes:
+        state: Now and then the machine's state after the last of them, encoded, so that a replay can begin there.
+    """
 
     journal: Name
     first: Positive
     decisions: tuple[Decision, ...]
+    state: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)] = b""
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from controlplane.cli.reducers import replay_file
 from controlplane.cli.retention import archive, export, prune
 from controlplane.machine.coordinator import LOGIC
-from controlplane.record.entries import LogEntry, LogMark
+from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from controlplane.record.log_lines import format_decision, json_line
@@ -81,13 +81,13 @@ class _Reading:
         self._file = file
         self._comparable = logic == LOGIC
 
-    def entries(self) -> Iterator[LogEntry | LogMark]:
+    def entries(self) -> Iterator[LogItem]:
         """Yield the records and marks up to the first record that is damaged."""
         try:
             for entry in RunLog.walk(self._file):
                 if isinstance(entry, LogMark):
                     self._check(entry)
-                else:
+                elif isinstance(entry, LogEntry):
                     self.records += 1
                     if self._comparable:
                         self.marks.feed(entry)

@@ -3,18 +3,23 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from controlplane.record.entries import LogEntry, LogMark
+from msgspec.msgpack import Decoder
+
+from controlplane.record.entries import AgentMark, LogItem, LogMark
 from controlplane.record.log import RunLog
 from controlplane.record.replay import Replayed, Replayer
+from schemas.wire import DECODE_ERRORS
 from workers.machine.decide import AgentState, decide
 
 
-def replay_log(entries: Iterable[LogEntry | LogMark]) -> Replayed:
+def replay_log(entries: Iterable[LogItem]) -> Replayed:
     """Make every decision again, from the first record on. Raises ReplayDiffers or LogCorrupt."""
     replayer = new_replayer()
     for entry in entries:
         if isinstance(entry, LogMark):
             replayer.check_mark(entry)
+        elif isinstance(entry, AgentMark):
+            replayer.check_agent(entry)
         else:
             replayer.feed(entry)
     return replayer.result()
@@ -34,4 +39,14 @@ def replay_file(path: Path) -> Replayed:
 
 def new_replayer() -> Replayer[AgentState]:
     """Return a replayer that the caller feeds, to inspect the states at any position."""
-    return Replayer(decide, AgentState())
+    return Replayer(decide, AgentState(), _decode_state)
+
+
+_state_decoder = Decoder(AgentState)
+
+
+def _decode_state(state: bytes) -> AgentState | None:
+    try:
+        return _state_decoder.decode(state)
+    except DECODE_ERRORS:
+        return None

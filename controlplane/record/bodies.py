@@ -3,6 +3,7 @@
     map      event, effects; of an agent also journal and number. What earlier versions wrote for every decision
     array 1  a decision of an agent                 _AgentBody
     array 2  answers that came in one turn          _AnswersBody
+    array    the state of an agent                  StateBody
     0x78 …   one of those, compressed by zlib
 
 Theory of operation. Of a thousand agents most decide the same about the same command: only the moment differs. So a
@@ -54,6 +55,14 @@ class LoggedDecision(Struct, frozen=True, kw_only=True):
     effects: Raw
 
 
+class StateBody(Struct, frozen=True, array_like=True):
+    """The state of an agent's machine after the decision `number` of its journal. The kind of its record is empty."""
+
+    journal: Name
+    number: Count
+    state: bytes
+
+
 class _AgentBody(Struct, frozen=True, array_like=True, tag=1, gc=False):
     """A decision of an agent.
 
@@ -96,6 +105,8 @@ class _AnswersBody(Struct, frozen=True, array_like=True, tag=2):
 _content_of = attrgetter(*(field for field in PeerAnswer.__struct_fields__ if field != "peer"))
 _plain_decoder = Decoder(LoggedDecision)
 _short_decoder: Decoder[_AgentBody | _AnswersBody] = Decoder(_AgentBody | _AnswersBody)
+
+_state_body_decoder = Decoder(StateBody)
 
 
 class BodyWriter:
@@ -244,6 +255,11 @@ def _joined(rest: bytes, at_ms: bytes) -> bytes:
         return rest
     begin = rest.index(_AT_MS) + len(_AT_MS)
     return rest[:begin] + at_ms + rest[begin:]
+
+
+def decode_state_body(body: bytes) -> StateBody:
+    """Decode a `StateBody`. Raises MsgspecError or zlib.error."""
+    return _state_body_decoder.decode(inflated(body))
 
 
 def deflated(body: bytes) -> bytes:

@@ -73,3 +73,22 @@ class LogMark(Struct, frozen=True, kw_only=True):
     state: Raw = Raw()
     recorded: dict[str, dict[str, Count]] = {}
     damage: str = ""
+
+
+class AgentMark(Struct, frozen=True, kw_only=True):
+    """The state of an agent's machine after a decision, as the agent sent it. A replay can begin there.
+
+    Attributes:
+        number: Of the decision, in the journal.
+        state: Encoded.
+    """
+
+    position: int
+    agent: str
+    journal: str
+    number: int
+    state: bytes
+
+
+LogItem = LogEntry | LogMark | AgentMark
+"""What a walk through a log yields."""

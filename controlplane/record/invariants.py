@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from controlplane.machine import events as bus_events
 from controlplane.machine.fleet import CoordinatorState, OpenCommand
-from controlplane.record.entries import LogEntry, LogMark
+from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.marks import decode_state
 from controlplane.record.proof import Proofs
 from schemas import events
@@ -64,7 +64,7 @@ class Violation(Struct, frozen=True):
         return f"{self.invariant} at record {self.position}{who}: {self.text}"
 
 
-def verify(entries: Iterable[LogEntry | LogMark]) -> Iterator[Violation]:
+def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
     """Yield the violations in the order of the log. Raises LogCorrupt at a record that can't be read.
 
     Of marks only one before all records counts: with it begins a log whose oldest records were dropped.
@@ -73,6 +73,8 @@ def verify(entries: Iterable[LogEntry | LogMark]) -> Iterator[Violation]:
     agents: dict[tuple[str, str], _Agent] = {}
     interned: _Interned = {}
     for entry in entries:
+        if isinstance(entry, AgentMark):
+            continue
         if isinstance(entry, LogMark):
             bus = bus or _Bus(decode_state(entry))
             continue

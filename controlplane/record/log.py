@@ -3,6 +3,7 @@
     header   run, created (wall clock, ns), major (of the wire protocol), logic (of the coordinator's decisions)
     records  agent is '' for the coordinator, kind is the tag of the event that was decided, the body is a
              decision, as `controlplane.record.bodies` writes it
+             kind '' is the state of an agent's machine, which it sends now and then
     marks    the coordinator's state now and then, see `controlplane.record.marks`
 
 Opening for writing replays the coordinator over its own records, from the newest mark on. A log that does not lead to
@@ -26,8 +27,8 @@ from msgspec.msgpack import Decoder
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from controlplane.record.archive import open_records
-from controlplane.record.bodies import BodyReader, BodyWriter, deflated, inflated
-from controlplane.record.entries import LogEntry, LogMark, coordinator_event_decoder
+from controlplane.record.bodies import BodyReader, BodyWriter, StateBody, decode_state_body, deflated, inflated
+from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
 from controlplane.record.marks import decode_mark, decode_state, encode_mark
 from schemas.carriers.database import Durability
 from schemas.carriers.records import Record, RecordFile, RecordReader
@@ -37,6 +38,8 @@ from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, encode
 
 NUMBER_MAX: Final = 1 << 53
 """Largest number of a decision that is accepted."""
+STATE: Final = ""
+"""Kind of the record of an agent's state; no event has it."""
 MARK_RECORDS: Final = 8192
 MARK_BYTES: Final = 16 * 1024 * 1024
 """A mark is made after this many records or bytes, whichever comes first: about half a second of folding."""
@@ -156,10 +159,11 @@ class RunLog:
             _read_header(reader)
             bodies = BodyReader(reader.records)
             for record in reader.records(start):
-                yield _entry(reader.path, record, bodies)
+                if record.kind != STATE:
+                    yield _entry(reader.path, record, bodies)
 
     @staticmethod
-    def walk(path: str | os.PathLike[str]) -> Iterator[LogEntry | LogMark]:
+    def walk(path: str | os.PathLike[str]) -> Iterator[LogItem]:
         """Yield all records and marks, each mark after its record. A damaged mark is yielded too. Raises as `read`."""
         with open_records(path) as reader:
             _read_header(reader)
@@ -168,7 +172,10 @@ class RunLog:
             for record in reader.records():
                 while marks and marks[0] < record.position:
                     yield _mark(reader, marks.popleft())
-                yield _entry(reader.path, record, bodies)
+                if record.kind == STATE:
+                    yield from _agent_mark(record)
+                else:
+                    yield _entry(reader.path, record, bodies)
             for position in marks:
                 yield _mark(reader, position)
 
@@ -267,6 +274,8 @@ class RunLog:
             number += 1
             body = self._bodies.agent(self._file.next_position, batch.journal, number, decision)
             self._append(kind, agent, at_ns, body)
+        if new and batch.state:
+            self._append(STATE, agent, at_ns, deflated(encode(StateBody(batch.journal, last, batch.state))))
         if new:
             self._recorded.setdefault(agent, {})[batch.journal] = last
             self._holes.pop(key, None)
@@ -312,6 +321,8 @@ class RunLog:
             self.folded += 1
             self._unmarked_records += 1
             self._unmarked_bytes += len(record.body)
+            if record.kind == STATE:
+                continue
             try:
                 decision = bodies.decode(record)
                 if record.agent:
@@ -368,6 +379,15 @@ def _entry(path: Path, record: Record, bodies: BodyReader) -> LogEntry:
         event=decision.event,
         effects=decision.effects,
     )
+
+
+def _agent_mark(record: Record) -> Iterator[AgentMark]:
+    """None if it can't be read: nothing depends on it."""
+    with suppress(MsgspecError, zlib.error):
+        body = decode_state_body(record.body)
+        yield AgentMark(
+            position=record.position, agent=record.agent, journal=body.journal, number=body.number, state=body.state
+        )
 
 
 def _mark(reader: RecordReader, position: int) -> LogMark:

@@ -18,7 +18,7 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator import CoordinatorState, decide
-from controlplane.record.entries import LogEntry, LogMark
+from controlplane.record.entries import AgentMark, LogEntry, LogMark
 from controlplane.record.marks import MarkChecker
 from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.events import Effect, Event
@@ -63,14 +63,20 @@ class Replayer(Generic[S]):
     Args:
         decide_agent: The agents' machine.
         initial: State of an agent that has not seen any event.
+        decode_agent: Decodes a state; None if it can't be read.
 
     Attributes:
         agents: State of each agent, by name, in its newest journal.
     """
 
-    def __init__(self, decide_agent: Callable[[S, Event], tuple[S, tuple[Effect, ...]]], initial: S) -> None:
+    def __init__(
+        self,
+        decide_agent: Callable[[S, Event], tuple[S, tuple[Effect, ...]]],
+        initial: S,
+        decode_agent: Callable[[bytes], S | None],
+    ) -> None:
         self.agents: dict[str, S] = {}
-        self._decide_agent, self._initial = decide_agent, initial
+        self._decide_agent, self._initial, self._decode_agent = decide_agent, initial, decode_agent
         self._journals: dict[str, tuple[str, int]] = {}  # by agent: its journal, and the number of the last decision
         self._broken: set[tuple[str, str]] = set()
         self._holes: list[str] = []
@@ -110,6 +116,22 @@ class Replayer(Generic[S]):
                 raise LogCorrupt(mark.damage or f"the log begins with a mark of logic {mark.logic}", mark.position)
         elif difference := self._marks.difference(mark):
             raise ReplayDiffers(difference)
+
+    def check_agent(self, mark: AgentMark) -> None:
+        """Compare an agent's own state with the one that its decisions led to, or go on from it behind a hole.
+
+        Raises ReplayDiffers.
+        """
+        name, key = mark.agent, (mark.agent, mark.journal)
+        if self._journals.get(name) == (mark.journal, mark.number) and key not in self._broken:
+            if encode(self.agents[name]) != mark.state:
+                number = mark.number
+                raise ReplayDiffers(f"agent {name} says that decision {number} led to another state than it does today")
+            return
+        state = self._decode_agent(mark.state)
+        if state is not None:
+            self.agents[name], self._journals[name] = state, (mark.journal, mark.number)
+            self._broken.discard(key)
 
     def state_hash(self) -> str:
         """Return the sha256 over the states of all machines: one value for everything known at this position."""

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 from msgspec import Struct, field
 
 from controlplane.machine import events as bus_events
-from controlplane.record.entries import LogEntry, LogMark
+from controlplane.record.entries import LogEntry, LogItem
 from controlplane.record.invariants import Violation, verify
 from controlplane.record.log_lines import format_observation
 from controlplane.report.fleet_history import AgentHistory, FleetHistory, Quarantine, ReplicaHistory
@@ -138,7 +138,7 @@ class RunReport(Struct, kw_only=True):
         return ", ".join(f"{count:,} {text}" for text, count in amounts.items() if count) or "nothing failed"
 
 
-def collect(entries: Iterable[LogEntry | LogMark]) -> RunReport:
+def collect(entries: Iterable[LogItem]) -> RunReport:
     """Return the report of a log, as far as it can be read. Of marks only one before all records counts."""
     collector = _Collector()
     source = iter(entries)
@@ -164,17 +164,17 @@ class _Collector:
         self._open: dict[int, tuple[CommandSummary, int]] = {}  # by seq: the command, and when it was published (µs)
         self._stragglers: dict[str, Straggler] = {}
 
-    def pass_through(self, entries: Iterable[LogEntry | LogMark]) -> Iterator[LogEntry | LogMark]:
+    def pass_through(self, entries: Iterable[LogItem]) -> Iterator[LogItem]:
         """Add each entry, and yield it."""
         for entry in entries:
             if isinstance(entry, LogEntry):
                 self._add(entry)
             yield entry
 
-    def add_readable(self, entries: Iterator[LogEntry | LogMark]) -> None:
+    def add_readable(self, entries: Iterator[LogItem]) -> None:
         """Add what can be read after a record that could not."""
         for entry in entries:
-            if isinstance(entry, LogMark):
+            if not isinstance(entry, LogEntry):
                 continue
             try:
                 self._add(entry)

@@ -4,22 +4,30 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import msgspec
 import pytest
 from msgspec import Raw
 
 from bench.logs import Run
+from controlplane.bus.bus import Bus
 from controlplane.cli.reducers import new_replayer, replay_log
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEvent
 from controlplane.record import log as log_module
-from controlplane.record.entries import LogEntry, LogMark
+from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.log import RunLog
 from controlplane.record.marks import CoordinatorMark, decode_mark, decode_state, encode_mark
 from schemas.carriers.records import RecordFile, RecordReader
+from schemas.carriers.sockets import Context
+from schemas.commands import EngineCommand, Target
+from schemas.config import BusConfig
 from schemas.errors import LogCorrupt, LogError, ReplayDiffers
 from schemas.wire import encode
 from tests.running import rolloutctl
+from tests.unit.small_bus import PRIMARY, Engine, running
+from workers.link import upload
+from workers.machine.state import AgentState
 
 REPLAYS = sorted((Path(__file__).parents[1] / "replays").glob("*.db"))
 
@@ -208,7 +216,69 @@ def test_states_at_a_position_are_the_same_with_and_without_marks(tmp_path: Path
     for entry in RunLog.walk(path):
         if isinstance(entry, LogMark):
             first.check_mark(entry)
-        else:
+        elif isinstance(entry, LogEntry):
             first.feed(entry)
             second.feed(entry)
     assert first.state_hash() == second.state_hash()
+
+
+# --- states of agents -------------------------------------------------------------------------------------------------
+
+
+def agent_marks(path: Path) -> list[AgentMark]:
+    return [entry for entry in RunLog.walk(path) if isinstance(entry, AgentMark)]
+
+
+def test_states_that_agents_sent_are_compared_with_their_decisions(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run.db", agents=3, state_every=40)
+    run.commands(100)
+    run.close()
+    entries = list(RunLog.walk(tmp_path / "run.db"))
+    sent = agent_marks(tmp_path / "run.db")
+    assert len(sent) >= 6 and {mark.agent for mark in sent} == {"0.0", "1.0", "2.0"}
+    assert "" not in {entry.kind for entry in RunLog.read(tmp_path / "run.db")}
+    assert replay_log(entries).holes == ()
+    place = entries.index(sent[0])
+    entries[place] = msgspec.structs.replace(sent[0], state=encode(AgentState()))
+    with pytest.raises(
+        ReplayDiffers, match=f"agent {sent[0].agent} says that decision {sent[0].number} led to another"
+    ):
+        replay_log(entries)
+
+
+@pytest.mark.parametrize("state", ["its own", "unreadable"])
+def test_a_replay_goes_on_behind_a_hole_from_a_state(tmp_path: Path, state: str) -> None:
+    run = Run(tmp_path / "run.db", agents=3, state_every=40)
+    run.commands(100)
+    run.close()
+    sent = [mark for mark in agent_marks(tmp_path / "run.db") if mark.agent == "1.0"]
+    kept: list[LogItem] = []
+    for entry in RunLog.walk(tmp_path / "run.db"):
+        if isinstance(entry, LogEntry) and entry.agent == "1.0" and entry.number in (5, 6):
+            continue
+        if isinstance(entry, AgentMark) and entry.agent == "1.0" and state == "unreadable":
+            entry = msgspec.structs.replace(entry, state=b"\xc1")
+        kept.append(entry)
+    replayed = replay_log(kept)
+    assert replayed.holes == ("agent 1.0 from 5 to 6",)
+    uncompared = replayed.records - replayed.compared
+    assert uncompared == (sent[0].number - 6 if state == "its own" else 103 - 6)
+
+
+@pytest.mark.anyio
+async def test_an_agent_uploads_its_state_now_and_then(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "STATE_EVERY", 2)
+    config = BusConfig(head_interval_ms=50, heartbeat_ms=50, agent_timeout_ms=5_000)
+    address, path = f"ipc://{tmp_path}/bus", tmp_path / "run.db"
+    async with (
+        Bus(address, RunLog.open(path), config, context=context) as bus,
+        running(address, context, Engine(), tmp_path, PRIMARY),
+    ):
+        with anyio.fail_after(20):
+            await bus.wait_until(lambda state: any(member.state == "live" for member in state.members.values()))
+            while not agent_marks(path):
+                await bus.publish(EngineCommand(operation="flush"), Target(), 5_000)
+    replayed = replay_log(RunLog.walk(path))
+    assert (replayed.agents, replayed.holes) == (("0.0",), ())

@@ -5,13 +5,16 @@ from typing import Final
 
 import anyio
 
-from schemas.wire import Ack, DecisionBatch
+from schemas.wire import MAX_STATE_BYTES, Ack, DecisionBatch, encode
 from workers.link.journal import Journal
 
 UPLOAD_BYTES: Final = 128 * 1024
 """Most bytes of decisions in one batch."""
 ACK_TIMEOUT_MS: Final = 5_000
 """Time without an ack after which a batch counts as lost, and is sent again."""
+
+STATE_EVERY: Final = 1024
+"""Decisions between two states of the machine that go with a batch."""
 
 
 class DecisionUpload:
@@ -25,12 +28,13 @@ class DecisionUpload:
         self._running = False
         self._acked = self._sent = 0  # the last decision that the bus holds, and the last sent to it
         self._sent_ms = 0
+        self._stated = 0  # the last decision after which the state was sent
         self._noted = anyio.Event()
 
     def start(self, recorded: int) -> None:
         """Continue after decision `recorded`, the last one that the bus holds."""
         self._running = True
-        self._acked = self._sent = recorded
+        self._acked = self._sent = self._stated = recorded
         self._noted.set()
 
     def stop(self) -> None:
@@ -79,8 +83,15 @@ class DecisionUpload:
         if not self._running or number >= journal.committed:
             return False
         first, decisions = journal.decisions_after(number, self._batch, UPLOAD_BYTES)
-        if not decisions or not self._send(DecisionBatch(journal=journal.id, first=first, decisions=decisions)):
+        last = first + len(decisions) - 1
+        # The bus has a hole before decisions that do not follow: with the state, a replay can go on behind it.
+        due = last - self._stated >= STATE_EVERY or first > number + 1
+        state = encode(journal.state) if due and last == journal.number else b""
+        state = state if len(state) <= MAX_STATE_BYTES else b""
+        batch = DecisionBatch(journal=journal.id, first=first, decisions=decisions, state=state)
+        if not decisions or not self._send(batch):
             return False
-        self._sent = first + len(decisions) - 1
+        self._sent = last
+        self._stated = last if state else self._stated
         self._sent_ms = int(anyio.current_time() * 1000)
         return True
