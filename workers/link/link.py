@@ -202,6 +202,8 @@ class Link:
         """Say hello until the bus welcomes the agent. Pauses double, with jitter over their whole length."""
         pause_ms = self._config.hello_retry_ms
         unreachable = f"nobody listens at {self._bus}"
+        if self._keys is None:
+            unreachable += ", or the bus there lets nobody in without a key"
         self._waiting.begin(unreachable)
         while True:
             with anyio.move_on_after(self._jittered_s(pause_ms)), contextlib.suppress(anyio.ClosedResourceError):
