@@ -37,8 +37,8 @@ _MARKS: Final = (
 
 Durability = Literal["disk", "os"]
 """`disk`: a committed group is on the disk (synchronous=FULL). `os`: it survives the process, but a power cut may take
-the last groups (NORMAL), though never the first one after opening. OFF is not offered: in WAL mode, where NORMAL flushes
-only at checkpoints, it is hardly faster, and a power cut may take the whole file."""
+the last groups (NORMAL), though never the first one after opening. OFF is not offered: in WAL mode, where NORMAL
+flushes only at checkpoints, it is hardly faster, and a power cut may take the whole file."""
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
