@@ -9,7 +9,9 @@ from msgspec.structs import replace
 from controlplane.machine.events import Issued
 from controlplane.machine.fleet import CoordinatorState, OpenCommand
 from schemas.commands import ProfileCommand
+from schemas.desired import requested_session
 from schemas.formatting import format_replicas
+from schemas.identity import Identity
 from schemas.outcomes import Failed
 from schemas.reports import AgentOutcome
 
@@ -54,8 +56,21 @@ def withdraw_failed_session(
         return state
     desired = dict(state.desired)
     for outcome in outcomes:
-        unit = state.members[outcome.agent].hello.identity.unit
-        session = desired[unit].profile if unit in desired else None
-        if isinstance(outcome.conclusion, Failed) and session is not None and session.step == command.command.step:
-            desired[unit] = replace(desired[unit], profile=None)
+        identity = state.members[outcome.agent].hello.identity
+        session = desired[identity.unit].profile if identity.unit in desired else None
+        if session is None or not isinstance(outcome.conclusion, Failed):
+            continue
+        if session == requested_session(command.command, identity) and not _asked_again(state, command, identity):
+            desired[identity.unit] = replace(desired[identity.unit], profile=None)
     return replace(state, desired=desired)
+
+
+def _asked_again(state: CoordinatorState, command: OpenCommand, identity: Identity) -> bool:
+    """Whether a newer start has asked this unit for a session, and is open: its own answer decides about that."""
+    return any(
+        isinstance(other.command, ProfileCommand)
+        and other.record.seq > command.record.seq
+        and other.record.envelope.target.includes(identity)
+        and requested_session(other.command, identity) is not None
+        for other in state.open
+    )

@@ -27,12 +27,14 @@ from schemas.events import (
     SnapshotReceived,
     Started,
     StartProfile,
+    StopProfile,
 )
 from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode, agent_of
 from schemas.outcomes import Acted, Conclusion, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
 from tests.simulation.engine import LAUNCHED, Engine
+from tests.simulation.sessions import closing
 from workers.machine.decide import AgentState, in_sync
 from workers.machine.suppressed import still_desired
 
@@ -64,6 +66,7 @@ class Ledger:
         oracle: The desired state, folded here from the last snapshot on.
         folded: Seq up to which it is folded.
         lost_epoch: The life whose last records the log has lost, until a snapshot of a later one; 0 if none.
+        lease_over: The lease has expired, and no snapshot came since.
     """
 
     seen: int = 0
@@ -75,6 +78,7 @@ class Ledger:
     started: set[int] = field(default_factory=set)
     oracle: Desired | None = None
     folded: int = 0
+    lease_over: bool = False
     version: int = 0
     lost_epoch: int = 0
 
@@ -210,9 +214,9 @@ class Promises:
                 newest = held
             if held != newest:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer} says {held}, committed is {newest}")
-            ledger.oracle, ledger.folded = event.desired, event.seq
+            ledger.oracle, ledger.folded, ledger.lease_over = event.desired, event.seq, False
         if isinstance(event, LeaseExpired):
-            ledger.oracle = None
+            ledger.oracle, ledger.lease_over = None, True
         if not state.joined:
             return
         if state.desired.version < ledger.version:
@@ -310,6 +314,8 @@ class Promises:
         if perform.call_id in ledger.performed:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
+        if isinstance(perform.call, StopProfile) and (wrong := closing(self, process)):
+            self.broken("I7 sessions stay open", wrong)
         activity = process.state.activity
         if isinstance(perform.call, StartProfile) and activity is not None and activity.trigger is not None:
             if activity.trigger.seq in ledger.started:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent
+from schemas.commands import ProfileCommand
 from schemas.events import CommandReceived, Effect, Event, HeadSeen, LeaseExpired, SnapshotReceived
 from schemas.formatting import kind_and_reason
 from schemas.reports import Report, SyncReport
@@ -56,6 +57,23 @@ def without_history(state: AgentState, event: Event) -> Decided:
     ):
         state = replace(state, history=event.epoch)
     return machine.decide(state, event)
+
+
+def closing_any_session(state: AgentState, event: Event) -> Decided:
+    """Take every stop for one of the open session."""
+    match event:
+        case CommandReceived(command=ProfileCommand(action="stop") as stop) if state.desired.profile is not None:
+            event = replace(event, command=replace(stop, step=state.desired.profile.step))
+    return machine.decide(state, event)
+
+
+def giving_up_for_others(state: AgentState, event: Event) -> Decided:
+    """Give up the own session at a start for others."""
+    state, effects = machine.decide(state, event)
+    match event:
+        case CommandReceived(command=ProfileCommand(action="start")) if not event.target.includes(state.identity):
+            state = replace(state, suppressed=replace(state.suppressed, session=True))
+    return state, effects
 
 
 def without_lease(state: AgentState, event: Event) -> Decided:
@@ -118,6 +136,10 @@ ABLATIONS = {
     "position per epoch": Ablation(Mechanisms(agent=without_history), "convergence"),
     # What a trainer paused stays paused when it is gone.
     "lease": Ablation(Mechanisms(agent=without_lease), "P7 trainer first"),
+    # A stop closes whatever is open: what the trainer wants recorded ends with somebody else's session.
+    "a stop names its session": Ablation(Mechanisms(agent=closing_any_session), "I7 sessions stay open"),
+    # A start that is not for this replica takes away the session that is.
+    "a session of one's own": Ablation(Mechanisms(agent=giving_up_for_others), "I7 sessions stay open"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
     # A timeout of ten billion seconds is published, and each agent drops the record, live and resent: a hole for ever.

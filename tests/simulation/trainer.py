@@ -161,9 +161,8 @@ class Trainer:
             )
             finish = Finish(relocate=True, hook=True, hook_all_ranks=rng.random() < 0.5)
             plan = ProfilePlan(finish=finish, ranks=frozenset({0}) if rng.random() < 0.3 else None)
-            return ProfileCommand(
-                action=action, step=self.step, plan=plan, roles=self._roles(), profiled_steps=(self.step,)
-            )
+            step = self.step + (1 if self.world.now % 4 == 0 else 0)  # now and then one that is not open
+            return ProfileCommand(action=action, step=step, plan=plan, roles=self._roles(), profiled_steps=(step,))
         if kind == 3:
             return EngineCommand(operation=rng.choice(("flush", "abort")))
         if kind == 4:

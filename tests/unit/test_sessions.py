@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from schemas.commands import EngineCommand, Target
+from schemas.commands import EngineCommand, ProfilePlan, Target
+from schemas.desired import ProfileSession
 from schemas.events import Observation, StartProfile, StopProfile
 from tests.running import rolloutctl
 from tests.unit.fleets import DONE, NO, Coordinator
@@ -38,6 +39,18 @@ def test_the_late_failure_of_one_session_does_not_withdraw_the_next() -> None:
     assert [desired.profile and desired.profile.step for desired in bus.state.desired.values()] == [LATER.step] * 2
     bus.answer(a0_0=NO, a1_0=DONE)
     assert bus.state.desired[0].profile is None and bus.state.desired[1].profile is not None
+
+
+def test_the_late_failure_of_a_start_does_not_withdraw_what_a_newer_start_of_the_same_step_asks_for() -> None:
+    for plan in (START.plan, replace(START.plan or ProfilePlan(), record_shapes=True)):
+        bus = Coordinator("0.0")
+        bus.issue(START)
+        first = bus.state.seq
+        bus.issue(replace(START, plan=plan))
+        bus.answer(first, a0_0=NO)
+        assert bus.state.desired[0].profile == ProfileSession(START.step, plan or ProfilePlan())
+        bus.answer(a0_0=NO)
+        assert bus.state.desired[0].profile is None
 
 
 def test_an_operator_does_not_take_over_the_trainers_session() -> None:
