@@ -188,7 +188,7 @@ class HttpClient:
                 f"{self.where}{route.path} answered in an encoding that was not asked for. It was not read."
             )
         answer = bytearray()
-        async for chunk in response.aiter_raw():
+        async for chunk in response.aiter_bytes():
             answer += chunk
             if len(answer) > ANSWER_BYTES:
                 raise Unanswered(
