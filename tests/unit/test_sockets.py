@@ -3,6 +3,7 @@
 import os
 import random
 import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from anyio.lowlevel import checkpoint
 
 from schemas.carriers import edge_socket
 from schemas.carriers.edge_socket import EdgeSocket, Sent
-from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber, bus_publisher, bus_router
+from schemas.carriers.sockets import DEAD_HOST_MS, Context, agent_dealer, agent_subscriber, bus_publisher, bus_router
 from schemas.carriers.wakeup import Wakeup
 from schemas.errors import AddressInUse, BusError
 from tests.waiting import until
@@ -94,6 +95,25 @@ async def test_the_sender_of_the_last_message_can_be_cut_off(context: Context, t
         await until(lambda: router.send_nowait([connections[1], b"welcome"]) is Sent.GONE)
         router.cut_off_sender()  # again: its descriptor may be another one's by now
         assert router.send_nowait([connections[0], b"welcome"]) is Sent.OK
+
+
+async def test_the_kernel_gives_up_a_dead_host_on_both_sides(context: Context) -> None:
+    def descriptor(sock: EdgeSocket) -> int:
+        assert sock._received is not None
+        return os.dup(int(sock._received.get(zmq.SRCFD)))
+
+    async with bus_router(context, ANY_PORT) as router, agent_dealer(context, router.address) as dealer:
+        await dealer.send([b"hello"])
+        connection, _ = await router.recv()
+        assert router.send_nowait([connection, b"welcome"])
+        await dealer.recv()
+        for side in (router, dealer):
+            with socket.socket(fileno=descriptor(side)) as sock:
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == DEAD_HOST_MS
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                keep = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in keep)
+                assert (idle + interval * count) * 1000 <= DEAD_HOST_MS
 
 
 async def test_a_peer_in_the_same_process_has_no_connection_to_cut_off(context: Context) -> None:
