@@ -309,7 +309,7 @@ def test_every_decision_can_be_exported(recorded: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["prune", "archive"])
-@shortly_and(40)
+@shortly_and(12)
 def test_a_prune_or_an_archive_that_is_killed_loses_nothing(recorded: Path, command: str, rounds: int) -> None:
     last = decisions(recorded)[-1]
     kept = recorded.read_bytes()
@@ -332,7 +332,7 @@ steps = 0
 def trace(frame, event, argument):
     global steps
     steps += frame.f_code.co_filename.endswith(("records.py", "archive.py", "database.py", "atomic_write.py"))
-    if steps > 10 + 13 * number:
+    if steps > 10 + 43 * number:
         os.kill(os.getpid(), signal.SIGKILL)
     return trace
 sys.settrace(trace)

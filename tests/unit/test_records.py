@@ -13,6 +13,7 @@ from subprocess import Popen
 import pytest
 
 from schemas.carriers import database
+from schemas.carriers import records as records_module
 from schemas.carriers.filesystems import filesystem_type, is_network
 from schemas.carriers.records import PAGE_RECORDS, RecordFile, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
@@ -206,6 +207,27 @@ def test_a_reader_ends_when_all_records_are_dropped(path: Path) -> None:
         assert next(found).position == 1
         file.truncate_before(1001)
         assert list(found) == records(2, PAGE_RECORDS)
+
+
+def test_dropped_records_are_gone_at_once_and_removed_bit_by_bit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records_module, "REMOVED_AT_ONCE", 100)
+    write(path, 1000)
+    with RecordFile.open(path) as file, RecordReader.open(path) as reader:
+        file.append_mark(1, b"state")
+        file.drop_before(901)
+        assert (reader.first_position, len(list(reader.records()))) == (1, 1000)
+        file.commit()
+        assert (reader.first_position, list(reader.records())) == (901, records(901, 1000))
+        assert file.removing and file._oldest() == 101
+        used = file.used_bytes
+    with RecordFile.open(path) as file:  # goes on where the last writer stopped
+        assert file.removing
+        while file.removing:
+            file.append("k", "", 1, b"")
+            file.commit()
+        assert file.last_position < 1020 and file.used_bytes < used
+        assert positions(list(file.records())) == list(range(901, file.last_position + 1))
+        assert file.mark_positions() == [1000]
 
 
 # --- one writer -------------------------------------------------------------------------------------------------------
