@@ -35,5 +35,5 @@ def test_every_scenario_and_ablation_that_is_named_exists() -> None:
 
 def listed(kind: str) -> set[str]:
     """The names after a word in the tables, as in: scenarios `a`, `b`."""
-    lists = re.findall(rf"{kind}s? ((?:`[\w -]+`(?:, )?)+)", "\n".join(TABLE))
-    return {name for names in lists for name in re.findall(r"`([\w -]+)`", names)}
+    lists = re.findall(rf"{kind}s? ((?:`[\w' -]+`(?:, )?)+)", "\n".join(TABLE))
+    return {name for names in lists for name in re.findall(r"`([\w' -]+)`", names)}
