@@ -89,7 +89,8 @@ async def test_an_agent_that_the_bus_has_forgotten_says_hello_again(bus: Bus, ru
         bus.greet()
         bus.say(STRANGER)
         again = await bus.admit()
-        assert again == replace(hello, attempt=1)  # the same life of the same agent
+        assert again == replace(hello, attempt=again.attempt)  # the same life of the same agent
+        assert again.attempt > hello.attempt
         await reaches(agent, lambda state: state.epoch == 2)
         bus.publish(PAUSE)
         assert isinstance((await bus.outcome(1)).outcome, Acted)

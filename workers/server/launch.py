@@ -316,7 +316,7 @@ class LaunchedEngine:
             logger.info("%s still starting after %.0f s: %s", name, waited_s, last)
 
     def _log_change(self, status: ServerStatus) -> None:
-        name, log, tail = self._server.name, self._server.log, "\n  ".join(("", *status.log_tail))
+        name, log, tail = self._server.name, self._server.log, "\n".join(("", *status.log_tail))
         match status.state:
             case "starting":
                 logger.info("%s is about to start: %s", name, status.note or "its guard is starting")
