@@ -29,6 +29,8 @@ from schemas.wire import DECODE_ERRORS
 
 HEADER_BYTES_MAX: Final = 100_000_000
 """Largest header that the safetensors library itself accepts."""
+KEYS_MAX: Final = 2_000_000
+"""Keys in a header, roughly: a tensor has four, so this is half a million tensors in one file."""
 
 DTYPE_BITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F4",), 4),
@@ -193,6 +195,8 @@ def _read_header(path: Path) -> dict[str, TensorPlace]:
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:
+    if header.count(b":") > KEYS_MAX:  # counted first: in memory, the smallest entry is thirty times as large
+        raise checkpoint_refused(path, f"has a header of more than {KEYS_MAX:,} keys", _DAMAGED)
     try:
         raw = _header_decoder.decode(header)
         if (metadata := raw.pop("__metadata__", None)) is not None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from schemas.errors import CheckpointError
-from schemas.safetensors.format import read_layout
+from schemas.safetensors.format import KEYS_MAX, read_layout
 from schemas.safetensors.manifest import build_manifest, check_directory
 from schemas.safetensors.paths import resolve_below
 
@@ -121,6 +121,21 @@ def test_a_file_of_the_library_that_is_cut_off_is_refused(directory: Path, cut: 
     file.write_bytes(file.read_bytes()[:-cut])
     with pytest.raises(CheckpointError, match="cut off"):
         read_layout(directory)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{" + b",".join(b'"%d":0' % number for number in range(KEYS_MAX + 1)) + b"}", "more than 2,000,000 keys"),
+        (b'{"a":' + b"[" * 200_000, "unreadable header"),
+        (b'{"a":' * 200_000, "unreadable header"),
+    ],
+    ids=["keys", "lists", "mappings"],
+)
+def test_a_header_of_too_much_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header(len(text), text))
+    with pytest.raises(CheckpointError, match=message):
+        read_layout(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(directory: Path) -> None:
