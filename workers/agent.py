@@ -248,6 +248,8 @@ class Agent:
         journal.append(event, effects, state)
         if type(event) not in _COMMITTED_LATER or state.calls_made != before.calls_made or state.epoch != before.epoch:
             journal.commit()
+        if type(event) is events.SnapshotReceived and state.seq < before.seq and before.joined:
+            self._warn_of_lost_tail(before, state)
         for effect in effects:
             self._perform(effect, life)
         engine, queue = state.engine, state.queue
@@ -274,6 +276,13 @@ class Agent:
                 life.scope.cancel()
             case _:
                 assert_never(effect)
+
+    def _warn_of_lost_tail(self, before: AgentState, state: AgentState) -> None:
+        logger.warning(
+            "agent %s had applied the commands up to seq %d of epoch %d, and the bus of epoch %d goes on after seq %d: "
+            "its log lost its tail. The agent takes that bus's desired state.",
+            *(self.identity.agent, before.seq, before.history, state.epoch, state.seq),
+        )
 
     def _log_outcome(self, answer: events.Answer) -> None:
         """Log one line per command. Skips are logged at debug: most agents skip most commands."""

@@ -59,6 +59,7 @@ class Slot:
         self.journal: list[tuple[bytes, bytes]] = []
         self.clock_ms = world.rng.randrange(1_000_000)
         self.blocked_until = {"up": 0, "down": 0, "pub": 0}
+        self.away_until = 0  # nobody starts its agent before
         self.incarnations = 0
         self.process: Process | None = None
         self.ledger = Ledger()
@@ -70,6 +71,9 @@ class Slot:
     def start(self, launches: bool = True) -> None:
         """Begin an incarnation. If it `launches`, an embedded engine is launched with it."""
         if self.process is not None:
+            return
+        if self.world.now < self.away_until:
+            self.world.at(self.away_until - self.world.now, self.start, launches)
             return
         self.incarnations += 1
         if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):

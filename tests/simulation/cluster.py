@@ -70,6 +70,7 @@ class Weather:
     engine_dies: float = 0.0
     exiles: float = 0.0
     tails: float = 0.0
+    absences: float = 0.0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Weather:
@@ -103,6 +104,7 @@ class World:
         newer = random.Random(~seed)  # of its own, so that seeds keep their luck with the rest
         self.weather.exiles = newer.choice((0.0, 0.0, 0.0, 0.02))
         self.weather.tails = newer.choice((0.0, 0.0, 0.1))
+        self.weather.absences = random.Random(f"absences {seed}").choice((0.0, 0.0, 0.1))
         self.log = Log()
         self.lives = 0
         self.buses: list[Bus] = []
@@ -117,7 +119,7 @@ class World:
         slots = []
         for replica in range(rng.choice((1, 2, 2, 3))):
             nnodes = rng.choice((1, 1, 2))
-            mode = RolloutMode.COLOCATED if replica > 0 and rng.random() < 0.1 else RolloutMode.HYBRID
+            mode = RolloutMode.COLOCATED if replica > 0 and rng.random() < 0.3 else RolloutMode.HYBRID
             for node_rank in range(nnodes):
                 identity = Identity(replica=replica, node_rank=node_rank, nnodes=nnodes, mode=mode)
                 slot = Slot(self, identity, None, embedded=rng.random() < 0.3)
@@ -210,6 +212,8 @@ class World:
                 slot.process.fall_silent(rng.choice((("control",), ("pub",), ("control", "pub"))))
             if weather.exiles and rng.random() < weather.exiles:
                 self._exile(slot)
+            if weather.absences and rng.random() < weather.absences and slot.process is not None:
+                self._go_away(slot)
             if weather.engine_dies and rng.random() < weather.engine_dies:
                 self.say(f"the engine of {slot.name} is relaunched")
                 slot.relaunch()
@@ -239,6 +243,16 @@ class World:
         for way in slot.blocked_until:
             slot.blocked_until[way] = self.now + self.settings.lease_ms + self.rng.randrange(2000, 10_000)
         for delay_ms in (1000, self.settings.agent_timeout_ms + 1000, self.settings.lease_ms + 1000):
+            self.at(delay_ms, self._sync_meanwhile)
+
+    def _go_away(self, slot: Slot) -> None:
+        """Let an agent leave in good order, and return to the fleet of the next trainer, in the middle of its syncs."""
+        self.say(f"{slot.name} goes away")
+        if slot.process is not None:
+            slot.process.leave()
+        slot.away_until = self.now + self.rng.randrange(4000, 12_000)
+        self.at(1500, self.replace_trainer)
+        for delay_ms in range(2500, 14_000, 1500):
             self.at(delay_ms, self._sync_meanwhile)
 
     def _sync_meanwhile(self) -> None:

@@ -210,6 +210,8 @@ class Promises:
             syncs = identity.mode is not RolloutMode.COLOCATED and identity.role == ROLLOUT
             newest = self.newest(identity.replica, event.seq) if syncs else None
             held = event.desired.committed.source.path if event.desired.committed is not None else None
+            if not syncs and event.desired.sync is not None:
+                self.broken("P4 late joiner", f"the snapshot for {process.peer}, which never syncs, holds a sync")
             if ledger.lost_epoch:  # sent before the log lost what it rests on
                 newest = held
             if held != newest:

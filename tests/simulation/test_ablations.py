@@ -5,7 +5,7 @@ of them most runs still end well; the mechanism is there for the few that do not
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec import MsgspecError
@@ -13,10 +13,12 @@ from msgspec.structs import replace
 
 from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
-from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent
+from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened
+from controlplane.machine.fleet import Member
 from schemas.commands import ProfileCommand
 from schemas.events import CommandReceived, Effect, Event, HeadSeen, LeaseExpired, SnapshotReceived
 from schemas.formatting import kind_and_reason
+from schemas.identity import RolloutMode
 from schemas.reports import Report, SyncReport
 from tests.simulation.cluster import BusDecide, Mechanisms, simulate
 from tests.simulation.promises import Broken
@@ -109,6 +111,20 @@ def without_unproven(report: Report | SyncReport) -> Report | SyncReport:
     return replace(report, unproven=()) if isinstance(report, SyncReport) else report
 
 
+def forgetting_who_left(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Forget, in a new life of the bus, how a replica that left is deployed."""
+    after, effects = coordinator.decide(state, event)
+    if isinstance(event, Opened):
+        left = {name: member for name, member in after.members.items() if member.state == "left"}
+        after = replace(after, members={**after.members, **{name: _hybrid(member) for name, member in left.items()}})
+    return after, effects
+
+
+def _hybrid(member: Member) -> Member:
+    identity = replace(member.hello.identity, mode=RolloutMode.HYBRID)
+    return replace(member, hello=replace(member.hello, identity=identity))
+
+
 class Ablation(NamedTuple):
     """mechanisms: without the mechanism.   breaks: the promise that is found broken."""
 
@@ -140,6 +156,8 @@ ABLATIONS = {
     "a stop names its session": Ablation(Mechanisms(agent=closing_any_session), "I7 sessions stay open"),
     # A start that is not for this replica takes away the session that is.
     "a session of one's own": Ablation(Mechanisms(agent=giving_up_for_others), "I7 sessions stay open"),
+    # A judge that comes back to the next trainer is taken for a replica that syncs, and waits for a commit for ever.
+    "who left": Ablation(Mechanisms(bus=forgetting_who_left), "P4 late joiner"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
     # A timeout of ten billion seconds is published, and each agent drops the record, live and resent: a hole for ever.

@@ -10,6 +10,7 @@ import pytest
 from schemas import wire
 from schemas.carriers.records import RecordFile
 from schemas.carriers.sockets import Context
+from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
 from schemas.events import Call, Decision, EngineReturned, Pause, Perform, RequestResend, Resume, Returned
@@ -120,6 +121,16 @@ async def test_command_that_waited_is_done_once_the_engine_is_up(bus: Bus, engin
         await reaches(agent, lambda state: len(state.queue) == 1)
         engine.tokenizer = "present"
         assert isinstance((await bus.outcome(1)).outcome, Acted)
+
+
+async def test_choices_of_the_configuration_reach_the_machine(context: Context, engine: Engine, tmp_path: Path) -> None:
+    config = AgentConfig(on_lost_bus="pause", wedged_after_s=7)
+    agent = Agent(
+        bus="tcp://127.0.0.1:1", identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context, config=config
+    )
+    async with agent:
+        settings = agent.state.settings
+    assert (settings.on_lost_bus, settings.wedged_after_ms) == ("pause", 7000)
 
 
 # Engine calls

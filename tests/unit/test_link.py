@@ -17,7 +17,7 @@ from schemas.events import CommandReceived, Decision
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.reports import AgentStatus
 from tests.running import python
-from tests.unit.small_bus import PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, Run, reaches, recorded, running
+from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, Run, reaches, recorded, running
 from tests.waiting import until
 from workers.agent import Agent
 
@@ -139,6 +139,24 @@ async def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
     async with running(bus, context, Engine(), tmp_path) as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
+
+
+async def test_an_agent_ahead_of_a_bus_that_lost_its_tail_follows_it_and_says_so(
+    bus: Bus, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        for seq in (1, 2, 3):
+            bus.publish(FLUSH)
+            await bus.outcome(seq)
+        bus.epoch, bus.seq = 2, 2
+        bus.raw(wire.TOPIC_HEAD, wire.encode_header(2, 0, 2), b"\xc0")
+        await bus.next(wire.Join)
+        bus.say(wire.Snapshot(desired=Desired(generation="paused")))
+        state = await reaches(agent, lambda state: state.epoch == 2 and not state.engine.generating)
+        assert state.seq == 2 and not state.diverged
+    assert "had applied the commands up to seq 3 of epoch 1, and the bus of epoch 2 goes on after seq 2" in caplog.text
 
 
 # Half-open connections, and connections that libzmq gives up

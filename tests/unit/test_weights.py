@@ -455,6 +455,21 @@ def test_a_colocated_replica_that_joins_during_a_sync_takes_no_part() -> None:
     assert bus.arrive("3.0", mode=RolloutMode.COLOCATED) == Desired()
 
 
+def test_a_judge_that_returns_to_the_next_trainer_in_the_middle_of_a_sync_takes_no_part() -> None:
+    bus = Coordinator("0.0")
+    bus.arrive("3.0", mode=RolloutMode.COLOCATED)
+    bus.lose("3.0", "left")
+    bus.close()
+    bus.open()
+    bus.arrive("0.0")
+    bus.sync(1)
+    assert bus.arrive("3.0", mode=RolloutMode.COLOCATED) == Desired()
+    bus.answer(a0_0=DONE)  # the prepare, for which the judge was away
+    for _ in range(2):
+        bus.answer(a0_0=DONE, a3_0=NEVER)
+    assert bus.synced[0].status == "committed" and bus.state.desired[3] == Desired()
+
+
 # --- the phases by themselves -----------------------------------------------------------------------------------------
 
 
