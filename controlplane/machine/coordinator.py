@@ -108,6 +108,7 @@ def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) 
         members=members,
         claims={},
         trainer_session=None,
+        loaded=frozenset(),
         history=tuple((record, 0) for record, _ in state.history),  # their time ran on another life's clock
     )
     start = EpochStart(previous_epoch=previous, logic=event.logic)
@@ -315,6 +316,8 @@ def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, e
         sync, following = replace(sync, phase="abort"), WeightSync(phase="abort", version=sync.request.version)
     if isinstance(following, SyncReport):
         effects.append(events.Conclude(ticket=sync.request.ticket, report=following))
+        if following.status == "committed":
+            state = replace(state, loaded=frozenset(following.loaded), loaded_us=now.us)
         return replace(state, sync=None)
     state = replace(state, sync=replace(sync, seq=state.seq + 1))
     return _publish(state, following, sync.request.target, sync.request.timeout_ms, now, effects)

@@ -89,6 +89,8 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         sync: The weight sync in progress.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         retired: Agents that an operator took out of the run for good.
+        loaded: Replicas that the newest committed sync loaded, and `loaded_us` when it ended: until a later heartbeat,
+            that is what proves their weights.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
     """
 
@@ -104,6 +106,8 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     sync: Sync | None = None
     claims: dict[str, tuple[str, int]] = {}
     retired: frozenset[str] = frozenset()
+    loaded: frozenset[Count] = frozenset()
+    loaded_us: int = 0
     trainer_session: Count | None = None
 
 

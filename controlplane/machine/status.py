@@ -86,10 +86,16 @@ def unproven_replicas(state: CoordinatorState) -> frozenset[int]:
     proven = {
         member.hello.identity.replica
         for member in state.members.values()
-        if member.state == "live" and _speaks(member) and not _wrong_weights(member, _desired(state, member))
+        if member.state == "live" and _speaks(member)
+        if _just_loaded(state, member) or not _wrong_weights(member, _desired(state, member))
     }
     committed = {unit for unit, desired in state.desired.items() if desired.version > 0}
     return (syncing_replicas(state, Target()) & committed) - proven
+
+
+def _just_loaded(state: CoordinatorState, member: Member) -> bool:
+    """Whether the report of the newest sync says more about the replica than its last heartbeat, which is older."""
+    return member.hello.identity.replica in state.loaded and member.status_us <= state.loaded_us
 
 
 def all_serve(state: CoordinatorState, count: int, since_us: int) -> bool:

@@ -11,11 +11,13 @@ from msgspec.structs import replace
 from controlplane import ControlPlane
 from controlplane.machine.status import all_serve, fleet_status, unproven_replicas, what_agents_lack
 from schemas import errors
+from schemas.config import BusConfig
 from schemas.identity import RolloutMode
 from schemas.reports import AgentStatus, FleetStatus
-from tests.processes.test_agent_process import QUICK, Node
+from tests.processes.test_agent_process import Node
 from tests.unit.fleets import DONE, SECOND_US, Coordinator
 
+PATIENT = BusConfig(head_interval_ms=50, heartbeat_ms=100, retransmit_ms=200, agent_timeout_ms=60_000)
 SERVING = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True, version=1)
 FOLLOWER = AgentStatus(ready=True, tokenizer="absent")
 
@@ -101,7 +103,7 @@ def test_nobody_is_unproven_before_anything_is_committed() -> None:
 
 @pytest.fixture
 def plane(tmp_path: Path) -> Iterator[ControlPlane]:
-    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as opened:
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=PATIENT) as opened:
         yield opened
 
 
