@@ -126,7 +126,7 @@ def test_a_file_of_the_library_that_is_cut_off_is_refused(directory: Path, cut: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{" + b",".join(b'"%d":0' % number for number in range(KEYS_MAX + 1)) + b"}", "more than 2,000,000 keys"),
+        (b'{"a":0' + b',"a":0' * KEYS_MAX + b"}", "more than 2,000,000 keys"),
         (b'{"a":' + b"[" * 200_000, "unreadable header"),
         (b'{"a":' * 200_000, "unreadable header"),
     ],
