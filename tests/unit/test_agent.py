@@ -10,6 +10,7 @@ import pytest
 from schemas import wire
 from schemas.carriers.records import RecordFile
 from schemas.carriers.sockets import Context
+from schemas.commands import EngineCommand
 from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
@@ -178,6 +179,41 @@ async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result
         await bus.next(wire.Goodbye)
     last = [wire.event_decoder.decode(decision.event) for decision in recorded(tmp_path)][-1]
     assert isinstance(last, EngineReturned) and last.result == Returned()
+
+
+async def test_an_agent_that_is_cancelled_begins_no_queued_call(
+    bus: Bus, engine: Engine, tmp_path: Path, run: Run
+) -> None:
+    gate = engine.gate = anyio.Event()
+    begun = anyio.Event()
+    engine.begun = begun.set
+
+    async with anyio.create_task_group() as tasks:
+
+        async def let_it_end() -> None:
+            await begun.wait()
+            with anyio.fail_after(10):
+                while len(agents[0].state.queue) < 1:
+                    await anyio.lowlevel.checkpoint()
+            scope.cancel()
+            await agents[0].wait_until(lambda state: state.stopping)
+            gate.set()
+
+        agents: list[Agent] = []
+        with anyio.CancelScope() as scope:
+            async with run() as agent:
+                agents.append(agent)
+                tasks.start_soon(let_it_end)
+                await bus.admit()
+                bus.publish(EngineCommand(operation="sleep"))  # a pause, then the sleep
+                bus.publish(FLUSH)
+                await anyio.sleep_forever()
+        cut_short = (await bus.outcome(1)).outcome
+        assert isinstance(cut_short, Failed) and "sleep was not begun" in cut_short.message
+        await bus.next(wire.Goodbye)
+    assert engine.calls == [Pause("abort")]
+    effects = [wire.effects_decoder.decode(decision.effects) for decision in recorded(tmp_path)]
+    assert [effect.call for some in effects for effect in some if isinstance(effect, Perform)] == [Pause("abort")]
 
 
 @pytest.mark.parametrize(
