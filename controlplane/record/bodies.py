@@ -183,6 +183,8 @@ class BodyReader:
         try:
             body = inflated(record.body)
             if body[:1] < b"\x90":
+                if record.position == self._through + 1:  # it has no values, so nothing is to be looked up in it
+                    self._through = record.position
                 return _plain_decoder.decode(body)
             short = _short_decoder.decode(body)
             self._look_through(record.position - short.back, record.position)

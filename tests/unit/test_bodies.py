@@ -1,6 +1,7 @@
 """Bodies of the log's records: what is read is what was decided, byte for byte, from wherever reading begins."""
 
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,21 @@ def test_reading_may_begin_anywhere(tmp_path: Path) -> None:
     for start in range(1, len(whole), 17):
         first = next(RunLog.read(path, start))
         assert (first.position, bytes(first.event), bytes(first.effects)) == whole[start - 1]
+
+
+def test_reading_in_order_looks_nothing_up(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    whole = write(path)
+    looked_up: list[int] = []
+
+    def fetch(start: int) -> Iterator[Record]:
+        looked_up.append(start)
+        return file.records(start)
+
+    with RecordReader.open(path) as file:
+        reader = BodyReader(fetch)
+        assert [bytes(reader.decode(record).event) for record in file.records()] == [event for _, event, _ in whole]
+    assert len(looked_up) <= 1  # at the first record that has a segment
 
 
 def test_reading_may_go_backwards(tmp_path: Path) -> None:
