@@ -7,6 +7,7 @@ send what it has in memory until it has to write, and ends there.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,10 @@ TIME_REPLY = TimeReply(sent_ns=0, received_ns=0, replied_ns=0)
 event_decoder: Decoder[events.CoordinatorEvent] = Decoder(events.CoordinatorEvent)
 
 
+Commit = tuple[events.CoordinatorEvent, CoordinatorState, tuple[events.CoordinatorEffect, ...]]
+"""A decision that is being written: what led to it, the state after it, and its effects."""
+
+
 @dataclass
 class Log:
     """The run's log. `owner` is the life that may write."""
@@ -59,6 +64,8 @@ class Bus:
         self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
+        self.committing: Commit | None = None
+        self.queue: deque[events.CoordinatorEvent] = deque()
         self.opened_at = 0  # records of the log when this life had opened
 
     @property
@@ -69,6 +76,8 @@ class Bus:
 
     def begin(self) -> None:
         """Take over the log, fold it, and open an epoch."""
+        if self.world.disk:
+            self.world.promises.kept(self.world.log.records)
         state = CoordinatorState()
         for event, _ in self.world.log.records:
             state, _effects = self.world.mechanisms.bus(state, event_decoder.decode(event))
@@ -87,6 +96,10 @@ class Bus:
             return
         self.alive = False
         self.world.say(f"bus {self.life} is gone")
+        if self.committing is not None and self.world.log.owner == self.life and self.world.rng.random() < 0.5:
+            before = self.state  # the commit ended, and nothing that follows from it was done
+            event, self.state, effects = self._write_commit(self.committing)
+            self.world.promises.after_bus(self, before, event, effects)
         for slot in self.world.slots:
             process = slot.process
             if process is not None and process.bus is self:
@@ -103,22 +116,68 @@ class Bus:
         """Decide, write it to the log, perform."""
         if not self.alive:
             return
+        if self.committing is not None:
+            self.queue.append(event)
+            return
         before = self.state
         after, effects = self.world.mechanisms.bus(before, event)
         if effects or (after is not before and after != before):
             if self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
                 self.die()  # it cannot write, so it must not send
                 return
+            if self.world.disk and effects and not isinstance(event, events.Opened):
+                self._begin_commit(event, after, effects)
+                return
             self.world.log.records.append((encode(event), encode(effects)))
-        self.state = after
+        self._follow(event, after, effects)
+
+    def _begin_commit(
+        self, event: events.CoordinatorEvent, after: CoordinatorState, effects: tuple[events.CoordinatorEffect, ...]
+    ) -> None:
+        """Durability `disk`: the disk takes its time, and the turn waits for it. What arrives meanwhile waits too."""
+        self.committing = (event, after, effects)
+        self.world.at(self.world.rng.choice((1, 3, 30)), self._committed)
+        if not self.world.mechanisms.commit_first:
+            self._perform_all(effects)
+
+    def _committed(self) -> None:
+        if not self.alive or self.committing is None:
+            return
+        if self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
+            self.die()
+            return
+        self._follow(*self._write_commit(self.committing), performed=not self.world.mechanisms.commit_first)
+        while self.queue and self.committing is None:
+            self.feed(self.queue.popleft())
+
+    def _write_commit(self, commit: Commit) -> Commit:
+        self.committing = None
+        self.world.log.records.append((encode(commit[0]), encode(commit[2])))
+        return commit
+
+    def _follow(
+        self,
+        event: events.CoordinatorEvent,
+        after: CoordinatorState,
+        effects: tuple[events.CoordinatorEffect, ...],
+        performed: bool = False,
+    ) -> None:
+        """Go on from a decision that is in the log."""
+        before, self.state = self.state, after
         self.world.promises.after_bus(self, before, event, effects)
+        if not performed:
+            self._perform_all(effects)
+        if self.alive:
+            self.arm()
+
+    def _perform_all(self, effects: tuple[events.CoordinatorEffect, ...]) -> None:
         for effect in effects:
             if self.world.bus is self and self.world.strikes("trainer"):
                 self.world.replace_trainer()
             if not self.alive:
                 return
+            self.world.promises.told(effect)
             self.perform(effect)
-        self.arm()
 
     def arm(self) -> None:
         deadline_us = next_deadline(self.state)

@@ -49,6 +49,7 @@ class Mechanisms:
     beacon: bool = True
     journal: bool = True
     storage_fence: bool = True
+    commit_first: bool = True
     redial_control: bool = True
     redial_subscription: bool = True
     bounds: bool = True
@@ -105,6 +106,7 @@ class World:
         self.weather.exiles = newer.choice((0.0, 0.0, 0.0, 0.02))
         self.weather.tails = newer.choice((0.0, 0.0, 0.1))
         self.weather.absences = random.Random(f"absences {seed}").choice((0.0, 0.0, 0.1))
+        self.disk = newer.choice((False, False, True))  # durability of the log
         self.log = Log()
         self.lives = 0
         self.buses: list[Bus] = []
@@ -225,17 +227,21 @@ class World:
             self.replace_trainer()
 
     def _power_fails(self) -> None:
-        """Under durability `os` the last records are gone then, but never those that opened the life of the bus."""
+        """Under durability `os` the last records are gone then, but never those that opened the life of the bus. Under
+        `disk` nothing is gone that was committed.
+        """
         bus, records = self.bus, self.log.records
         if bus is None or not bus.alive or self.log.owner != bus.life:
             return
         self.bus = None
         bus.die()
+        self.at(self.rng.choice((100, 1000, 5000, 20_000)), self.open_bus)
+        if self.disk:
+            return
         left = max(bus.opened_at, len(records) - self.rng.choice((3, 10, 30, 100)))
         self.say(f"the log loses its last {len(records) - left} records")
         del records[left:]
         self.promises.forget(left)
-        self.at(self.rng.choice((100, 1000, 5000, 20_000)), self.open_bus)
 
     def _exile(self, slot: Slot) -> None:
         """Cut one agent off from a living bus for longer than its lease, and sync the fleet meanwhile."""
@@ -387,7 +393,9 @@ class World:
         return None
 
     def replays(self) -> None:
-        """P9: folding what was recorded gives the same effects, byte for byte."""
+        """P9: what was told is in the log, and folding what was recorded gives the same effects, byte for byte."""
+        if self.disk:
+            self.promises.kept(self.log.records)
         bus_state = CoordinatorState()
         for event, effects in self.log.records:
             bus_state, again = self.mechanisms.bus(bus_state, bus_event_decoder.decode(event))

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import World
 
 
+_effects_decoder = Decoder(tuple[CoordinatorEffect, ...])
+
+
 class Broken(AssertionError):
     """A promise was broken. `promise` is its name."""
 
@@ -113,6 +116,7 @@ class Promises:
         self.peers: dict[str, str] = {}
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
         self.concluded: dict[tuple[int, int], Report] = {}
+        self.learned: set[tuple[str, int, int]] = set()
         self.concluded_at: dict[tuple[int, int], int] = {}  # position in the log
         self.lost: dict[tuple[int, int], Published] = {}  # by origin and seq: what the log had and has lost
 
@@ -340,6 +344,24 @@ class Promises:
             return
         self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
 
+    # --- what was told ------------------------------------------------------------------------------------------------
+
+    def told(self, effect: CoordinatorEffect) -> None:
+        """Note what agents or callers have learned from the bus."""
+        if isinstance(effect, Publish):
+            self.learned.add(("published", effect.epoch, effect.seq))
+        elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
+            self.learned.add(("concluded", effect.report.origin, effect.report.seq))
+
+    def kept(self, records: list[tuple[bytes, bytes]]) -> None:
+        """P9: with durability `disk`, all that anybody has learned is in the log, whatever crashed when."""
+        learned, self.learned = self.learned, set()
+        for _, effects in records:
+            for effect in _effects_decoder.decode(effects):
+                self.told(effect)
+        if lost := learned - self.learned:
+            self.broken("P9 recorded", f"told and not in the log: {sorted(lost)}")
+
     # --- after a step of the bus --------------------------------------------------------------------------------------
 
     def after_bus(
@@ -395,6 +417,7 @@ class Promises:
         and each answer is one that was given.
         """
         published = self.log[report.seq]
+        late_us = 500_000 if bus.world.disk else 1000  # a turn waits for the disk, and for the turns before it
         key = (report.origin, report.seq)
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
@@ -407,7 +430,7 @@ class Promises:
         absent = {line.agent for line in report.outcomes if _is_absent(line.conclusion)}
         if absent != published.away:
             self.broken("P3 answer", f"command {report.seq}: {published.away} were away, {absent} are named absent")
-        if published.life == bus.life and bus.now_us > published.deadline_us + 1000:
+        if published.life == bus.life and bus.now_us > published.deadline_us + late_us:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
         for line in report.outcomes:
             if isinstance(line.conclusion, Missing):

@@ -160,6 +160,8 @@ ABLATIONS = {
     "who left": Ablation(Mechanisms(bus=forgetting_who_left), "P4 late joiner"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
+    # What was published or answered before it was on the disk is not there after a crash.
+    "commit before effects": Ablation(Mechanisms(commit_first=False), "P9 recorded"),
     # A timeout of ten billion seconds is published, and each agent drops the record, live and resent: a hole for ever.
     "bounds": Ablation(Mechanisms(bounds=False, drops_unreadable=True), "convergence"),
     # A half-open control connection carries nothing, and neither side is told. The agent hears heads, and is gone.
