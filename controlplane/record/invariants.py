@@ -137,7 +137,9 @@ class _Bus:
             elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
                 yield from self._concluded(position, effect.report)
             elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, SyncReport):
-                yield from (Violation("I11", position, (), text) for text in self._proofs.wrong(effect.report))
+                yield from (
+                    Violation("I11", position, (), text) for text in self._proofs.wrong(effect.report, self._known)
+                )
         if isinstance(event, bus_events.Closed | bus_events.Opened):
             yield from self._left_open(position)
 
@@ -309,6 +311,8 @@ class _Agent:
                 self._history = event.epoch
                 self._epoch, self._seq, self._desired = event.epoch, event.seq, event.desired
                 self._joined = self._listening = True
+                # What an earlier bus sent beyond this may be of a tail that its log has lost.
+                self._received = {key: sent for key, sent in self._received.items() if sent.epoch >= event.epoch}
             case events.HeadSeen():
                 self._epoch = max(self._epoch, event.epoch)
             case events.LeaseExpired():

@@ -1,6 +1,6 @@
 """I11: a sync report names each known replica that is not proven to serve. For `record.invariants`. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from controlplane.machine import events
 from controlplane.machine.fleet import CoordinatorState
@@ -16,26 +16,24 @@ class Proofs:
     """What one log shows about the replicas of its run."""
 
     def __init__(self, begin: CoordinatorState) -> None:
-        self._known: dict[str, Identity] = {name: member.hello.identity for name, member in begin.members.items()}
+        self._places: dict[str, Identity] = {name: member.hello.identity for name, member in begin.members.items()}
         self._target = begin.sync.request.target if begin.sync else Target()  # of the newest phase of a sync
 
     def follow(self, event: events.CoordinatorEvent, effects: tuple[events.CoordinatorEffect, ...]) -> None:
-        """Note who is known, and whom a sync is for."""
+        """Note who is who, and whom a sync is for."""
         for effect in effects:
             match effect:
                 case events.Send(message=Welcome()) if isinstance(event, events.HelloReceived):
-                    self._known[event.hello.identity.agent] = event.hello.identity
-                case events.Retired(agents=agents):
-                    self._known = {name: place for name, place in self._known.items() if name not in agents}
+                    self._places[event.hello.identity.agent] = event.hello.identity
                 case events.Publish(envelope=envelope) if isinstance(decode_command(envelope.body), WeightSync):
                     self._target = envelope.target
 
-    def wrong(self, report: SyncReport) -> Iterator[str]:
-        """Yield what a committed report keeps back or says without proof."""
+    def wrong(self, report: SyncReport, known: Iterable[str]) -> Iterator[str]:
+        """Yield what a committed report keeps back or says without proof. `known` are the agents of the run."""
         if report.status != "committed":
             return
         named = {*report.loaded, *report.quarantined, *report.unproven}
-        if silent := self._replicas() - named:
+        if silent := self._replicas(known) - named:
             yield f"the report of v{report.version} does not name {format_replicas(silent)}"
         proven = {
             place[0]
@@ -46,9 +44,9 @@ class Proofs:
         if unfounded := set(report.loaded) - proven:
             yield f"the report of v{report.version} says without proof that {format_replicas(unfounded)} serves it"
 
-    def _replicas(self) -> set[int]:
+    def _replicas(self, known: Iterable[str]) -> set[int]:
         return {
             place.replica
-            for place in self._known.values()
+            for place in (self._places[name] for name in known)
             if place.role == ROLLOUT and place.mode is not RolloutMode.COLOCATED and self._target.includes(place)
         }
