@@ -20,6 +20,7 @@ from schemas.events import (
     CommandReceived,
     Effect,
     EngineObserved,
+    EngineReturned,
     Event,
     HeadSeen,
     LeaseExpired,
@@ -70,6 +71,7 @@ class Ledger:
         folded: Seq up to which it is folded.
         lost_epoch: The life whose last records the log has lost, until a snapshot of a later one; 0 if none.
         lease_over: The lease has expired, and no snapshot came since.
+        late_start: Step of a session whose start outlived its deadline, and so failed at this agent.
     """
 
     seen: int = 0
@@ -84,6 +86,7 @@ class Ledger:
     lease_over: bool = False
     version: int = 0
     lost_epoch: int = 0
+    late_start: int | None = None
 
 
 @dataclass
@@ -139,6 +142,9 @@ class Promises:
         for effect in effects:
             if isinstance(effect, Answer):
                 ledger.answered.setdefault((effect.epoch, effect.seq), []).append(effect.outcome)
+        if isinstance(event, EngineReturned) and before.activity is not None and before.activity.overdue:
+            call = before.activity.calls[0]
+            ledger.late_start = call.session.step if isinstance(call, StartProfile) else ledger.late_start
         self._folded(process, before, event)
         self._bounded(process)
         self.serving(process)
@@ -322,6 +328,8 @@ class Promises:
         ledger.performed.add(perform.call_id)
         if isinstance(perform.call, StopProfile) and (wrong := closing(self, process)):
             self.broken("I7 sessions stay open", wrong)
+        if isinstance(perform.call, StartProfile):
+            ledger.late_start = None
         activity = process.state.activity
         if isinstance(perform.call, StartProfile) and activity is not None and activity.trigger is not None:
             if activity.trigger.seq in ledger.started:

@@ -24,7 +24,7 @@ def closing(promises: Promises, process: Process) -> str:
     ledger = process.slot.ledger
     if engine is None or engine.session_step is None or promises.misled(process):
         return ""
-    if ledger.lease_over or ledger.lost_epoch:
+    if ledger.lease_over or ledger.lost_epoch or ledger.late_start == engine.session_step:
         return ""
     trigger = state.activity.trigger if state.activity is not None else None
     seq = trigger.seq if trigger is not None else state.seq
