@@ -72,6 +72,8 @@ class Ledger:
         lost_epoch: The life whose last records the log has lost, until a snapshot of a later one; 0 if none.
         lease_over: The lease has expired, and no snapshot came since.
         late_start: Step of a session whose start outlived its deadline, and so failed at this agent.
+        begun_at: Seq of the snapshot with which this agent began to follow a log that had lost its tail. The bus may
+            not have known its place before that.
     """
 
     seen: int = 0
@@ -87,6 +89,7 @@ class Ledger:
     version: int = 0
     lost_epoch: int = 0
     late_start: int | None = None
+    begun_at: int = 0
 
 
 @dataclass
@@ -466,6 +469,7 @@ class Promises:
     def _begin_again(self, ledger: Ledger, seq: int) -> None:
         """An agent follows the log that is left: what it decided beyond that belongs to another history."""
         ledger.lost_epoch = ledger.version = 0
+        ledger.begun_at = seq
         ledger.decided = {at: decision for at, decision in ledger.decided.items() if at <= seq}
         ledger.started = {at for at in ledger.started if at <= seq}
         ledger.last_decided = min(ledger.last_decided, seq)

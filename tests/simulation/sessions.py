@@ -29,7 +29,7 @@ def closing(promises: Promises, process: Process) -> str:
     trigger = state.activity.trigger if state.activity is not None else None
     seq = trigger.seq if trigger is not None else state.seq
     start = _wanted_by(promises.log, process.slot.identity, engine.session_step, seq)
-    if start is None:
+    if start is None or start <= ledger.begun_at:
         return ""
     given = ledger.answered.get((promises.log[start].origin, start), [])
     if any(_gave_up(outcome) for outcome in given):
