@@ -298,6 +298,14 @@ def test_an_engine_that_reports_a_version_holds_it_even_if_it_was_not_loaded_her
     assert holds_weights(replace(READY, version=1), V1)
 
 
+def test_a_commanded_load_does_not_trust_the_label_of_an_engine_that_was_not_loaded_here() -> None:
+    """An aborted sync may have left other weights under the same version, and its agent lost its journal."""
+    labelled = replace(READY, version=1)
+    loading = Desired(sync=Syncing(1, V1.source, V1.manifest, "abort", phase="load"))
+    assert "load" in [call_name(call) for call in reconcile(loading, labelled, PRIMARY, live=True)]
+    assert "load" not in [call_name(call) for call in reconcile(loading, labelled, PRIMARY)]
+
+
 # --- discarded weights ------------------------------------------------------------------------------------------------
 
 

@@ -136,8 +136,9 @@ def plan_session(desired: Desired, engine: EngineState, identity: Identity) -> S
 def plan_weights(desired: Desired, engine: EngineState, identity: Identity, live: bool) -> WeightsPlan:
     """Check the source of a sync that is prepared; load weights that are wanted and not held."""
     wanted = wanted_weights(desired, identity)
-    if wanted is not None and (holds_weights(engine, wanted) or "weights" in desired.asleep):
-        wanted = None  # they are loaded when the trainer wakes their memory; until then the engine can't serve
+    # Until the trainer wakes the memory of weights, none are loaded, and the engine can't serve either.
+    if wanted is not None and (_is_held(engine, wanted, live) or "weights" in desired.asleep):
+        wanted = None
     source = wanted if wanted is None or live else durable(as_committed(wanted))
     can_load = Operation.LOAD in engine.operations
     preparing = desired.sync if desired.sync is not None and desired.sync.phase == "prepare" else None
@@ -213,6 +214,14 @@ def durable(weights: Committed) -> Committed | None:
     """Return the same weights with a source that can be read at any time; None if there is none."""
     source = durable_source(weights.source)
     return Committed(weights.version, source, weights.manifest) if source is not None else None
+
+
+def _is_held(engine: EngineState, weights: Committed | Syncing, live: bool) -> bool:
+    """Whether nothing has to be loaded. A label alone is not enough for a load that was just commanded: a sync that was
+    aborted may have used the same version for other weights.
+    """
+    only_label = engine.loaded is None or engine.loaded.version != engine.version
+    return holds_weights(engine, weights) and not (live and only_label)
 
 
 def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
