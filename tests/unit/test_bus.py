@@ -504,9 +504,11 @@ async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> No
 
 async def test_the_log_has_the_last_decisions_of_agents_that_outlive_the_bus(tmp_path: Path, context: Context) -> None:
     address = f"ipc://{tmp_path}/bus"
+    # The agent sends its decisions within a quarter of a heartbeat, and the bus waits for three eighths of one.
+    config = BusConfig(heartbeat_ms=4_000, agent_timeout_ms=20_000)
     async with (
         running(address, context, Engine(), tmp_path, PRIMARY) as agent,
-        opened(tmp_path, context, address) as bus,
+        opened(tmp_path, context, address, config) as bus,
     ):
         await reached(bus, lambda state: live(state) == {"0.0"})
         await bus.publish(PAUSE, ALL, 10_000)
