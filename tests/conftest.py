@@ -4,11 +4,13 @@ import os
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import zmq
 from hypothesis import settings
 
+from controlplane.bus.key_folder import KeyFolder
 from schemas.carriers.sockets import Context
 from tests import reaper
 
@@ -66,3 +68,17 @@ def context(closing: list[threading.Thread]) -> Iterator[Context]:
     yield context
     closing.append(threading.Thread(target=context.destroy, kwargs={"linger": 0}))
     closing[-1].start()
+
+
+@pytest.fixture(autouse=True)
+def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROLLOUTCTL_KEY", "ROLLOUTCTL_KEY_FILE", "ROLLOUTCTL_SERVER_KEY", "ROLLOUTCTL_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> KeyFolder:
+    """The keys of a bus, with its own."""
+    folder = KeyFolder(tmp_path / "keys")
+    folder.make_server()
+    return folder

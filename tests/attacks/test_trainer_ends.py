@@ -28,7 +28,7 @@ CLOSE = (
 print("closing", flush=True)
 plane.close()
 print("closed", flush=True)
-time.sleep(60)  # an interrupt that comes after the end finds the trainer here
+signal.pause()  # an interrupt that comes after the end finds the trainer here
 """
 )
 FALL_OVER = (

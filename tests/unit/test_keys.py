@@ -23,19 +23,6 @@ from schemas.reports import AgentStatus
 from tests.golden.samples import SAMPLES
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> KeyFolder:
-    folder = KeyFolder(tmp_path / "keys")
-    folder.make_server()
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ROLLOUTCTL_KEY", "ROLLOUTCTL_KEY_FILE", "ROLLOUTCTL_SERVER_KEY", "ROLLOUTCTL_KEYS"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(params=[0o000, 0o022, 0o077])
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
