@@ -54,7 +54,7 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
         case bus_events.SendFailed():
             return f"could not send the weights: {event.reason}"
         case bus_events.TimerFired():
-            return "deadline reached"
+            return "timer fires"
         case bus_events.Closed():
             return "bus closes"
         case bus_events.AnswersReceived(answers=answers):
