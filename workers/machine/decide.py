@@ -9,10 +9,9 @@ Rules
    command fails, and the result of the call is still awaited.
 
 Theory of operation. A command first passes the rules of order (1 to 3, `order.py`): does it come from the current
-epoch, is it new, and is it next in line? A command that passes them is in order: it moves the position and changes the
-desired state, *even if it is skipped*. Then the gate (4 to 9, `gate.py`) decides whether this agent may act on it, and
-the command's own rule (10, `commands.py`) which engine calls it needs. The calls come from `reconcile.py`, which
-compares the desired state with what is believed about the engine (`observe.py`).
+epoch, is it new, and is it next in line? A command that passes them is in order, and is decided once the engine is free
+(rules 4 to 10, `advance.py`). The engine calls that it needs come from `reconcile.py`, which compares the desired state
+with what is believed about the engine (`observe.py`).
 
 When no command is left and the engine differs from the desired state (a late joiner, a restart, a missed command, the
 lease), the machine makes the same calls by itself.
@@ -24,11 +23,9 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from schemas.commands import Command, EngineCommand, ProfileCommand, UnknownCommand, WeightSync, durable_source
-from schemas.desired import Desired, desired_after, orphaned
+from schemas.commands import EngineCommand, WeightSync, durable_source
+from schemas.desired import orphaned
 from schemas.events import (
-    Answer,
-    Call,
     CheckProfile,
     CheckSource,
     CommandReceived,
@@ -41,7 +38,6 @@ from schemas.events import (
     LeaseExpired,
     Load,
     Observation,
-    Pause,
     Perform,
     Restart,
     Returned,
@@ -50,23 +46,21 @@ from schemas.events import (
     Stopping,
     Tick,
 )
-from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.machine.commands import calls_for, finish_call, needs_no_engine
-from workers.machine.gate import expiry, is_targeted, must_wait, refusal
+from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
+from workers.machine.advance import Effects, acted, answer_command, decide_command, proceed, suppress_failed
+from workers.machine.gate import must_wait
 from workers.machine.observe import apply_interruption, apply_observation, apply_result, relaunched, with_engine_state
 from workers.machine.order import apply_head, drain_buffer, enter_epoch, is_next, take_in
 from workers.machine.progress import apply_time, progress_after, wedged_at
 from workers.machine.reconcile import PAUSE_AND_RESUME, holds_committed, may_serve, reconcile
 from workers.machine.state import (
-    NOTHING_REPORTED,
     NOTHING_SUPPRESSED,
     Activity,
     AgentState,
     EngineState,
     call_name,
-    remember,
 )
-from workers.machine.suppressed import clear_suppressed, still_desired, suppress
+from workers.machine.suppressed import still_desired
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "next_deadline"]
 
@@ -74,8 +68,6 @@ LOGIC = 4
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 _SUPERSEDED = Skipped(Reason.SUPERSEDED)
-
-Effects = list[Effect]
 
 
 def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, ...]]:
@@ -155,182 +147,16 @@ def _out_of_service(state: AgentState) -> bool:
 def _on_command(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
     launched = state.engine.tokenizer != "unknown"
     if is_next(state, event) and (launched or not must_wait(state, event, event.at_ms)):
-        after = _decide_command(state, event, event.seq, event.at_ms, effects)
+        after = decide_command(state, event, event.seq, event.at_ms, effects)
         unchanged = after.desired is state.desired and after.suppressed is state.suppressed
         if unchanged and not state.reconcile_blocked:
             return after  # the usual skip: the engine was in sync before, and still is
-        return _proceed(after, event.at_ms, effects)
+        return proceed(after, event.at_ms, effects)
     after = take_in(state, event, effects)
-    return _proceed(after, event.at_ms, effects) if after.seq != state.seq else after
-
-
-def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
-    """Decide queued commands while the engine is free; then reconcile."""
-    if state.stopping:
-        return state
-    while state.queue and (state.activity is None or state.activity.overdue):
-        event = state.queue[0]
-        if must_wait(state, event, now_ms):
-            return state
-        state = _decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
-        if state.reorder_buffer:
-            state = drain_buffer(state)
-    if state.activity is not None:
-        return state
-    calls = _own_calls(state)
-    if not calls:
-        return state
-    if state.deferred_finish is not None:
-        state = replace(state, deferred_finish=None)
-    return _begin(state, None, calls, now_ms + state.settings.reconcile_timeout_ms, effects)
-
-
-def _own_calls(state: AgentState) -> tuple[Call, ...]:
-    """Return the calls that an idle machine makes by itself."""
-    if state.joined and state.deferred_finish is not None:
-        return (state.deferred_finish,)
-    if state.reconcile_blocked or state.identity.node_rank > 0 or state.engine.tokenizer != "present":
-        return ()
-    pausing = state.bus_lost and state.settings.on_lost_bus == "pause"
-    if not state.joined:  # nothing is known to be desired
-        pausable = state.engine.generating and state.engine.operations >= PAUSE_AND_RESUME
-        return (Pause("abort"),) if pausing and pausable else ()
-    desired = still_desired(state.desired, state.suppressed)
-    return reconcile(replace(desired, generation="paused") if pausing else desired, state.engine, state.identity)
-
-
-def _decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
-    """Apply rules 4 to 10 to a command that is in order and has left the queue. `seq` is the new position.
-
-    The command changes the desired state whatever its outcome.
-    """
-    command, suppressed = event.command, state.suppressed
-    targeted = is_targeted(state, event)
-    if targeted and suppressed is not NOTHING_SUPPRESSED:
-        suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
-    desired = desired_after(state.desired, command, targeted, state.identity)
-    expired = now_ms >= event.at_ms + event.ttl_ms
-    refused = expiry(state, event) if expired else refusal(state, event)
-    answers = state.answers
-    if refused is not None:
-        effects.append(refused)
-        answers = remember(answers, refused)
-        if targeted and _gives_up(refused, command):
-            before = still_desired(state.desired, state.suppressed)
-            remaining = still_desired(desired, suppressed)
-            suppressed = suppress(suppressed, command, before, remaining, state.engine)
-    decided = replace(
-        state,
-        seq=seq,
-        desired=desired,
-        suppressed=suppressed,
-        reconcile_blocked=False,
-        resend_from=state.resend_from if expired else 0,
-        answers=answers,
-    )
-    return _act(decided, state, event, effects) if refused is None else decided
-
-
-def _gives_up(refused: Answer, command: Command | UnknownCommand) -> bool:
-    """Whether what a refused command asks for is not pursued either. A late profile start would profile another step;
-    an engine that launches (rule 7) is brought to the desired state once it is up.
-    """
-    if isinstance(command, ProfileCommand):
-        return refused.rule in (4, 7, 8, 9)
-    return isinstance(command, EngineCommand) and refused.rule in (8, 9)
-
-
-def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
-    """Rule 10: make the calls that the command needs, or answer it at once. `earlier` is the state before it."""
-    command = event.command
-    before = still_desired(earlier.desired, earlier.suppressed)
-    if state.activity is not None and not _needs_no_free_engine(state, command):
-        return _act_while_overdue(state, state.activity, before, event, effects)
-    sync = earlier.desired.sync
-    result = calls_for(
-        command,
-        before,
-        still_desired(state.desired, state.suppressed),
-        sync.version if sync is not None else 0,
-        state.engine,
-        state.identity,
-    )
-    if isinstance(result, tuple):
-        if result:
-            return _begin(state, event, result, event.at_ms + event.ttl_ms, effects, before)
-        return _answer(state, event, _acted(state, command, ()), effects)
-    if isinstance(result, Failed):
-        state = _suppress(state, command, before)
-    return _answer(state, event, result, effects)
-
-
-def _needs_no_free_engine(state: AgentState, command: Command | UnknownCommand) -> bool:
-    """Whether a command can be decided while a call is in flight. A stop cannot: that call may be its start."""
-    stopping = isinstance(command, ProfileCommand) and command.action == "stop"
-    return not stopping and needs_no_engine(command, state.engine, state.identity)
-
-
-def _act_while_overdue(
-    state: AgentState, overdue: Activity, before: Desired, event: CommandReceived, effects: Effects
-) -> AgentState:
-    """Fail a command while an overdue call is awaited. Only a finish is deferred until the engine is free."""
-    command = event.command
-    if isinstance(command, ProfileCommand) and command.action == "finish":
-        state = replace(state, deferred_finish=finish_call(command, state.identity))
-        return _answer(state, event, Acted(calls=(), still_running=True), effects)
-    call = call_name(overdue.calls[0])
-    message = f"{state.engine.name} has not answered {call} yet, past its deadline. Nothing else is sent until it does."
-    return _answer(_suppress(state, command, before), event, Failed(ErrorKind.ENGINE_BUSY, message), effects)
-
-
-def _answer(
-    state: AgentState, event: CommandReceived, outcome: Outcome, effects: Effects, rule: int = 10
-) -> AgentState:
-    answer = Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=rule)
-    effects.append(answer)
-    return replace(state, answers=remember(state.answers, answer))
-
-
-def _acted(
-    state: AgentState,
-    command: Command | UnknownCommand,
-    calls: tuple[str, ...],
-    reported: Returned = NOTHING_REPORTED,
-) -> Acted:
-    if isinstance(command, WeightSync):
-        return Acted(calls=calls, version=state.engine.version, digest=state.engine.digest)
-    if reported is NOTHING_REPORTED:
-        return Acted(calls=calls)
-    return Acted(
-        calls=calls,
-        auto_stopped=reported.auto_stopped,
-        traces=reported.traces,
-        ranks_without_trace=reported.ranks_without_trace,
-        still_running=reported.still_running,
-    )
-
-
-def _suppress(state: AgentState, failed: Command | UnknownCommand | Call, before: Desired | None = None) -> AgentState:
-    remaining = still_desired(state.desired, state.suppressed)
-    return replace(state, suppressed=suppress(state.suppressed, failed, before, remaining, state.engine))
+    return proceed(after, event.at_ms, effects) if after.seq != state.seq else after
 
 
 # --- engine calls -----------------------------------------------------------------------------------------------------
-
-
-def _begin(
-    state: AgentState,
-    trigger: CommandReceived | None,
-    calls: tuple[Call, ...],
-    deadline_ms: int,
-    effects: Effects,
-    before: Desired | None = None,
-) -> AgentState:
-    call_id = state.calls_made + 1
-    before = before if trigger is not None and isinstance(trigger.command, EngineCommand) else None
-    activity = Activity(trigger=trigger, calls=calls, call_id=call_id, deadline_ms=deadline_ms, before=before)
-    effects.append(Perform(call_id=call_id, call=calls[0]))
-    return replace(state, activity=activity, calls_made=call_id)
 
 
 def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> AgentState:
@@ -358,8 +184,8 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         return replace(state, engine=engine, activity=activity, calls_made=call_id)
     state = replace(state, engine=engine, activity=None)
     if trigger is not None and not activity.overdue:
-        state = _answer(state, trigger, _acted(state, trigger.command, completed, reported), effects)
-    return _proceed(state, event.at_ms, effects)
+        state = answer_command(state, trigger, acted(state, trigger.command, completed, reported), effects)
+    return proceed(state, event.at_ms, effects)
 
 
 def _stop_within(state: AgentState, activity: Activity, completed: tuple[str, ...], effects: Effects) -> AgentState:
@@ -370,7 +196,7 @@ def _stop_within(state: AgentState, activity: Activity, completed: tuple[str, ..
     rest = ", ".join(call_name(call) for call in activity.calls[1:])
     message = f"the agent was asked to end after {', '.join(completed)}; {rest} was not begun."
     failed = Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine))
-    return _answer(state, activity.trigger, failed, effects)
+    return answer_command(state, activity.trigger, failed, effects)
 
 
 def _merge(earlier: Returned, later: Returned) -> Returned:
@@ -393,11 +219,11 @@ def _fail(
     # Reconciling does not repeat these calls, nor the commands, which are suppressed.
     not_repeated = isinstance(call, CheckSource | Load | CheckProfile | DiskCall)
     given_up = trigger is not None and isinstance(trigger.command, WeightSync | EngineCommand)
-    state = _suppress(state, trigger.command if trigger is not None else call, activity.before)
+    state = suppress_failed(state, trigger.command if trigger is not None else call, activity.before)
     state = replace(state, activity=None, reconcile_blocked=not (restarted or not_repeated or given_up))
     if trigger is not None and not activity.overdue:
-        state = _answer(state, trigger, failure, effects)
-    return _proceed(state, now_ms, effects)
+        state = answer_command(state, trigger, failure, effects)
+    return proceed(state, now_ms, effects)
 
 
 def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
@@ -408,13 +234,13 @@ def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
                 f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
                 "cancelled; until it ends, nothing else is sent to this engine."
             )
-            state = _suppress(state, activity.trigger.command, activity.before)
-            state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
+            state = suppress_failed(state, activity.trigger.command, activity.before)
+            state = answer_command(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
         state = replace(state, activity=replace(activity, overdue=True, before=None))
     engine = apply_time(state.engine, state.settings.wedged_after_ms, event.at_ms)
     if engine is not state.engine:
         state = replace(state, engine=engine)
-    return _proceed(state, event.at_ms, effects)
+    return proceed(state, event.at_ms, effects)
 
 
 # --- joining, losing the bus, starting again --------------------------------------------------------------------------
@@ -426,11 +252,11 @@ def _on_snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -
         return state
     state = enter_epoch(state, event.epoch)
     for queued in state.queue:
-        state = _answer(state, queued, _SUPERSEDED, effects, rule=2)
+        state = answer_command(state, queued, _SUPERSEDED, effects, rule=2)
     activity = state.activity
     if activity is not None:
         if activity.trigger is not None and not activity.overdue:
-            state = _answer(state, activity.trigger, _SUPERSEDED, effects, rule=2)
+            state = answer_command(state, activity.trigger, _SUPERSEDED, effects, rule=2)
         activity = replace(activity, trigger=None, calls=activity.calls[:1], before=None)
     state = replace(
         state,
@@ -445,7 +271,7 @@ def _on_snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -
         activity=activity,
         reconcile_blocked=False,
     )
-    return _proceed(drain_buffer(state), event.at_ms, effects)
+    return proceed(drain_buffer(state), event.at_ms, effects)
 
 
 def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentState:
@@ -459,7 +285,7 @@ def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) 
         suppressed = replace(state.suppressed, generation=None)
         state = replace(state, desired=orphaned(state.desired), suppressed=suppressed)
     state = replace(state, bus_lost=True, reconcile_blocked=False)
-    return _proceed(state, event.at_ms, effects)
+    return proceed(state, event.at_ms, effects)
 
 
 def _on_started(state: AgentState, event: Started) -> AgentState:
@@ -488,7 +314,7 @@ def _on_observed(state: AgentState, event: EngineObserved, effects: Effects) -> 
         return _resolve_interruption(state, state.interrupted, event, effects)
     engine = _with_progress(apply_observation(state.engine, observation), observation, event.at_ms)
     reconcile_blocked = state.reconcile_blocked and not relaunched(state.engine, engine)
-    return _proceed(replace(state, engine=engine, reconcile_blocked=reconcile_blocked), event.at_ms, effects)
+    return proceed(replace(state, engine=engine, reconcile_blocked=reconcile_blocked), event.at_ms, effects)
 
 
 def _with_progress(engine: EngineState, observation: Observation | None, at_ms: int) -> EngineState:
@@ -509,6 +335,6 @@ def _resolve_interruption(
         message = f"the agent was restarted during {call_name(call)}, and the engine can't tell whether it was done."
         outcome: Outcome = Failed(ErrorKind.UNKNOWN, with_engine_state(message, engine))
         if done and len(interrupted.calls) == 1:
-            outcome = _acted(state, trigger.command, (*interrupted.completed, call_name(call)))
-        state = _answer(state, trigger, outcome, effects)
-    return _proceed(state, event.at_ms, effects)
+            outcome = acted(state, trigger.command, (*interrupted.completed, call_name(call)))
+        state = answer_command(state, trigger, outcome, effects)
+    return proceed(state, event.at_ms, effects)

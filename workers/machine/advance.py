@@ -1,0 +1,197 @@
+"""What an agent does next: decides the commands that are in order, answers them, and begins engine calls.
+
+`decide.py` handles the events and ends in `proceed`, which goes on until something has to be awaited. A command that
+is decided changes the desired state, *even if it is skipped*. The gate (rules 4 to 9, `gate.py`) says whether this
+agent may act on it, and the command's own rule (10, `commands.py`) which engine calls it needs. When no command is
+left, the calls come from `reconcile.py` alone.
+
+All functions with `effects` append to it and return the next state.
+"""
+
+from msgspec.structs import replace
+
+from schemas.commands import Command, EngineCommand, ProfileCommand, UnknownCommand, WeightSync
+from schemas.desired import Desired, desired_after
+from schemas.events import Answer, Call, CommandReceived, Effect, Pause, Perform, Returned
+from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
+from workers.machine.commands import calls_for, finish_call, needs_no_engine
+from workers.machine.gate import expiry, is_targeted, must_wait, refusal
+from workers.machine.order import drain_buffer
+from workers.machine.reconcile import PAUSE_AND_RESUME, reconcile
+from workers.machine.state import NOTHING_REPORTED, NOTHING_SUPPRESSED, Activity, AgentState, call_name, remember
+from workers.machine.suppressed import clear_suppressed, still_desired, suppress
+
+Effects = list[Effect]
+
+
+def proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
+    """Decide queued commands while the engine is free; then reconcile."""
+    if state.stopping:
+        return state
+    while state.queue and (state.activity is None or state.activity.overdue):
+        event = state.queue[0]
+        if must_wait(state, event, now_ms):
+            return state
+        state = decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
+        if state.reorder_buffer:
+            state = drain_buffer(state)
+    if state.activity is not None:
+        return state
+    calls = _own_calls(state)
+    if not calls:
+        return state
+    if state.deferred_finish is not None:
+        state = replace(state, deferred_finish=None)
+    return _begin(state, None, calls, now_ms + state.settings.reconcile_timeout_ms, effects)
+
+
+def _own_calls(state: AgentState) -> tuple[Call, ...]:
+    """Return the calls that an idle machine makes by itself."""
+    if state.joined and state.deferred_finish is not None:
+        return (state.deferred_finish,)
+    if state.reconcile_blocked or state.identity.node_rank > 0 or state.engine.tokenizer != "present":
+        return ()
+    pausing = state.bus_lost and state.settings.on_lost_bus == "pause"
+    if not state.joined:  # nothing is known to be desired
+        pausable = state.engine.generating and state.engine.operations >= PAUSE_AND_RESUME
+        return (Pause("abort"),) if pausing and pausable else ()
+    desired = still_desired(state.desired, state.suppressed)
+    return reconcile(replace(desired, generation="paused") if pausing else desired, state.engine, state.identity)
+
+
+def decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
+    """Apply rules 4 to 10 to a command that is in order and has left the queue. `seq` is the new position.
+
+    The command changes the desired state whatever its outcome.
+    """
+    command, suppressed = event.command, state.suppressed
+    targeted = is_targeted(state, event)
+    if targeted and suppressed is not NOTHING_SUPPRESSED:
+        suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
+    desired = desired_after(state.desired, command, targeted, state.identity)
+    expired = now_ms >= event.at_ms + event.ttl_ms
+    refused = expiry(state, event) if expired else refusal(state, event)
+    answers = state.answers
+    if refused is not None:
+        effects.append(refused)
+        answers = remember(answers, refused)
+        if targeted and _gives_up(refused, command):
+            before = still_desired(state.desired, state.suppressed)
+            remaining = still_desired(desired, suppressed)
+            suppressed = suppress(suppressed, command, before, remaining, state.engine)
+    decided = replace(
+        state,
+        seq=seq,
+        desired=desired,
+        suppressed=suppressed,
+        reconcile_blocked=False,
+        resend_from=state.resend_from if expired else 0,
+        answers=answers,
+    )
+    return _act(decided, state, event, effects) if refused is None else decided
+
+
+def _gives_up(refused: Answer, command: Command | UnknownCommand) -> bool:
+    """Whether what a refused command asks for is not pursued either. A late profile start would profile another step;
+    an engine that launches (rule 7) is brought to the desired state once it is up.
+    """
+    if isinstance(command, ProfileCommand):
+        return refused.rule in (4, 7, 8, 9)
+    return isinstance(command, EngineCommand) and refused.rule in (8, 9)
+
+
+def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
+    """Rule 10: make the calls that the command needs, or answer it at once. `earlier` is the state before it."""
+    command = event.command
+    before = still_desired(earlier.desired, earlier.suppressed)
+    if state.activity is not None and not _needs_no_free_engine(state, command):
+        return _act_while_overdue(state, state.activity, before, event, effects)
+    sync = earlier.desired.sync
+    result = calls_for(
+        command,
+        before,
+        still_desired(state.desired, state.suppressed),
+        sync.version if sync is not None else 0,
+        state.engine,
+        state.identity,
+    )
+    if isinstance(result, tuple):
+        if result:
+            return _begin(state, event, result, event.at_ms + event.ttl_ms, effects, before)
+        return answer_command(state, event, acted(state, command, ()), effects)
+    if isinstance(result, Failed):
+        state = suppress_failed(state, command, before)
+    return answer_command(state, event, result, effects)
+
+
+def _needs_no_free_engine(state: AgentState, command: Command | UnknownCommand) -> bool:
+    """Whether a command can be decided while a call is in flight. A stop cannot: that call may be its start."""
+    stopping = isinstance(command, ProfileCommand) and command.action == "stop"
+    return not stopping and needs_no_engine(command, state.engine, state.identity)
+
+
+def _act_while_overdue(
+    state: AgentState, overdue: Activity, before: Desired, event: CommandReceived, effects: Effects
+) -> AgentState:
+    """Fail a command while an overdue call is awaited. Only a finish is deferred until the engine is free."""
+    command = event.command
+    if isinstance(command, ProfileCommand) and command.action == "finish":
+        state = replace(state, deferred_finish=finish_call(command, state.identity))
+        return answer_command(state, event, Acted(calls=(), still_running=True), effects)
+    call = call_name(overdue.calls[0])
+    message = f"{state.engine.name} has not answered {call} yet, past its deadline. Nothing else is sent until it does."
+    return answer_command(
+        suppress_failed(state, command, before), event, Failed(ErrorKind.ENGINE_BUSY, message), effects
+    )
+
+
+def answer_command(
+    state: AgentState, event: CommandReceived, outcome: Outcome, effects: Effects, rule: int = 10
+) -> AgentState:
+    """Send the outcome of a command, and store it."""
+    answer = Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=rule)
+    effects.append(answer)
+    return replace(state, answers=remember(state.answers, answer))
+
+
+def acted(
+    state: AgentState,
+    command: Command | UnknownCommand,
+    calls: tuple[str, ...],
+    reported: Returned = NOTHING_REPORTED,
+) -> Acted:
+    """Return the outcome of a command whose calls succeeded, with what they reported."""
+    if isinstance(command, WeightSync):
+        return Acted(calls=calls, version=state.engine.version, digest=state.engine.digest)
+    if reported is NOTHING_REPORTED:
+        return Acted(calls=calls)
+    return Acted(
+        calls=calls,
+        auto_stopped=reported.auto_stopped,
+        traces=reported.traces,
+        ranks_without_trace=reported.ranks_without_trace,
+        still_running=reported.still_running,
+    )
+
+
+def suppress_failed(
+    state: AgentState, failed: Command | UnknownCommand | Call, before: Desired | None = None
+) -> AgentState:
+    """Give up what a command, or a call that no command had asked for, did not bring about."""
+    remaining = still_desired(state.desired, state.suppressed)
+    return replace(state, suppressed=suppress(state.suppressed, failed, before, remaining, state.engine))
+
+
+def _begin(
+    state: AgentState,
+    trigger: CommandReceived | None,
+    calls: tuple[Call, ...],
+    deadline_ms: int,
+    effects: Effects,
+    before: Desired | None = None,
+) -> AgentState:
+    call_id = state.calls_made + 1
+    before = before if trigger is not None and isinstance(trigger.command, EngineCommand) else None
+    activity = Activity(trigger=trigger, calls=calls, call_id=call_id, deadline_ms=deadline_ms, before=before)
+    effects.append(Perform(call_id=call_id, call=calls[0]))
+    return replace(state, activity=activity, calls_made=call_id)
