@@ -365,6 +365,6 @@ async def test_the_publish_port_is_the_one_that_was_named(tmp_path: Path) -> Non
         agent_of(bus.address, None, tmp_path / "state") as (_, ended),
     ):
         await until(lambda: live(bus) == ["0.0"])
-        assert bus._publisher.address.endswith(f":{port}")
+        assert bus._turns.publisher.address.endswith(f":{port}")
         assert bus.state.settings.publish_port == port
         assert not ended

@@ -64,7 +64,7 @@ async def test_a_subscriber_without_an_allowed_key_hears_nothing(
 ) -> None:
     good = read_peer_keys(folder.add("node", "observer", ()))
     async with bus_of(folder, tmp_path) as bus:
-        address = f"tcp://127.0.0.1:{bus._publisher.address.rpartition(':')[2]}"
+        address = f"tcp://127.0.0.1:{bus._turns.publisher.address.rpartition(':')[2]}"
         unknown = Credentials(stranger(folder).pair, good.servers[0])
         async with (
             agent_subscriber(context, address, [wire.TOPIC_HEAD]) as plain,
@@ -242,7 +242,7 @@ async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothin
     assert leaver is not None
     async with bus_of(folder, tmp_path) as bus, agent_of(reach(bus), stayer, tmp_path / "state") as (agent, ended):
         await until(lambda: live(bus) == ["0.0"])
-        address = f"tcp://127.0.0.1:{bus._publisher.address.rpartition(':')[2]}"
+        address = f"tcp://127.0.0.1:{bus._turns.publisher.address.rpartition(':')[2]}"
         async with agent_subscriber(
             context, address, [wire.TOPIC_HEAD, wire.TOPIC_COMMAND], leaver.credentials()
         ) as spy:
@@ -251,16 +251,16 @@ async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothin
                 await bus.publish(FLUSH, Target(), 5_000)
                 while (await spy.recv())[0] != wire.TOPIC_COMMAND:
                     pass
-            before = bus._publisher
+            before = bus._turns.publisher
             folder.revoke("spy")
-            await until(lambda: bus._publisher is not before)
+            await until(lambda: bus._turns.publisher is not before)
             for _ in range(3):
                 assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
             heard = []
             while frames := spy.recv_nowait():
                 heard.append(frames[0])
             assert wire.TOPIC_COMMAND not in heard
-        assert bus._publisher.address == before.address
+        assert bus._turns.publisher.address == before.address
         assert agent.state.seq == bus.state.seq
         assert not ended
 
@@ -284,12 +284,12 @@ async def test_a_publish_port_that_another_process_takes_meanwhile_is_waited_for
         agent_of(reach(bus), folder.add("node", "agent", ("0",)), tmp_path / "state") as (_, ended),
     ):
         await until(lambda: live(bus) == ["0.0"])
-        before = bus._publisher
+        before = bus._turns.publisher
         monkeypatch.setattr("controlplane.bus.bus.bound", in_use_at_first)
         folder.revoke("spy")
         await until(lambda: bool(attempts))
         assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
-        await until(lambda: bus._publisher is not before)
+        await until(lambda: bus._turns.publisher is not before)
         assert "a revoked key still hears what is published" in caplog.text
         assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
         assert not ended

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from controlplane.bus import bus as bus_module
+from controlplane.bus import turns
 from controlplane.bus.bus import Bus
 from controlplane.bus.operator import ask_status
 from controlplane.cli.__main__ import cli
@@ -86,7 +86,7 @@ def test_a_reply_of_which_one_part_is_too_large_is_refused_with_its_size() -> No
 async def test_an_operator_gets_the_status_of_thousands(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_module, "fleet_status", lambda *_: FLEET)
+    monkeypatch.setattr(turns, "fleet_status", lambda *_: FLEET)
     async with Bus("tcp://127.0.0.1:0", RunLog.open(tmp_path / "run.db"), context=context) as bus:
         found: FleetStatus = await ask_status(bus.address)
         assert found == FLEET

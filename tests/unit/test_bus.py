@@ -175,11 +175,11 @@ async def test_an_agent_whose_goodbye_was_not_read_yet_has_left_and_is_not_lost(
     async with opened(tmp_path, context) as bus:
         with context.socket(zmq.DEALER) as dealer:
             await joined(bus, dealer)
-            original = bus._send
-            with bus._router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-                monkeypatch.setattr(bus, "_send", send)
+            original = bus._turns._send
+            with bus._turns.router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+                monkeypatch.setattr(bus._turns, "_send", send)
                 report = await bus.publish(PAUSE, ALL, 10_000)  # unanswered, it is sent again
-            bus._router._sock.disable_monitor()
+            bus._turns.router._sock.disable_monitor()
         assert outcomes(report) == {"0.0": "gone"}
         assert bus.state.members["0.0"].state == "left"
 
@@ -199,17 +199,17 @@ async def test_an_answer_counts_before_the_goodbye_that_follows_it(
         assert monitor.poll(10_000)
 
     def waiting_turns(count: int) -> None:
-        wait_until(lambda: bus._turning.statistics().tasks_waiting >= count)
+        wait_until(lambda: bus._turns._turning.statistics().tasks_waiting >= count)
 
     config = msgspec.structs.replace(QUICK, durability="disk")
     async with opened(tmp_path, context, config=config) as bus:
         with context.socket(zmq.DEALER) as dealer:
             await joined(bus, dealer)
-            with bus._router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            with bus._turns.router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
                 original = bus._log.commit
                 monkeypatch.setattr(bus._log, "commit", commit)
                 assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
-            bus._router._sock.disable_monitor()
+            bus._turns.router._sock.disable_monitor()
 
 
 async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
@@ -357,7 +357,7 @@ async def test_strangers_leave_no_trace_in_the_log(tmp_path: Path, context: Cont
         for message in (wire.Join(), wire.TimeRequest(sent_ns=1), wire.ResendRequest(first=1, credit=1)):
             await dealer.send([wire.encode_header(0), wire.encode(message)])
             assert isinstance(await _answer(dealer), wire.Rejoin)
-        assert not bus._inbox.last_heard_us
+        assert not bus._turns.inbox.last_heard_us
     assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
 
 
@@ -476,8 +476,8 @@ async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_com
                 await ticket  # its end can't be recorded, so its deadline stays in the past
             gate.set()
         assert bus.state.open
-        original = bus._turn
-        monkeypatch.setattr(bus, "_turn", turn)
+        original = bus._turns.turn
+        monkeypatch.setattr(bus._turns, "turn", turn)
         with anyio.fail_after(20):
             await enough.wait()
     assert moments[3] - moments[0] > 2 * QUICK.head_interval_ms / 1000

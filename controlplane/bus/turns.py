@@ -1,0 +1,343 @@
+"""The turns of the bus: what happens each time that something wakes it. Decides nothing.
+
+Theory of operation. Whatever wakes the bus (a message, a command from the trainer's thread, a timer) begins a turn. A
+turn takes in all there is, makes events of it, lets the coordinator decide them one after the other, records the
+decisions as one group, and then performs their effects in order. A peer that proves unreachable is another event of the
+same turn.
+
+Rule 1  Recorded first. Nothing is sent, and no caller gets an answer, before the decisions that led to it are in the
+        log. Decisions without effects are written with the next that have some, or a moment later.
+Rule 2  A turn waits for nobody. What finds no room on its way to an agent is dropped: the agent asks again.
+Rule 3  A bus that can't write stops deciding and sends agents nothing, not even heads, so that their leases end and no
+        engine stays paused. Callers get BusFaulted; operators still get the status.
+"""
+
+import time
+from collections import Counter, deque
+from typing import Final, assert_never
+
+import anyio
+from anyio import CancelScope, to_thread
+from msgspec.structs import replace
+
+from controlplane.bus.callers import Callers
+from controlplane.bus.descriptors import Descriptors
+from controlplane.bus.inbox import Inbox, connection_of
+from controlplane.machine import events
+from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
+from controlplane.machine.fleet import UNKNOWN_PEER, begin_turn, end_turn, member_at
+from controlplane.machine.status import fleet_status
+from controlplane.record.log import RunLog
+from schemas import wire
+from schemas.carriers.edge_socket import EdgeSocket, Sent
+from schemas.config import BusConfig
+from schemas.errors import BusFaulted, LogError
+from schemas.logs import logger_of
+from schemas.reports import FleetStatus
+
+logger = logger_of("bus")
+
+TURN_MAX: Final = 256
+"""Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
+FLOOD_TURNS: Final = 100
+"""Turns in a row that leave messages unread, and end with a message of one connection, before that is cut off."""
+FLUSH_US: Final = 50_000
+"""How long decisions without effects may stay in memory."""
+STALLED_US: Final = 1_000_000
+"""A head beacon that is later than this shows that the bus itself did not run."""
+_NIL: Final = b"\xc0"
+
+
+class Turns:
+    """The turns of one life of a bus, on sockets that the bus owns.
+
+    Args:
+        log: Open.
+
+    Attributes:
+        state: What the coordinator knows.
+        fault: Why the bus has stopped, if it has.
+        closed: The bus takes no orders: it is not open yet, or closes.
+        callers: Who waits for the bus.
+        router: Connections of agents and operators.
+        publisher: Subscriptions of agents. A new one may take its place at any time.
+        inbox: What arrives.
+        insecure: Anybody on another machine can command this fleet; the status says so.
+    """
+
+    router: EdgeSocket
+    publisher: EdgeSocket
+    inbox: Inbox
+
+    def __init__(self, log: RunLog, config: BusConfig) -> None:
+        self.state = log.state
+        self.fault: BusFaulted | None = None
+        self.closed = True
+        self.callers = Callers(config.queue, self._reply)
+        self.insecure = False
+        self._log, self._config = log, config
+        self._keyed = False
+        self._skew_us = 0
+        self._arrived: deque[list[bytes]] = deque()
+        self._unreachable: list[str] = []
+        self._floods = Counter[bytes]()  # by connection, while messages wait
+        self._descriptors = Descriptors()
+        self._next_head_us = 0
+        self._flush_us: int | None = None
+        self._planned_us = 0
+
+    def prepare(self, inbox: Inbox, *, keyed: bool) -> None:
+        """Make ready for the first turn, in the loop of the bus.
+
+        Args:
+            keyed: Each message on the router begins with its sender's key.
+        """
+        # Under uvloop, the loop's clock has a resolution of one millisecond, which is too coarse for a latency.
+        self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
+        self._turning = anyio.Lock(fast_acquire=True)
+        self.changed, self._sooner = anyio.Event(), anyio.Event()
+        self.inbox, self._keyed = inbox, keyed
+        self._next_head_us = self.now_us()
+
+    def now_us(self) -> int:
+        """Return the moment on the bus's monotonic clock, which agrees with the event loop's."""
+        return time.monotonic_ns() // 1000 + self._skew_us
+
+    def status(self) -> FleetStatus:
+        """Return the fleet at this moment."""
+        fleet = fleet_status(self.state, self.now_us(), str(self._log.path), self.inbox.last_heard_us)
+        return replace(fleet, insecure=self.insecure, descriptors=self._descriptors.warning)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every ticket with an error."""
+        self.closed = True
+        self.callers.fail_all(error)
+        self._wake_watchers()
+
+    # --- what begins a turn -------------------------------------------------------------------------------------------
+
+    async def read_router(self) -> None:
+        """Begin a turn with each message."""
+        while True:
+            # Kept where any turn finds it: this task may have to wait for one that goes on to read what came after it.
+            self._arrived.append(await self.router.recv())
+            await self.turn()
+
+    async def keep_time(self) -> None:
+        """Begin a turn whenever one is due."""
+        while True:
+            self._sooner = anyio.Event()
+            self._planned_us = self._due_us()
+            with CancelScope(deadline=self._planned_us / 1_000_000):
+                await self._sooner.wait()
+                continue
+            await self.turn()
+
+    def _due_us(self) -> int:
+        """When the next turn is due, whatever arrives. A bus that has stopped has no deadlines."""
+        deadline_us = next_deadline(self.state) if self.fault is None else None
+        moments = (self._next_head_us, deadline_us, self._flush_us)
+        return min(moment for moment in moments if moment is not None)
+
+    # --- a turn -------------------------------------------------------------------------------------------------------
+
+    async def turn(self) -> None:
+        """One turn at a time: with durability `disk`, a commit awaits in the middle of it."""
+        async with self._turning:
+            at_us, at_ns = self.now_us(), time.time_ns()
+            drained = self._receive(at_us, at_ns)
+            if self.fault is not None:
+                self._next_head_us = at_us + self._config.head_interval_ms * 1000
+                return
+            self._send_time_replies()
+            self._turn_strangers_away()
+            if at_us >= self._next_head_us:
+                self._beat(at_us, drained)
+            batch = self.inbox.take_events()
+            batch += self.callers.take_orders(at_us, at_ns)
+            if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
+                batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
+            await self.process(batch, at_us, at_ns)
+
+    def _receive(self, at_us: int, at_ns: int) -> bool:
+        """Pass what has arrived to the inbox, and answer operators. Returns whether that was all."""
+        self.inbox.begin_turn(at_us, at_ns, self.state)
+        receive, recv_nowait = self.inbox.receive, self.router.recv_nowait
+        while self._arrived:
+            receive(self._arrived.popleft())
+        drained = False
+        for _ in range(TURN_MAX):
+            frames = recv_nowait()
+            if frames is None:
+                drained = True
+                break
+            receive(frames)
+        self._note_backlog(frames)
+        self._handle_requests()
+        return drained
+
+    def _note_backlog(self, newest: list[bytes] | None) -> None:
+        """While messages wait, count who sent the last one of each turn, and cut off who floods the bus."""
+        if newest is None:
+            self._floods.clear()
+            return
+        connection = newest[0] if not self._keyed else newest[1]
+        self._floods[connection] += 1
+        if self._floods[connection] == FLOOD_TURNS:
+            logger.warning("cut off a connection that sends faster than the bus can read")
+            self.router.cut_off_sender()
+
+    def _beat(self, at_us: int, drained: bool) -> None:
+        """Send the head beacon, and look for agents that fell silent."""
+        late_us = at_us - self._next_head_us
+        if late_us > STALLED_US:
+            self.inbox.discount(late_us)
+        self.publisher.send_nowait([wire.TOPIC_HEAD, wire.encode_header(self.state.epoch, 0, self.state.seq), _NIL])
+        self._next_head_us = at_us + self._config.head_interval_ms * 1000
+        if drained:  # else a sign of life may lie unread
+            self.inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000)
+        self._descriptors.check(at_us, len(self.inbox.last_heard_us))
+
+    async def process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
+        """Decide, record and perform; and again for peers that prove unreachable by that."""
+        while True:
+            state, effects = self._decide(batch, at_ns)
+            if (effects or self.inbox.acks) and not await self._commit():
+                return
+            changed, self.state = state is not self.state, state
+            for effect in effects:
+                self._perform(effect)
+            self._send_acks()
+            if changed:
+                self._wake_watchers()
+            # The goodbye of a peer that is gone may lie on the socket, and tells more than its absence.
+            if not self._unreachable or not self._receive(at_us, at_ns):
+                break
+            batch = self.inbox.take_events()
+            batch += [
+                events.PeerLost(at_us=at_us, at_ns=at_ns, peer=peer, reason="unreachable") for peer in self._unreachable
+            ]
+            self._unreachable.clear()
+        if self._flush_due(at_us):
+            await self._commit()
+        if self._due_us() < self._planned_us:
+            self._sooner.set()
+
+    def _decide(
+        self, batch: list[events.CoordinatorEvent], at_ns: int
+    ) -> tuple[CoordinatorState, list[events.CoordinatorEffect]]:
+        several = len(batch) > 1
+        begun = state = begin_turn(self.state) if several else self.state
+        effects: list[events.CoordinatorEffect] = []
+        for event in batch:
+            before = state
+            state, decided = decide(state, event)
+            if decided or state is not before:
+                self._log.append(event, decided, at_ns, state)
+                effects.extend(decided)
+        if state is begun:
+            return self.state, effects
+        return end_turn(state) if several else state, effects
+
+    def _flush_due(self, at_us: int) -> bool:
+        if self._log.pending and self._flush_us is None:
+            self._flush_us = at_us + FLUSH_US
+        return self._flush_us is not None and at_us >= self._flush_us
+
+    async def _commit(self) -> bool:
+        """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
+        try:
+            if self._config.durability == "disk" or self.closed:  # the first group of a life goes to the disk too
+                with CancelScope(shield=True):
+                    await to_thread.run_sync(self._log.commit)
+            else:
+                self._log.commit()
+        except LogError as error:
+            self._stop(error)
+            return False
+        finally:
+            self._flush_us = None
+        return True
+
+    def _stop(self, error: LogError) -> None:
+        self.fault = BusFaulted(f"the bus of run {self._log.run} has stopped publishing: {error}")
+        logger.error("%s", self.fault)
+        self.inbox.operators_only = True
+        self.inbox.acks.clear()
+        self.fail_all(self.fault)
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    def _perform(self, effect: events.CoordinatorEffect) -> None:
+        match effect:
+            case events.Publish(epoch=epoch, seq=seq):
+                self.publisher.send_nowait(
+                    [wire.TOPIC_COMMAND, wire.encode_header(epoch, epoch, seq), wire.encode(effect.envelope)]
+                )
+                self.publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(epoch, 0, seq))
+            case events.Send():
+                self._send(effect.peer, effect.epoch, effect.seq, effect.message)
+            case events.Ping():
+                self._ping(effect.peer)
+            case events.Conclude():
+                self.callers.conclude(effect)
+            case events.Refuse():
+                self.callers.refuse(effect)
+            case events.Retired(ticket=ticket):
+                self.callers.resolve(ticket, self.status())
+            case _:
+                assert_never(effect)
+
+    def _send(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
+        sent = self.router.send_nowait([connection_of(peer), wire.encode_header(epoch, 0, seq), wire.encode(message)])
+        if sent is Sent.GONE and member_at(self.state, peer) is not None and peer not in self._unreachable:
+            self._unreachable.append(peer)
+
+    def _ping(self, peer: str) -> None:
+        """Send an ack that acknowledges nothing: the socket tells whether the peer is reachable."""
+        name = member_at(self.state, peer)
+        if name is not None:
+            journal = self.state.members[name].hello.journal
+            self._send(peer, self.state.epoch, self.state.seq, wire.Ack(journal=journal, through=0))
+
+    def _send_acks(self) -> None:
+        for peer, ack in self.inbox.acks:
+            self._send(peer, self.state.epoch, self.state.seq, ack)
+        self.inbox.acks.clear()
+
+    def _send_time_replies(self) -> None:
+        """First of all: anything else that the turn does would lengthen the round trip."""
+        for peer, reply in self.inbox.time_replies:
+            self._send(peer, self.state.epoch, self.state.seq, replace(reply, replied_ns=time.time_ns()))
+        self.inbox.time_replies.clear()
+
+    def _turn_strangers_away(self) -> None:
+        """Tell each connection that sent something before its hello to say it. No decision: nothing is recorded."""
+        header = wire.encode_header(self.state.epoch, 0, self.state.seq)
+        for connection in self.inbox.strangers:
+            self.router.send_nowait([connection, header, wire.encode(UNKNOWN_PEER)])
+        self.inbox.strangers.clear()
+
+    # --- operators ----------------------------------------------------------------------------------------------------
+
+    def _handle_requests(self) -> None:
+        for connection, answer in self.inbox.shut_out.items():
+            self._reply(connection, answer)
+        self.inbox.shut_out.clear()
+        for connection, request in self.inbox.requests:
+            if isinstance(request, wire.StatusRequest):
+                self._reply(connection, self.status())
+            elif reason := str(self.fault or "") or self.callers.add_operator(connection, request):
+                self._reply(connection, wire.RequestRejected(reason=reason))
+        for connection, reason in self.inbox.refused:
+            self._reply(connection, wire.RequestRejected(reason=reason))
+        self.inbox.requests.clear()
+        self.inbox.refused.clear()
+
+    def _reply(self, connection: bytes, reply: wire.Reply | wire.Rejoin) -> None:
+        for body in wire.encode_reply(reply):
+            self.router.send_nowait([connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body])
+
+    def _wake_watchers(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
