@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # In parallel, one worker per core. PYTEST_XDIST_AUTO_NUM_WORKERS sets another number.
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --durations=10
 
-.PHONY: demo test test-long test-attacks test-engines test-perfetto test-browser environments lint docs bench clean
+.PHONY: demo test test-long test-attacks test-engines test-trainers test-perfetto test-browser environments lint docs bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
@@ -34,6 +34,10 @@ test-engines: $(VENV)/.ready
 	$(BIN)/python -m pytest -m engine_vllm $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m engine_sglang $(ENGINE_TESTS)
 
+# Real trainers, unmodified, each in an environment of its own. TRAINER_TESTS: more arguments for pytest.
+test-trainers: $(VENV)/.ready
+	$(BIN)/python -m pytest -m trainer_verl $(TRAINER_TESTS)
+
 # Timelines, read by Perfetto's trace processor (16 MB, downloaded once). Needs node.
 test-perfetto: $(VENV)/.ready
 	$(BIN)/python -m pytest -m timeline_perfetto
@@ -44,11 +48,11 @@ test-browser: $(VENV)/.ready
 	$(PIP) install --editable ".[browser]"
 	$(BIN)/python -m pytest -m browser
 
-# Everything that the three targets above install for themselves, in advance. Installs the browser only for root.
+# Everything that the targets above install for themselves, in advance. Installs the browser only for root.
 environments: $(VENV)/.ready
 	command -v chromium > /dev/null || (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
 	$(BIN)/python -m tests.timeline.environment
-	$(BIN)/python -m tests.engines.environments vllm sglang router
+	$(BIN)/python -m tests.environments vllm sglang router verl
 	$(BIN)/python -m tests.engines.wheels
 
 lint: $(VENV)/.ready

@@ -20,7 +20,7 @@ from typing import Any, Final, Self, TypeVar
 import httpx
 import psutil
 
-from tests.engines.environments import STANDINS, python
+from tests.environments import STANDINS, python
 from tests.running import rolloutctl
 
 UP_S: Final = 300.0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.engines import environments
+from tests import environments
 from tests.engines.embedded import LONG, SHORT, STEPS, free_port
 from tests.engines.models import save_model
 from tests.engines.profiles import read_events

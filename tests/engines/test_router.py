@@ -23,9 +23,9 @@ from schemas.commands import Checkpoint, WeightSync
 from schemas.config import AgentConfig, BusConfig
 from schemas.events import Observation
 from schemas.identity import Identity
-from tests.engines.environments import python
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.engines.servers import Process, free_port, wait_for
+from tests.environments import python
 from tests.unit import machines
 from tests.unit.small_bus import PAUSE, RESUME, SECOND, Bus, Engine, reaches, running
 from tests.waiting import until

