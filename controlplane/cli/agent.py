@@ -18,6 +18,7 @@ from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
 from workers.agent import Agent
 from workers.engine import Engine
+from workers.engines.factory import EngineOptions, make_engine
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ logger = logger_of("agent")
 
 
 _PATH = click.Path(path_type=Path)
-ENGINES = ("tiny", "sglang", "vllm")
-"""Engines that an agent can command from another process."""
 
 
 def _state_home() -> str:
@@ -47,8 +46,10 @@ def _state_home() -> str:
     "--gpus-per-node", type=click.IntRange(1, GPUS_PER_NODE_MAX), default=1, show_default=True, help="On each node."
 )
 @click.option("--mode", type=click.Choice([mode.value for mode in RolloutMode]), default="hybrid", show_default=True)
-@click.option("--engine", "kind", type=click.Choice(ENGINES), required=True, help="Engine that the agent commands.")
-@click.option("--url", help="sglang, vllm: address of this node's server, http://HOST:PORT.")
+@click.option(
+    "--engine", "kind", required=True, help="tiny, sglang, vllm, an installed adapter's name, or MODULE:CLASS of one."
+)
+@click.option("--url", help="Address of this node's engine server, http://HOST:PORT.")
 @click.option("--api-key-file", type=_PATH, help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
@@ -188,25 +189,18 @@ def _engine(identity: Identity, options: dict[str, Any], traces: Path) -> Engine
     """The engine that the options name, without its launch."""
     if options["command"] and not options["launch"]:
         raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
-    checkpoints = options["checkpoints"]
-    if options["kind"] == "tiny":
-        from workers.engines.tiny.engine import TinyEngine
-
-        return TinyEngine(
-            identity, checkpoints=checkpoints, traces=traces, serve=options["serve"], seed=options["seed"]
-        )
-    from workers.engines.http import api_key
-    from workers.engines.sglang.engine import SGLangEngine
-    from workers.engines.sglang.server import SGLangServer
-    from workers.engines.vllm.engine import VLLMEngine
-    from workers.engines.vllm.server import VLLMServer
-
-    kind, url, key = options["kind"], options["url"], api_key(options["api_key_file"])
-    if url is None and identity.node_rank == 0:
-        raise ConfigError(f"--engine {kind} on node rank 0 needs --url http://HOST:PORT of its server.")
-    if kind == "vllm":
-        return VLLMEngine(identity, VLLMServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
-    return SGLangEngine(identity, SGLangServer(url, key) if url else None, checkpoints=checkpoints, traces=traces)
+    return make_engine(
+        options["kind"],
+        EngineOptions(
+            identity=identity,
+            checkpoints=options["checkpoints"],
+            traces=traces,
+            url=options["url"],
+            key_file=options["api_key_file"],
+            serve=options["serve"],
+            seed=options["seed"],
+        ),
+    )
 
 
 def _launched(
@@ -216,7 +210,7 @@ def _launched(
     from workers.server.launch import LaunchedEngine, ServerProcess
 
     kind, command = options["kind"], options["command"]
-    if kind == "tiny" or not command:
+    if kind not in ("sglang", "vllm") or not command:
         raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
     log = options["launch_log"] or state_dir / f"server-{identity.agent}.log"
     full = server_command(kind, command, identity, options["dist_init"])

@@ -1,0 +1,123 @@
+"""What `--engine` may name, and one clear line for whatever it may not."""
+
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import ConfigError
+from schemas.events import EngineCall, Observation, Returned
+from schemas.identity import Identity
+from tests.running import rolloutctl
+from workers.engines import factory
+from workers.engines.factory import EngineOptions, make_engine
+
+OPTIONS = EngineOptions(identity=Identity(replica=0, node_rank=0), checkpoints=Path("ckpt"), traces=Path("traces"))
+WITH_URL = EngineOptions(
+    identity=Identity(replica=0, node_rank=0), checkpoints=Path("ckpt"), traces=Path("traces"), url="http://here:1"
+)
+
+
+class Whole:
+    """An adapter that does nothing, of the right shape."""
+
+    def __init__(self, identity: Identity, checkpoints: Path) -> None:
+        self.identity, self.checkpoints = identity, checkpoints
+
+    async def open(self) -> None: ...
+
+    async def observe(self) -> Observation:
+        return Observation(engine="whole 1", tokenizer="unknown")
+
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
+        return Returned()
+
+    async def close(self) -> None: ...
+
+
+class Served(Whole):
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url, self.key = url, key
+
+
+class Needy(Whole):
+    def __init__(self, model: str) -> None: ...
+
+
+class Raising(Whole):
+    def __init__(self) -> None:
+        raise RuntimeError("no such handle")
+
+
+class Halved:
+    async def open(self) -> None: ...
+
+    def observe(self) -> Observation:
+        return Observation(engine="halved", tokenizer="unknown")
+
+    async def perform(self, call: EngineCall) -> Returned:
+        return Returned()
+
+
+def test_a_class_gets_the_options_that_it_names() -> None:
+    made = make_engine(f"{__name__}:Whole", OPTIONS)
+    assert isinstance(made, Whole) and made.identity == OPTIONS.identity and made.checkpoints == Path("ckpt")
+
+
+def test_a_class_gets_the_url_and_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUTCTL_ENGINE_API_KEY", "secret")
+    made = make_engine(f"{__name__}:Served", WITH_URL)
+    assert isinstance(made, Served) and (made.url, made.key) == ("http://here:1", "secret")
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("whole", f"{__name__}:Whole", factory.GROUP)
+    monkeypatch.setattr(factory, "entry_points", lambda group: EntryPoints([point]).select(group=group))
+
+
+def test_an_installed_adapter_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    assert isinstance(make_engine("whole", OPTIONS), Whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vlm", r"no such engine\. Give tiny, sglang, vllm, an installed adapter \(whole\) or .*Did you mean vllm\?"),
+        ("whol", "Did you mean whole?"),
+        ("no_such_module:Engine", "there is no module no_such_module"),
+        ("tests.no_such:Engine", "there is no module tests.no_such"),
+        (f"{__name__}:Hole", "has no Hole. Did you mean Whole?"),
+        (f"{__name__}:", "nothing follows the colon"),
+        (f"{__name__}:OPTIONS", "OPTIONS is a EngineOptions, not a class or function"),
+        (f"{__name__}:Raising", "its constructor raised RuntimeError: no such handle"),
+        (f"{__name__}:Needy", "its constructor needs `model`: it can have identity, checkpoints, traces, url, key"),
+        (f"{__name__}:Served", "its constructor needs `url`: give --url"),
+    ],
+)
+def test_a_wrong_name_is_one_clear_line(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        make_engine(name, OPTIONS)
+    assert "\n" not in str(raised.value) and str(raised.value).startswith(f"--engine {name}")
+
+
+def test_a_url_that_nobody_takes_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--url was given, and its constructor has no parameter `url`"):
+        make_engine(f"{__name__}:Whole", WITH_URL)
+
+
+def test_each_method_that_is_missing_or_wrong_is_named() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_engine(f"{__name__}:Halved", OPTIONS)
+    text = str(raised.value)
+    assert "its `observe` is not `async def observe(self)`" in text
+    assert "its `perform` does not take what `async def perform(self, call, timeout_s)` does" in text
+    assert "it has no `async def close(self)`" in text and "`open`" not in text
+
+
+def test_the_agent_says_it_before_it_dials_anybody(tmp_path: Path) -> None:
+    done = rolloutctl(
+        *("agent", "--bus", "tcp://127.0.0.1:1", "--replica", 0, "--engine", "vlm", "--state-dir", tmp_path)
+    )
+    assert done.returncode == 2 and "Did you mean vllm?" in done.stderr and done.stderr.count("\n") == 1
