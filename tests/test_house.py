@@ -52,7 +52,7 @@ COMPOSITION_ROOTS = {("controlplane", "cli"), ("controlplane", "trainers")}
 
 HEAVY = {
     *("torch", "torch_npu", "numpy", "safetensors", "ray", "sglang", "vllm", "aiohttp", "httpx", "fastapi"),
-    *("uvicorn", "transformers", "verl", "trl"),
+    *("uvicorn", "starlette", "transformers", "verl", "trl"),
 }
 HEAVY_ROOMS = (
     *("workers/engines/*.py", "workers/engines/*/*.py", "workers/profilers/*.py"),
