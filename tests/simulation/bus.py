@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.msgpack import Decoder
+from msgspec.structs import replace
 
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, next_deadline
@@ -39,8 +40,16 @@ TIME_REPLY = TimeReply(sent_ns=0, received_ns=0, replied_ns=0)
 event_decoder: Decoder[events.CoordinatorEvent] = Decoder(events.CoordinatorEvent)
 
 
-Commit = tuple[events.CoordinatorEvent, CoordinatorState, tuple[events.CoordinatorEffect, ...]]
-"""A decision that is being written: what led to it, the state after it, and its effects."""
+COMMIT_MS = (1, 3, 30)
+"""How long the disk may take for a commit, with durability `disk`."""
+
+
+class Decision(NamedTuple):
+    """What one event of a turn led to: the state after it, and its effects."""
+
+    event: events.CoordinatorEvent
+    after: CoordinatorState
+    effects: tuple[events.CoordinatorEffect, ...]
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Bus:
         self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
-        self.committing: Commit | None = None
+        self.committing: list[Decision] | None = None  # a turn that is being written
         self.queue: deque[events.CoordinatorEvent] = deque()
         self.opened_at = 0  # records of the log when this life had opened
 
@@ -97,9 +106,7 @@ class Bus:
         self.alive = False
         self.world.say(f"bus {self.life} is gone")
         if self.committing is not None and self.world.log.owner == self.life and self.world.rng.random() < 0.5:
-            before = self.state  # the commit ended, and nothing that follows from it was done
-            event, self.state, effects = self._write_commit(self.committing)
-            self.world.promises.after_bus(self, before, event, effects)
+            self._write(self.committing)  # the commit ended, and nothing that follows from it was done
         for slot in self.world.slots:
             process = slot.process
             if process is not None and process.bus is self:
@@ -113,65 +120,69 @@ class Bus:
     # --- the machine --------------------------------------------------------------------------------------------------
 
     def feed(self, event: events.CoordinatorEvent) -> None:
-        """Decide, write it to the log, perform."""
+        """Take in an event. What arrives during a commit waits for the next turn, which takes all of it."""
         if not self.alive:
             return
         if self.committing is not None:
             self.queue.append(event)
-            return
-        before = self.state
-        after, effects = self.world.mechanisms.bus(before, event)
-        if effects or (after is not before and after != before):
-            if self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
-                self.die()  # it cannot write, so it must not send
-                return
-            if self.world.disk and effects and not isinstance(event, events.Opened):
-                self._begin_commit(event, after, effects)
-                return
-            self.world.log.records.append((encode(event), encode(effects)))
-        self._follow(event, after, effects)
+        else:
+            self._turn([event])
 
-    def _begin_commit(
-        self, event: events.CoordinatorEvent, after: CoordinatorState, effects: tuple[events.CoordinatorEffect, ...]
-    ) -> None:
-        """Durability `disk`: the disk takes its time, and the turn waits for it. What arrives meanwhile waits too."""
-        self.committing = (event, after, effects)
-        self.world.at(self.world.rng.choice((1, 3, 30)), self._committed)
+    def _turn(self, batch: list[events.CoordinatorEvent]) -> None:
+        """Decide, write all decisions to the log as one group, perform: as `Bus._turn` of the product does."""
+        opening = bool(batch) and isinstance(batch[0], events.Opened)
+        deadline_us = next_deadline(self.state)
+        if deadline_us is not None and self.now_us >= deadline_us and not opening:
+            batch.append(events.TimerFired(at_us=self.now_us))  # last, so that what arrived in time counts
+        turn: list[Decision] = []
+        state = self.state
+        for event in batch:
+            before = state
+            state, effects = self.world.mechanisms.bus(before, event)
+            if effects or (state is not before and state != before):
+                turn.append(Decision(event, state, effects))
+        if turn and self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
+            self.die()  # it cannot write, so it must not send
+            return
+        if self.world.disk and any(decision.effects for decision in turn) and not opening:
+            self._begin_commit(turn)
+            return
+        self._write(turn)
+        self.state = state
+        self._perform_all(turn)
+        self.arm()
+
+    def _begin_commit(self, turn: list[Decision]) -> None:
+        """Durability `disk`: the disk takes its time, and the turn waits for it."""
+        self.committing = turn
+        self.world.at(self.world.rng.choice(COMMIT_MS), self._committed)
         if not self.world.mechanisms.commit_first:
-            self._perform_all(effects)
+            self._perform_all(turn)
 
     def _committed(self) -> None:
-        if not self.alive or self.committing is None:
+        turn, self.committing = self.committing, None
+        if not self.alive or turn is None:
             return
         if self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
             self.die()
             return
-        self._follow(*self._write_commit(self.committing), performed=not self.world.mechanisms.commit_first)
-        while self.queue and self.committing is None:
-            self.feed(self.queue.popleft())
+        self._write(turn)
+        if self.world.mechanisms.commit_first:
+            self._perform_all(turn)
+        self.arm()
+        if self.queue and self.alive:
+            batch = [replace(event, at_us=self.now_us) for event in self.queue]
+            self.queue.clear()
+            self._turn(batch)
 
-    def _write_commit(self, commit: Commit) -> Commit:
-        self.committing = None
-        self.world.log.records.append((encode(commit[0]), encode(commit[2])))
-        return commit
+    def _write(self, turn: list[Decision]) -> None:
+        for event, after, effects in turn:
+            self.world.log.records.append((encode(event), encode(effects)))
+            before, self.state = self.state, after
+            self.world.promises.after_bus(self, before, event, effects)
 
-    def _follow(
-        self,
-        event: events.CoordinatorEvent,
-        after: CoordinatorState,
-        effects: tuple[events.CoordinatorEffect, ...],
-        performed: bool = False,
-    ) -> None:
-        """Go on from a decision that is in the log."""
-        before, self.state = self.state, after
-        self.world.promises.after_bus(self, before, event, effects)
-        if not performed:
-            self._perform_all(effects)
-        if self.alive:
-            self.arm()
-
-    def _perform_all(self, effects: tuple[events.CoordinatorEffect, ...]) -> None:
-        for effect in effects:
+    def _perform_all(self, turn: list[Decision]) -> None:
+        for effect in [effect for decision in turn for effect in decision.effects]:
             if self.world.bus is self and self.world.strikes("trainer"):
                 self.world.replace_trainer()
             if not self.alive:
@@ -181,7 +192,7 @@ class Bus:
 
     def arm(self) -> None:
         deadline_us = next_deadline(self.state)
-        if deadline_us is None or deadline_us == self.deadline_us:
+        if not self.alive or deadline_us is None or deadline_us == self.deadline_us:
             return
         self.deadline_us = deadline_us
         self.world.at(max(0, -(-(deadline_us - self.now_us) // 1000)), self.time_came, deadline_us)
@@ -190,7 +201,9 @@ class Bus:
         if not self.alive or self.deadline_us != deadline_us:
             return
         self.deadline_us = None
-        self.feed(events.TimerFired(at_us=self.now_us))
+        if self.committing is not None:
+            return  # the turn after the commit sees to it
+        self._turn([])
         if self.alive and self.deadline_us is not None and self.deadline_us <= self.now_us:
             self.world.promises.broken("P8 bounded", "the bus spins: its deadline stays in the past")
 

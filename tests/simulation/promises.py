@@ -34,6 +34,7 @@ from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode, agent_of
 from schemas.outcomes import Acted, Conclusion, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
+from tests.simulation.bus import COMMIT_MS
 from tests.simulation.engine import LAUNCHED, Engine
 from tests.simulation.sessions import closing
 from workers.machine.decide import AgentState, in_sync
@@ -428,7 +429,8 @@ class Promises:
         and each answer is one that was given.
         """
         published = self.log[report.seq]
-        late_us = 500_000 if bus.world.disk else 1000  # a turn waits for the disk, and for the turns before it
+        # With durability `disk` a timer waits for the turn that is being written, and then for its own.
+        late_us = 1000 * (1 + 2 * max(COMMIT_MS)) if bus.world.disk else 1000
         key = (report.origin, report.seq)
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
