@@ -23,6 +23,7 @@
     ├── LogError
     │   ├── LogFull
     │   ├── LogCorrupt
+    │   │   └── DecisionUnreadable
     │   └── LogLocked
     ├── ReplayDiffers
     ├── CommandFailed
@@ -125,6 +126,10 @@ class LogCorrupt(LogError):
     def __init__(self, message: str, position: int = 0) -> None:
         super().__init__(message)
         self.position = position
+
+
+class DecisionUnreadable(LogCorrupt):
+    """What an agent sent for the log is no decision that this version can read. The file is intact, the rest too."""
 
 
 class LogLocked(LogError):

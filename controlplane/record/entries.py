@@ -6,7 +6,7 @@ from msgspec import Raw, Struct
 from msgspec.msgpack import Decoder
 
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
-from schemas.errors import LogCorrupt
+from schemas.errors import DecisionUnreadable, LogCorrupt
 from schemas.events import Effect, Event
 from schemas.identity import Count
 from schemas.wire import DECODE_ERRORS, effects_decoder, event_decoder
@@ -38,13 +38,13 @@ class LogEntry(Struct, frozen=True, kw_only=True):
     effects: Raw
 
     def typed_event(self) -> CoordinatorEvent | Event:
-        """Decode the event. Raises LogCorrupt if this version can't read it."""
+        """Decode the event. Raises LogCorrupt if this version can't read it, DecisionUnreadable if it is an agent's."""
         if self.agent:
             return self._decoded("event", event_decoder, self.event)
         return self._decoded("event", coordinator_event_decoder, self.event)
 
     def typed_effects(self) -> tuple[CoordinatorEffect, ...] | tuple[Effect, ...]:
-        """Decode the effects. Raises LogCorrupt if this version can't read them."""
+        """Decode the effects. Raises as `typed_event`."""
         if self.agent:
             return self._decoded("effects", effects_decoder, self.effects)
         return self._decoded("effects", coordinator_effects_decoder, self.effects)
@@ -53,9 +53,9 @@ class LogEntry(Struct, frozen=True, kw_only=True):
         try:
             return decoder.decode(encoded)
         except DECODE_ERRORS as error:
-            who = f"agent {self.agent}" if self.agent else "the coordinator"
+            who, kind = (f"agent {self.agent}", DecisionUnreadable) if self.agent else ("the coordinator", LogCorrupt)
             text = f"record {self.position}: the {part} of {who} can't be read: {error}"
-            raise LogCorrupt(text, self.position) from error
+            raise kind(text, self.position) from error
 
 
 class LogMark(Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@
     I11 true reports        a sync report names every known replica that is not proven to serve its version
     I12 out of reach        no replica generates on a version after the fleet committed another. Nobody can stop one
                             that is out of reach: what it did then is seen once its agent is back
+    I13 readable            what an agent sent for the log is a decision. The bus takes it as it comes
 
 I9, that a replay decides the same, is checked by `controlplane.record.replay`. I10, that control never waits behind an
 engine call, can't be seen in a log, which holds only what arrived: the agent's tests check it.
@@ -19,8 +20,8 @@ The checks use nothing of the machines but the meaning of commands (`schemas.des
 was asked, what engines were observed to do, and what was answered, and so would catch a machine that deceives itself.
 An agent may observe a state that is wrong, but may not leave it at that: I1 asks whether a call or a failure follows.
 
-Where the log lacks decisions of an agent, its desired state from there on is unknown: I1, I2 and I7 are not checked for
-the rest of that journal. `controlplane.record.replay` reports such holes.
+Where the log lacks decisions of an agent, or can't be read, its desired state from there on is unknown: I1, I2 and I7
+are not checked for the rest of that journal. `controlplane.record.replay` reports such holes.
 """
 
 from collections import Counter
@@ -38,6 +39,7 @@ from controlplane.record.proof import Proofs
 from schemas import events
 from schemas.commands import WeightSync
 from schemas.desired import Desired, desired_after, orphaned
+from schemas.errors import DecisionUnreadable
 from schemas.identity import agent_of, identity_of
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
@@ -65,7 +67,7 @@ class Violation(Struct, frozen=True):
 
 
 def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
-    """Yield the violations in the order of the log. Raises LogCorrupt at a record that can't be read.
+    """Yield the violations in the order of the log. Raises LogCorrupt where the coordinator's can't be read.
 
     Of marks only one before all records counts: with it begins a log whose oldest records were dropped.
     """
@@ -79,14 +81,18 @@ def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
             bus = bus or _Bus(decode_state(entry))
             continue
         bus = bus or _Bus(CoordinatorState())
-        event, effects = entry.typed_event(), entry.typed_effects()
         if not entry.agent:
-            yield from bus.check(entry, event, effects)  # type: ignore[arg-type]
+            yield from bus.check(entry, entry.typed_event(), entry.typed_effects())  # type: ignore[arg-type]
             continue
         key = (entry.agent, entry.journal)
         if key not in agents:
             agents[key] = _Agent(entry.agent, interned)
-        yield from agents[key].check(entry, event, effects)  # type: ignore[arg-type]
+        try:
+            event, effects = entry.typed_event(), entry.typed_effects()
+        except DecisionUnreadable as error:
+            yield from agents[key].unreadable(entry, error)
+        else:
+            yield from agents[key].check(entry, event, effects)  # type: ignore[arg-type]
 
 
 # --- the bus ----------------------------------------------------------------------------------------------------------
@@ -257,6 +263,13 @@ class _Agent:
         self._calling = False
         self._number = 0  # of the last decision
         self._complete = True  # the log has every decision so far
+        self._unreadable = False
+
+    def unreadable(self, entry: LogEntry, error: DecisionUnreadable) -> Iterator[Violation]:
+        """A decision that can't be read is reported once for the journal: a newer agent's may all be."""
+        if not self._unreadable:
+            yield self._violation("I13", entry.position, str(error))
+        self._complete, self._unreadable = False, True
 
     def check(self, entry: LogEntry, event: events.Event, effects: tuple[events.Effect, ...]) -> Iterator[Violation]:
         position = entry.position

@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from schemas import events
+from schemas.errors import DecisionUnreadable
 from schemas.formatting import count_outcomes, describe, format_agents, format_outcome
 from schemas.identity import agent_of
 from schemas.reports import Report, SyncReport
@@ -16,8 +17,14 @@ from schemas.wire import DECODE_ERRORS, decode_command
 
 
 def format_decision(entry: LogEntry) -> str:
-    """Return one line: what happened, then what was decided. Raises LogCorrupt for an entry that can't be read."""
-    event, effects = entry.typed_event(), entry.typed_effects()
+    """Return one line: what happened, then what was decided; or why that can't be read, if an agent sent it.
+
+    Raises LogCorrupt if a decision of the coordinator can't be read.
+    """
+    try:
+        event, effects = entry.typed_event(), entry.typed_effects()
+    except DecisionUnreadable as error:
+        return f"unreadable: {error}"
     if entry.agent:
         parts = [format_agent_event(event), *(format_agent_effect(effect) for effect in effects)]  # type: ignore[arg-type]
     else:
@@ -26,15 +33,28 @@ def format_decision(entry: LogEntry) -> str:
 
 
 def json_line(entry: LogEntry) -> bytes:
-    """Return one record as JSON. Raises LogCorrupt for what this version can't read, or JSON can't represent."""
+    """Return one record as JSON. What an agent sent and JSON can't represent is shown in base64, as `unreadable`.
+
+    Raises LogCorrupt if a decision of the coordinator can't be read.
+    """
     decode = msgspec.msgpack.decode
     try:
         plain = {**asdict(entry), "event": decode(entry.event), "effects": decode(entry.effects)}
         return msgspec.json.encode(plain)
     except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks
+        problem = _problem(entry)
+    encoded = {"event": bytes(entry.event), "effects": bytes(entry.effects)}
+    return msgspec.json.encode({**asdict(entry), **encoded, "unreadable": problem})
+
+
+def _problem(entry: LogEntry) -> str:
+    """Why an agent's decision can't be read. Raises LogCorrupt if it is the coordinator's."""
+    try:
         entry.typed_event()
         entry.typed_effects()
-        raise
+    except DecisionUnreadable as error:
+        return str(error)
+    return "it has values that JSON can't represent"
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ Pure. The agents' machine belongs to the other side, so a composition root passe
 That root also checks the log's header first, since a log that other logic wrote may differ anywhere.
 
 An agent's decisions are numbered within its journal, and a journal begins with an agent in its initial state. Where the
-log lacks some (an agent lost its disk before it could send them), the rest of that journal can't be compared, and the
-result says so.
+log lacks some (an agent lost its disk before it could send them), or an agent sent what is no decision, the rest of
+that journal can't be compared, and the result says so.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.record.entries import AgentMark, LogEntry, LogMark
 from controlplane.record.marks import MarkChecker
-from schemas.errors import LogCorrupt, ReplayDiffers
+from schemas.errors import DecisionUnreadable, LogCorrupt, ReplayDiffers
 from schemas.events import Effect, Event
 from schemas.wire import encode
 
@@ -35,7 +35,7 @@ class Replayed(Struct, frozen=True):
         compared: Decisions that were made again and compared.
         marks: Marks that were compared with the state that the records lead to.
         agents: Those whose decisions are in the log.
-        holes: Where the log lacks decisions of an agent.
+        holes: Where the log lacks decisions of an agent, or has one that can't be read.
         state: sha256 over all states at the end; the same log gives the same.
     """
 
@@ -93,7 +93,7 @@ class Replayer(Generic[S]):
 
         Raises:
             ReplayDiffers: It differs today; with a diff.
-            LogCorrupt: It can't be read.
+            LogCorrupt: It is the coordinator's and can't be read.
         """
         self._records += 1
         if entry.agent:
@@ -156,15 +156,19 @@ class Replayer(Generic[S]):
             self._holes.append(f"agent {name} from {number + 1} to {entry.number - 1}")
         if (name, entry.journal) in self._broken:
             return
-        self.agents[name], effects = self._decide_agent(self.agents[name], entry.typed_event())  # type: ignore[arg-type]
-        self._compare(entry, effects)
+        try:
+            self.agents[name], effects = self._decide_agent(self.agents[name], entry.typed_event())  # type: ignore[arg-type]
+            self._compare(entry, effects)
+        except DecisionUnreadable as error:
+            self._broken.add((name, entry.journal))
+            self._holes.append(f"agent {name} from {entry.number} on ({error})")
 
     def _compare(self, entry: LogEntry, effects: tuple[object, ...]) -> None:
-        self._compared += 1
         recomputed = encode(effects)
         if recomputed != bytes(entry.effects):
             entry.typed_effects()  # unreadable effects are damage, and can't be shown in a diff
             raise ReplayDiffers(_difference(entry, Raw(recomputed)))
+        self._compared += 1
 
 
 def _difference(entry: LogEntry, recomputed: Raw) -> str:

@@ -30,7 +30,7 @@ from controlplane.report.model import (
     rank_stragglers,
 )
 from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
-from schemas.errors import LogCorrupt
+from schemas.errors import DecisionUnreadable, LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
 from schemas.formatting import agent_order, describe, format_agents, format_replicas, is_trouble, kind_and_reason
 from schemas.outcomes import Acted, Failed, Missing
@@ -205,7 +205,8 @@ class _Collector:
     def _add(self, entry: LogEntry) -> None:
         self.report.records += 1
         if entry.agent:
-            self._engines.add(entry)
+            with suppress(DecisionUnreadable):  # `verify` reports it
+                self._engines.add(entry)
             return
         self._fleet.advance(entry.at_ns)
         event, effects = entry.typed_event(), entry.typed_effects()

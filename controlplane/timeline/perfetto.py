@@ -154,7 +154,7 @@ class TimelineDraft:
             self.warnings.append(f"cut off: the log after its record {survey.last}. {survey.damage}")
         if survey.unreadable:
             count, first = len(survey.unreadable), survey.unreadable[0]
-            self.warnings.append(f"left out: {count} log records of another version, the first at position {first}")
+            self.warnings.append(f"left out: {count} unreadable log records, the first at position {first}")
 
     def find_traces(self, roots: Sequence[Path], say: Callable[[str], object]) -> list[FoundTrace]:
         """Return the traces that match the log, in the order in which they were reported."""

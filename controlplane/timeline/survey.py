@@ -96,7 +96,7 @@ class LogSurvey:
         traces: Reported trace files, each once, by agent and digest.
         begins_ns: The first moment of the run, on the bus's clock; agents may start before the first record.
         last_ns, last: Moment and position of the last record.
-        unreadable: Positions of records that another version wrote.
+        unreadable: Positions of records that can't be read: another version's, or no decisions at all.
         damage: Why the log can't be read after `last`; empty if it was read to its end.
     """
 

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 from msgspec import Raw
 
+from controlplane.cli.reducers import replay_file
+from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
+from controlplane.record.log_lines import format_decision, json_line
+from controlplane.report.collect import collect
+from controlplane.timeline.survey import LogSurvey
 from schemas.carriers.records import Record, RecordFile
 from schemas.events import Decision, Tick
 from schemas.wire import DecisionBatch, encode
@@ -119,17 +124,74 @@ def test_a_log_of_another_logic_names_the_version_that_replays_it(good: Path, ke
     assert "can't be replayed" in done.stdout and "1 failed, 1 passed" in done.stdout
 
 
-@pytest.mark.parametrize("args", [("show",), ("show", "--json"), ("verify",), ("replay",), ("replay", "--json")])
-@pytest.mark.parametrize(
-    "effects", [b"\x91\xa2\xff\xfe", b"\xd4\x05\x01", b"\x81\x91\x01\x01"], ids=["text", "ext", "key"]
-)
-def test_unreadable_effects_are_one_clear_line(good: Path, args: tuple[str, ...], effects: bytes) -> None:
-    with RunLog.open(good) as file:
-        decision = Decision(Raw(encode(Tick(at_ms=1))), Raw(effects))
-        file.append_batch("7.0", DecisionBatch(journal="j", first=1, decisions=(decision,)), 1)
-    done = log(*args, good)
-    assert done.returncode == 3 and "Traceback" not in done.stderr
-    assert "the effects of agent 7.0 can't be read" in done.stderr
+EVENT, EFFECTS = encode(Tick(at_ms=1)), encode(())
+GARBAGE = {
+    "text": (EVENT, b"\x91\xa2\xff\xfe"),
+    "ext": (EVENT, b"\xd4\x05\x01"),
+    "key": (EVENT, b"\x81\x91\x01\x01"),
+    "event of no kind that there is": (encode({"type": "gossip", "at_ms": 1}), EFFECTS),
+    "event without its fields": (encode({"type": "command", "at_ms": "soon"}), EFFECTS),
+    "a command within that is none": (encode({"type": "snapshot", "at_ms": 1, "epoch": 1, "desired": []}), EFFECTS),
+    "nested deep": (b"\x82\xa4type\xa4tick\xa4more" + b"\x91" * 300 + b"\x00", EFFECTS),
+    "effects that are a map": (EVENT, encode({"a": b"\x1b[2J"})),
+}
+
+
+def sent_to(log: Path, garbage: Decision) -> Path:
+    """Append what an agent sent instead of a decision, then decisions that can be read."""
+    good = Decision(Raw(EVENT), Raw(EFFECTS))
+    with RunLog.open(log) as file:
+        file.append_batch("7.0", DecisionBatch(journal="j", first=1, decisions=(garbage, good)), 1)
+        file.append_batch("1.0", DecisionBatch(journal="k", first=1, decisions=(good,)), 1)
+    return log
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_what_an_agent_sent_instead_of_a_decision_hides_nothing_else(good: Path, what: str) -> None:
+    """Its key is all that it needs to send it. Every reader names the agent, and reads on."""
+    event, effects = GARBAGE[what]
+    misled = sent_to(good, Decision(Raw(event), Raw(effects)))
+    entries = list(RunLog.read(misled))
+    at = len(entries) - 2
+    assert format_decision(entries[at - 1]).startswith(f"unreadable: record {at}: the e")
+    assert [json.loads(json_line(entry))["position"] for entry in entries] == list(range(1, len(entries) + 1))
+    assert [(found.invariant, found.position, found.agents) for found in verify(RunLog.walk(misled))] == [
+        ("I13", at, ("7.0",))
+    ]
+    replayed = replay_file(misled)
+    assert (replayed.records, replayed.compared) == (len(entries), len(entries) - 2)
+    assert len(replayed.holes) == 1 and replayed.holes[0].startswith(f"agent 7.0 from 1 on (record {at}: the e")
+    report = collect(RunLog.walk(misled))
+    assert (report.damage, report.records, len(report.violations)) == ("", len(entries), 1)
+    survey = LogSurvey(RunLog.read(misled))
+    assert (survey.damage, survey.unreadable, survey.last) == ("", [at], len(entries))
+
+
+def test_the_commands_say_who_sent_what_can_not_be_read(good: Path, tmp_path: Path) -> None:
+    misled = sent_to(good, Decision(Raw(EVENT), Raw(b"\x91\xa2\xff\xfe")))
+    records = len(list(RunLog.read(misled)))
+    shown = log("show", misled, "--agent", "7.0")
+    assert shown.returncode == 0 and "unreadable: record" in shown.stdout
+    as_json = json.loads(log("show", misled, "--agent", "7.0", "--json").stdout.splitlines()[0])
+    assert (as_json["effects"], "of agent 7.0 can't be read" in as_json["unreadable"]) == ("kaL//g==", True)
+    verified = log("verify", misled)
+    assert verified.returncode == 1 and f"{records} records read, 1 violations" in verified.stdout
+    replayed = log("replay", misled)
+    assert replayed.returncode == 0 and "could not be compared" in replayed.stdout
+    exported = log("export", misled, "--out", tmp_path / "run.jsonl")
+    assert f"{records} decisions" in exported.stdout
+
+
+def test_a_decision_of_the_coordinator_that_can_not_be_read_is_damage(good: Path) -> None:
+    last = len(list(RunLog.read(good)))
+    while next(RunLog.read(good, last)).agent:
+        last -= 1
+    nothing = encode(Decision(Raw(b"\xc0"), Raw(EFFECTS)))
+    damaged = copied(good, lambda record: nothing if record.position == last else record.body)
+    for args in (("show",), ("verify",), ("replay",)):
+        done = log(*args, damaged)
+        assert done.returncode in (1, 3) and "Traceback" not in done.stderr
+        assert f"record {last}" in done.stdout + done.stderr and "of the coordinator" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("args", [("show",), ("verify",), ("replay",)])

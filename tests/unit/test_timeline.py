@@ -244,7 +244,7 @@ def test_records_of_another_version_are_left_out_and_counted(written: Written) -
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     written.commands(peer, 10, 4, FLUSHED)
     drawn, _ = checked_timeline(copied(written.close(), renamed=(b"\xa7started", b"\xa7painted")))
-    assert drawn.warnings == ("left out: 1 log records of another version, the first at position 2",)
+    assert drawn.warnings == ("left out: 1 unreadable log records, the first at position 2",)
 
 
 # --- the file and the command -----------------------------------------------------------------------------------------
