@@ -36,7 +36,7 @@ Port = Annotated[int, Meta(ge=1, le=65_535)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=8192)]
 
-Role = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+Role = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,31}$(?!\n)")]
 """What an agent's process does in the job: `rollout`, or the name of a training role such as `actor` or `critic`."""
 ROLLOUT: Final = "rollout"
 

@@ -35,7 +35,7 @@ from schemas.logs import logger_of
 
 logger = logger_of("keys")
 
-Place = Annotated[str, Meta(pattern=r"^([0-9]{1,9}(\.[0-9]{1,9})?|[a-z][a-z0-9_-]{0,31}(\.[0-9]{1,9})?)$")]
+Place = Annotated[str, Meta(pattern=r"^([0-9]{1,9}(\.[0-9]{1,9})?|[a-z][a-z0-9_-]{0,31}(\.[0-9]{1,9})?)$(?!\n)")]
 """`0`, `0.1`, `actor` or `actor.3`."""
 SETTLED_NS: Final = 2_000_000_000
 """A folder that changed less than this ago may change again without a new time of change."""

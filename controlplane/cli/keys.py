@@ -9,6 +9,7 @@ from controlplane.bus.key_folder import AllowedKey, KeyFolder, Place
 from controlplane.machine.permissions import KeyRole
 from schemas.carriers.keys import KeyName
 from schemas.errors import ConfigError
+from schemas.formatting import one_line
 
 _folder = click.option(
     "--folder",
@@ -55,9 +56,9 @@ def new(folder: KeyFolder, names: tuple[str, ...], role: KeyRole, places: tuple[
     for place in places:
         _check(place, Place, "a place: 0, 0.1, actor or actor.3")
     if folder.make_server():
-        click.echo(f"bus: made its key in {folder.path}")
+        click.echo(one_line(f"bus: made its key in {folder.path}"))
     for name in names:
-        click.echo(f"{name}: {folder.add(name, role, places)}  ({_what(role, places)})")
+        click.echo(one_line(f"{name}: {folder.add(name, role, places)}  ({_what(role, places)})"))
 
 
 @keys.command("list", short_help="Show all keys.")
@@ -104,7 +105,8 @@ def rotate(folder: KeyFolder, name: str | None, server: bool, finish: bool) -> N
     if (name is None) == (not server):
         raise ConfigError("name one key, or say --server")
     if name is not None and not finish:
-        click.echo(f"{name}: {folder.rotate(name)}  (the old key is accepted until `keys rotate {name} --finish`)")
+        until = f"the old key is accepted until `keys rotate {name} --finish`"
+        click.echo(one_line(f"{name}: {folder.rotate(name)}  ({until})"))
     elif name is not None:
         folder.finish(name)
         click.echo(f"{name}: only the new key is accepted")
@@ -119,7 +121,7 @@ def rotate(folder: KeyFolder, name: str | None, server: bool, finish: bool) -> N
 
 def _print_changed(files: list[Path]) -> None:
     for file in files:
-        click.echo(f"changed {file}")
+        click.echo(one_line(f"changed {file}"))
 
 
 def _line(key: AllowedKey, note: str) -> str:

@@ -30,9 +30,9 @@ FILE_BYTES_MAX: Final = 64 * 1024
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 """Mode bits that a file with a secret must not have."""
 
-Z85Key = Annotated[str, Meta(pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")]
+Z85Key = Annotated[str, Meta(pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$(?!\n)")]
 """A CURVE key, public or secret."""
-KeyName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+KeyName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")]
 """The name of a key. It is also the name of a file."""
 
 StrPath = str | os.PathLike[str]

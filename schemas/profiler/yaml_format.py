@@ -45,7 +45,7 @@ _NUMBER: Final = 'a whole number of at least 0 or a range such as "5-8"'
 _NUMBERS: Final = 'a list of whole numbers of at least 0 and of ranges such as "5-8"'
 _WINDOW: Final = "two whole numbers [start, end), the end larger than the start, such as [0, 4]; or [4, null]"
 
-Item = Annotated[Count | Annotated[str, Meta(pattern=r"^\d{1,18}-\d{1,18}$")], Meta(description=_NUMBER)]
+Item = Annotated[Count | Annotated[str, Meta(pattern=r"^\d{1,18}-\d{1,18}$(?!\n)")], Meta(description=_NUMBER)]
 Numbers = Annotated[tuple[Item, ...], Meta(description=_NUMBERS)]
 Selection = Annotated[tuple[Item, ...] | Literal["all"], Meta(description=f"all or {_NUMBERS}")]
 Hook = Annotated[bool | str, Meta(description="true, false, or (in the file's own `finish`) a command")]

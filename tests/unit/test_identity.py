@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import msgspec
 import pytest
 
 from schemas.commands import Checkpoint, ProfilePlan, WeightSync, Window
@@ -48,6 +49,12 @@ def test_an_agent_is_named_after_its_place_and_the_name_gives_the_place_back() -
 def test_a_training_rank_is_one_process_with_one_gpu() -> None:
     with pytest.raises(ValueError, match="role actor is one process with one GPU: leave nnodes, gpus_per_node at 1"):
         Identity(replica=3, node_rank=0, role="actor", gpus_per_node=8)
+
+
+@pytest.mark.parametrize("role", ["actor\n", "Actor", "", "actor.1", "\x1b[2Jactor", "a" * 33])
+def test_a_role_is_a_plain_word(role: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"role"):
+        msgspec.convert({"replica": 3, "node_rank": 0, "role": role}, Identity)
 
 
 @pytest.mark.parametrize(("node_rank", "nnodes"), [(1, 1), (4, 2)])

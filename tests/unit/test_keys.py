@@ -385,6 +385,22 @@ def test_the_life_of_keys_on_the_command_line_shows_no_secret(tmp_path: Path) ->
     assert not [secret for secret in secrets if secret in "".join([*said, json.dumps(listed)])]
 
 
+def test_the_path_of_a_folder_is_printed_and_does_nothing(tmp_path: Path) -> None:
+    keys = tmp_path / "\x1b[2J[red]keys[/]\u202e\n\x9b31m"
+    said = [
+        run("new", "node-a", "--place", "0", "--folder", keys),
+        run("rotate", "node-a", "--folder", keys),
+        run("rotate", "node-a", "--finish", "--folder", keys),
+        run("rotate", "--server", "--folder", keys),
+        run("rotate", "--server", "--finish", "--folder", keys),
+        run("list", "--folder", keys),
+        run("revoke", "node-a", "--folder", keys),
+    ]
+    for line in "".join(said).splitlines():
+        assert line.isprintable()
+    assert "[2J[red]keys[/]" in said[0] and len(said[0].splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -392,6 +408,9 @@ def test_the_life_of_keys_on_the_command_line_shows_no_secret(tmp_path: Path) ->
         (["new", "a", "--place", "0", "--fleet"], "needs --place, once or more, or --fleet"),
         (["new", "a", "--role", "operator", "--fleet"], "are for agents"),
         (["new", "../a", "--fleet"], "is not a name"),
+        (["new", "a\n", "--fleet"], "is not a name"),
+        (["new", "\x1b[2Ja", "--fleet"], "is not a name"),
+        (["new", "a", "--place", "0\n"], "is not a place"),
         (["new", "a", "--place", "0.1.2"], "is not a place"),
         (["new", "a", "--place", "*"], "is not a place"),
         (["list"], "holds no key of a bus"),
