@@ -15,6 +15,7 @@ from schemas.identity import (
     Count,
     Identity,
     InFlight,
+    Label,
     Milliseconds,
     MillisecondsLeft,
     Moment,
@@ -132,7 +133,8 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
         generating: False when paused.
         asleep: Regions of memory that are released.
         profiling: A session is open.
-        version: Version label of the weights; 0 for those of the launch.
+        version: Version of the weights, if the label is a number; 0 for those of the launch.
+        label: The engine's own label of its weights, as it reports it; empty if it has none yet.
         digest: sha256 of the weights themselves.
         running: Requests that are being generated.
         generated: Tokens generated since the launch.
@@ -147,6 +149,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     asleep: frozenset[Tag] | None = None
     profiling: bool | None = None
     version: Count | None = None
+    label: Label | None = None
     digest: Name | None = None
     running: Count | None = None
     generated: Count | None = None

@@ -34,6 +34,8 @@ Moment = Annotated[int, Meta(ge=-(1 << 43), le=1 << 43)]
 """A reading of a monotonic clock in milliseconds: 278 years. In nanoseconds it fits into 64 bits."""
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Label = Annotated[str, Meta(max_length=200)]
+"""An engine's own name of its weights; empty for none."""
 Text = Annotated[str, Meta(max_length=8192)]
 
 Role = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,31}$(?!\n)")]

@@ -1,15 +1,12 @@
 """The interface between an agent and its engine. `workers/engines/` has one adapter per engine."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from schemas.events import EngineCall, Observation, Returned
 
 
-class Engine(Protocol):
-    """One engine as seen from one node.
-
-    Calls never overlap: the agent makes the next one when the last has returned. A call is never cancelled.
-    """
+class EngineView(Protocol):
+    """One engine as seen from one node, for an agent that only observes: it offers nothing that changes the engine."""
 
     async def open(self) -> None:
         """Attach to the engine, or build it. Raises EngineError if there is none to attach to."""
@@ -18,6 +15,18 @@ class Engine(Protocol):
     async def observe(self) -> Observation:
         """Read the engine's state. Changes nothing, is cheap, never raises: what cannot be read is None or unknown."""
         ...
+
+    async def close(self) -> None:
+        """Detach from the engine, and free what `open` created."""
+        ...
+
+
+@runtime_checkable
+class Engine(EngineView, Protocol):
+    """One engine as seen from one node.
+
+    Calls never overlap: the agent makes the next one when the last has returned. A call is never cancelled.
+    """
 
     async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
         """Make one call, and return once its effect holds, as far as the engine can tell.
@@ -33,8 +42,4 @@ class Engine(Protocol):
             UnsupportedError: The engine cannot do this. It was not touched.
             EngineError: The engine refused or failed.
         """
-        ...
-
-    async def close(self) -> None:
-        """Detach from the engine, and free what `open` created."""
         ...

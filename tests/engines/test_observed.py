@@ -129,8 +129,8 @@ vllm:num_requests_running{engine="1",model_name="m"} 1.0
 
 
 def test_counters_are_summed_over_their_labels() -> None:
-    assert read_counters(METRICS, VLLMEngine.counters) == Counters(3, 3500)
-    assert read_counters(METRICS, SGLangEngine.counters) == Counters()
+    assert read_counters(METRICS, VLLMEngine.kind.counters) == Counters(3, 3500)
+    assert read_counters(METRICS, SGLangEngine.kind.counters) == Counters()
     assert read_counters("a 1\nb 2\nb 3\n", CounterNames("a", ("b", "c"))) == Counters(1, 5)
 
 

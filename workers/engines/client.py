@@ -35,8 +35,8 @@ class CallRefused(EngineError):
         self.status, self.body = status, body
 
 
-class EngineClient(Protocol):
-    """A connection to one engine's front end.
+class EngineReader(Protocol):
+    """A connection to one engine's front end that can only read. It is all that an observing agent has.
 
     Attributes:
         where: The URL, or the class in process, for messages.
@@ -60,16 +60,20 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def call(self, method: str, /, **arguments: object) -> object:
-        """Call one of `methods` with parameters that it takes. Raises CallRefused and Unanswered."""
-        ...
-
     async def read(self, method: str, /) -> object:
         """Call a method that only reads; gives up after some seconds. Raises CallRefused and Unanswered."""
         ...
 
     async def close(self) -> None:
         """Close the connection; the engine keeps running."""
+        ...
+
+
+class EngineClient(EngineReader, Protocol):
+    """A connection over which an engine is commanded as well."""
+
+    async def call(self, method: str, /, **arguments: object) -> object:
+        """Call one of `methods` with parameters that it takes. Raises CallRefused and Unanswered."""
         ...
 
 

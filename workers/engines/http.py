@@ -71,12 +71,12 @@ class Route(NamedTuple):
     unlisted: bool = False
 
 
-class HttpClient:
-    """An `EngineClient` of one server.
+class HttpReader:
+    """An `EngineReader` of one server. It sends GET requests, and those only to the paths that it is given.
 
     Args:
         url: http://HOST:PORT.
-        routes: The engine's methods by name.
+        routes: The engine's methods by name. A reader leaves out those that are no GET.
         info_path: Path of the launch settings; 404 there means that this node has no front end.
         key: Sent as a bearer token.
 
@@ -86,7 +86,8 @@ class HttpClient:
 
     def __init__(self, url: str, routes: Mapping[str, Route], *, info_path: str, key: str | None = None) -> None:
         self.where = base_url(url)
-        self._routes, self._info_path = routes, info_path
+        self._routes = {name: route for name, route in routes.items() if self._offers(route)}
+        self._info_path = info_path
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._client = AsyncClient(
             base_url=self.where,
@@ -98,6 +99,9 @@ class HttpClient:
             ),
             trust_env=False,
         )
+
+    def _offers(self, route: Route) -> bool:
+        return route.verb == "GET"
 
     async def open(self) -> None:
         """Do nothing: a server can be called from anywhere."""
@@ -126,12 +130,6 @@ class HttpClient:
                 return None
             raise
 
-    async def call(self, method: str, /, **arguments: object) -> object:
-        route = self._routes[method]
-        named = {route.renamed.get(name, name): value for name, value in arguments.items()}
-        attempts = ATTEMPTS if route.repeatable else 1
-        return _result(route, await self._send(route, named, attempts, route.timeout_s))
-
     async def read(self, method: str, /) -> object:
         route = self._routes[method]
         return _result(route, await self._send(route, {}, ATTEMPTS, READ_TIMEOUT_S))
@@ -140,10 +138,6 @@ class HttpClient:
         """Return the JSON object at a path. Raises CallRefused and Unanswered."""
         answer = _json(await self._send(Route("GET", path), {}, ATTEMPTS, READ_TIMEOUT_S))
         return answer if isinstance(answer, dict) else {}
-
-    async def delete(self, path: str) -> None:
-        """Delete what is at a path. Raises CallRefused, with status 404 if it is already gone, and Unanswered."""
-        await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -195,6 +189,23 @@ class HttpClient:
                     f"{self.where}{route.path} answered more than {ANSWER_BYTES:,} bytes. It was not read on."
                 )
         return answer.decode(errors="replace")
+
+
+class HttpClient(HttpReader):
+    """An `EngineClient` of one server. Made of the same arguments as its reader."""
+
+    def _offers(self, route: Route) -> bool:
+        return True
+
+    async def call(self, method: str, /, **arguments: object) -> object:
+        route = self._routes[method]
+        named = {route.renamed.get(name, name): value for name, value in arguments.items()}
+        attempts = ATTEMPTS if route.repeatable else 1
+        return _result(route, await self._send(route, named, attempts, route.timeout_s))
+
+    async def delete(self, path: str) -> None:
+        """Delete what is at a path. Raises CallRefused, with status 404 if it is already gone, and Unanswered."""
+        await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
 
 def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:

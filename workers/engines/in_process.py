@@ -39,33 +39,25 @@ _instance_ids: Final[WeakKeyDictionary[object, str]] = WeakKeyDictionary()
 _running: Final[set[Task[Any]]] = set()  # a loop holds its tasks only weakly
 
 
-class InProcessClient(ABC):
-    """The part of an `EngineClient` that both engines share: the event loop, and calls that run to their end.
+class InProcessReader(ABC):
+    """The part of an `EngineReader` that both engines share: the event loop.
 
     Args:
         engine: The engine's object.
-        requests: The module of its request classes; the engine's own by default.
     """
 
     where: str
     _owner: str
 
-    def __init__(self, engine: Any, requests: ModuleType | None = None) -> None:
-        self._engine, self._requests = engine, requests
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self._loop: AbstractEventLoop | None = None
 
     async def open(self) -> None:
         self._require_loop()
 
-    async def call(self, method: str, /, **arguments: object) -> object:
-        self._require_loop()
-        return await run_to_end(self._call(method, arguments))
-
     async def close(self) -> None:  # noqa: B027 (both engines need nothing)
         """Do nothing: there is no connection."""
-
-    @abstractmethod
-    async def _call(self, method: str, arguments: dict[str, object]) -> object: ...
 
     @abstractmethod
     def _engine_loop(self) -> AbstractEventLoop | None:
@@ -86,6 +78,26 @@ class InProcessClient(ABC):
     def _failure(self, method: str, error: Exception) -> CallRefused:
         reason = f"{type(error).__name__}: {error}"
         return CallRefused(f"{self.where}.{method} failed: {reason}", None, reason)
+
+
+class InProcessClient(InProcessReader):
+    """The part of an `EngineClient` that both engines share: calls that run to their end.
+
+    Args:
+        engine: The engine's object.
+        requests: The module of its request classes; the engine's own by default.
+    """
+
+    def __init__(self, engine: Any, requests: ModuleType | None = None) -> None:
+        super().__init__(engine)
+        self._requests = requests
+
+    async def call(self, method: str, /, **arguments: object) -> object:
+        self._require_loop()
+        return await run_to_end(self._call(method, arguments))
+
+    @abstractmethod
+    async def _call(self, method: str, arguments: dict[str, object]) -> object: ...
 
 
 async def run_to_end(call: Coroutine[Any, Any, T]) -> T:

@@ -6,9 +6,9 @@ from typing import Literal
 from msgspec import Struct
 
 from schemas.identity import Operation
-from workers.engines.attached import Launch
 from workers.engines.client import CallRefused, EngineClient, Methods, mapping_at
 from workers.engines.http import HttpClient
+from workers.engines.observed import Launch
 from workers.engines.sglang import launch as sglang
 from workers.engines.sglang.server import SGLangServer
 from workers.engines.vllm import launch as vllm

@@ -22,7 +22,7 @@ Where SGLang differs from other engines:
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, assert_never
@@ -38,9 +38,8 @@ from schemas.identity import GPUS_PER_NODE_MAX, InFlight
 from schemas.safetensors.format import read_layout, safetensors_files
 from workers.engines.attached import AttachedEngine
 from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
-from workers.engines.client import RETRY_S, CallRefused, EngineClient, Methods, retry_time_s
-from workers.engines.counters import CounterNames
-from workers.engines.sglang.launch import SGLangLaunch, read_launch
+from workers.engines.client import RETRY_S, CallRefused, EngineClient, retry_time_s
+from workers.engines.sglang.launch import SGLANG, SGLangLaunch
 from workers.engines.sglang.profile import NEVER, profile_arguments
 from workers.traces.node import collect_traces, make_fresh, require_writable
 
@@ -54,11 +53,7 @@ _PAUSE_MODES: Final[dict[InFlight, str]] = {"abort": "abort", "wait": "retract",
 class SGLangEngine(AttachedEngine[SGLangLaunch]):
     """One SGLang engine, seen from one node of its replica. The client reaches this node's own server."""
 
-    kind = "sglang"
-    # It counts a request's tokens when the request ends; the latencies between them are counted as they come.
-    counters = CounterNames(
-        "sglang:num_running_reqs", ("sglang:generation_tokens_total", "sglang:inter_token_latency_seconds_count")
-    )
+    kind = SGLANG
 
     async def open(self) -> None:
         """Attach to the engine.
@@ -98,9 +93,6 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
             case _:
                 assert_never(call)
         return events.Returned()
-
-    def _read_launch(self, info: Mapping[str, object], methods: Methods) -> SGLangLaunch:
-        return read_launch(info, methods)
 
     # --- requests, memory and weights ---------------------------------------------------------------------------------
 

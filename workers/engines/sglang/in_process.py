@@ -14,11 +14,16 @@ import sys
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Final
 
 from workers.engines.client import CallRefused, Methods, Unanswered
-from workers.engines.in_process import InProcessClient, call_and_await, instance_id, parameter_names
+from workers.engines.in_process import (
+    InProcessClient,
+    InProcessReader,
+    call_and_await,
+    instance_id,
+    parameter_names,
+)
 
 REQUESTS: Final = "sglang.srt.managers.io_struct"
 REQUEST_OF: Final[Mapping[str, str]] = {
@@ -45,31 +50,28 @@ LAUNCH: Final = (
 """Launch settings that the adapter reads."""
 
 
-class TokenizerManagerClient(InProcessClient):
-    """An `EngineClient` of a `TokenizerManager` (SGLang 0.5.6 or newer).
+class TokenizerManagerReader(InProcessReader):
+    """An `EngineReader` of a `TokenizerManager` (SGLang 0.5.6 or newer). It calls `config_value` and `resolved_dict`,
+    which look things up, and no other method.
 
     Args:
         manager: The tokenizer manager; None on a node that has none.
-        requests: The module of its request classes; SGLang's own by default.
     """
 
     where, _owner = "TokenizerManager", "sglang's"
 
-    def __init__(self, manager: Any, requests: ModuleType | None = None) -> None:
-        super().__init__(manager, requests)
+    def __init__(self, manager: Any) -> None:
+        super().__init__(manager)
         self._manager = manager
 
     async def methods(self) -> Methods | None:
-        """Read the methods' signatures and request classes. None while the engine is being shut down."""
+        """Return what can be read. None while the engine is being shut down."""
         self._require_loop()
         if not self._can_command():
             return {}
         if self._manager.gracefully_exit:
             return None
-        found = {name: getattr(self._manager, name, None) for name in (*REQUEST_OF, *PLAIN)}
-        called = {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
-        read = {"is_paused": frozenset[str](), "get_weight_version": frozenset[str]()}
-        return {"update_weight_version": frozenset({"new_version", "abort_all_requests"}), **called, **read}
+        return {"is_paused": frozenset(), "get_weight_version": frozenset()}
 
     async def info(self) -> Mapping[str, object] | None:
         """Return what the adapter reads of `/server_info`.
@@ -108,6 +110,24 @@ class TokenizerManagerClient(InProcessClient):
     def _require_up(self, method: str) -> None:
         if not self._can_command() or self._manager.gracefully_exit:
             raise Unanswered(f"{self.where}.{method} was not called: the engine is being shut down, or is not here.")
+
+
+class TokenizerManagerClient(InProcessClient, TokenizerManagerReader):
+    """An `EngineClient` of a `TokenizerManager`.
+
+    Args:
+        manager: The tokenizer manager; None on a node that has none.
+        requests: The module of its request classes; SGLang's own by default.
+    """
+
+    async def methods(self) -> Methods | None:
+        """Read the methods' signatures and request classes. None while the engine is being shut down."""
+        read = await super().methods()
+        if not read:
+            return read
+        found = {name: getattr(self._manager, name, None) for name in (*REQUEST_OF, *PLAIN)}
+        called = {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
+        return {"update_weight_version": frozenset({"new_version", "abort_all_requests"}), **called, **read}
 
     async def _call(self, method: str, arguments: dict[str, object]) -> object:
         """Call a method. Nothing else here awaits the engine."""

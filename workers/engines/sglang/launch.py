@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from schemas.identity import Operation
-from workers.engines.attached import Launch
 from workers.engines.client import Methods, integer_at, product_at, text_at
+from workers.engines.counters import CounterNames
+from workers.engines.observed import EngineKind, Launch
 
 _NEEDED: Final[Mapping[Operation, str]] = {
     Operation.PROFILE: "start_profile",
@@ -64,3 +65,13 @@ def _missing(methods: Methods, saves_memory: bool) -> dict[Operation, str]:
         reason = "it would release nothing: launch it with --enable-memory-saver"
         missing |= {Operation.SLEEP: reason, Operation.WAKE: reason}
     return missing
+
+
+SGLANG: Final = EngineKind(
+    "sglang",
+    # It counts a request's tokens when the request ends; the latencies between them are counted as they come.
+    CounterNames(
+        "sglang:num_running_reqs", ("sglang:generation_tokens_total", "sglang:inter_token_latency_seconds_count")
+    ),
+    read_launch,
+)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from workers.engines.http import HttpClient, Route
+from workers.engines.http import HttpClient, HttpReader, Route
 
 ROUTES: Final[Mapping[str, Route]] = {
     "start_profile": Route("POST", "/start_profile"),
@@ -28,8 +28,12 @@ ROUTES: Final[Mapping[str, Route]] = {
 """By the names of `TokenizerManager`'s methods (sglang/srt/entrypoints/http_server.py)."""
 
 
-class SGLangServer(HttpClient):
-    """A client of an SGLang server. Its key is the admin key, or the API key if it has no admin key."""
+class SGLangReader(HttpReader):
+    """A reader of an SGLang server. Its key is the admin key, or the API key if it has no admin key."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         super().__init__(url, ROUTES, info_path="/server_info", key=key)
+
+
+class SGLangServer(HttpClient, SGLangReader):
+    """A client of an SGLang server."""

@@ -23,7 +23,6 @@ Where vLLM differs from other engines:
 import hashlib
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import assert_never
 
@@ -36,9 +35,8 @@ from schemas.commands import Broadcast, ProfilePlan
 from schemas.errors import CheckpointError, EngineError
 from workers.engines.attached import AttachedEngine
 from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
-from workers.engines.client import RETRY_S, EngineClient, Methods, retry_time_s
-from workers.engines.counters import CounterNames
-from workers.engines.vllm.launch import VLLMLaunch, read_launch
+from workers.engines.client import RETRY_S, EngineClient, retry_time_s
+from workers.engines.vllm.launch import VLLM, VLLMLaunch
 from workers.engines.vllm.profile import profile_arguments
 from workers.traces.node import collect_traces, make_fresh, move_trace, require_writable
 
@@ -46,8 +44,7 @@ from workers.traces.node import collect_traces, make_fresh, move_trace, require_
 class VLLMEngine(AttachedEngine[VLLMLaunch]):
     """One vLLM engine, seen from one node of its replica. A headless node (node rank above 0) has no client."""
 
-    kind = "vllm"
-    counters = CounterNames("vllm:num_requests_running", ("vllm:generation_tokens_total",))
+    kind = VLLM
     _files_before: frozenset[str] = frozenset()
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
@@ -78,9 +75,6 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
             case _:
                 assert_never(call)
         return events.Returned()
-
-    def _read_launch(self, info: Mapping[str, object], methods: Methods) -> VLLMLaunch:
-        return read_launch(info, methods)
 
     # --- memory and weights -------------------------------------------------------------------------------------------
 

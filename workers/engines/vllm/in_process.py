@@ -10,16 +10,24 @@ key and no dev mode are needed: whoever can run code in the process owns the eng
 import asyncio
 import sys
 from asyncio import AbstractEventLoop, Task
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
 import anyio
 
+from schemas.errors import EngineError
 from workers.engines.client import CallRefused, Methods, Unanswered
 from workers.engines.http import READ_TIMEOUT_S
-from workers.engines.in_process import InProcessClient, call_and_await, instance_id, parameter_names
+from workers.engines.in_process import (
+    InProcessClient,
+    InProcessReader,
+    call_and_await,
+    instance_id,
+    parameter_names,
+)
 from workers.engines.vllm.server import ROUTES
 
 REQUESTS: Final = "vllm.distributed.weight_transfer.base"
@@ -29,22 +37,26 @@ REQUEST_OF: Final[Mapping[str, str]] = {
 }
 """Methods that take one request object, with its class."""
 
+READS: Final = ("is_paused", "is_sleeping", "get_weight_version")
+"""Methods that only read."""
+
 HEALTH_CHECK_S: Final = 1.0
 """Seconds between two health checks of an engine that owes an answer."""
 
 
-class AsyncLLMClient(InProcessClient):
-    """An `EngineClient` of an `AsyncLLM` (vLLM's V1 engine, 0.13 or newer)."""
+class AsyncLLMReader(InProcessReader):
+    """An `EngineReader` of an `AsyncLLM` (vLLM's V1 engine, 0.13 or newer). It calls `check_health` and what is in
+    `READS`.
+    """
 
     where, _owner = "AsyncLLM", "vllm's"
 
     async def methods(self) -> Methods | None:
-        """Read the methods' signatures. None if the engine is dead."""
+        """Return what can be read. None if the engine is dead."""
         self._require_loop()
         if await self._dead() is not None:
             return None
-        found = {name: getattr(self._engine, name, None) for name in ROUTES}
-        return {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
+        return {name: frozenset() for name in READS if callable(getattr(self._engine, name, None))}
 
     async def info(self) -> Mapping[str, object]:
         """Return what the adapter reads of `/server_info?config_format=json`."""
@@ -67,8 +79,10 @@ class AsyncLLMClient(InProcessClient):
     async def read(self, method: str, /) -> object:
         """Make one call that only reads. vLLM matches replies to calls, so this one may be abandoned."""
         self._require_loop()
+        if method not in READS:
+            raise EngineError(f"{self.where}.{method} was not called: it is not among {', '.join(READS)}.")
         with anyio.move_on_after(READ_TIMEOUT_S):
-            return await self._call(method, {})
+            return await self._answer(method, partial(call_and_await, getattr(self._engine, method)))
         raise Unanswered(f"{self.where}.{method} did not answer within {READ_TIMEOUT_S:g} s.")
 
     def _engine_loop(self) -> AbstractEventLoop | None:
@@ -82,11 +96,11 @@ class AsyncLLMClient(InProcessClient):
             return error
         return None
 
-    async def _call(self, method: str, arguments: dict[str, object]) -> object:
-        """Call a method. Nothing else here awaits the engine's work."""
+    async def _answer(self, method: str, call: Callable[[], Coroutine[Any, Any, object]]) -> object:
+        """Make a call, and return its result. Nothing else here awaits the engine's work."""
         if (died := await self._dead()) is None:
             try:
-                return await self._while_alive(self._translated(method, arguments))
+                return await self._while_alive(call())
             except CallRefused:
                 raise
             except Exception as error:
@@ -105,6 +119,20 @@ class AsyncLLMClient(InProcessClient):
             return task.result()
         finally:
             task.cancel()
+
+
+class AsyncLLMClient(InProcessClient, AsyncLLMReader):
+    """An `EngineClient` of an `AsyncLLM`."""
+
+    async def methods(self) -> Methods | None:
+        """Read the methods' signatures. None if the engine is dead."""
+        if await super().methods() is None:
+            return None
+        found = {name: getattr(self._engine, name, None) for name in ROUTES}
+        return {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
+
+    async def _call(self, method: str, arguments: dict[str, object]) -> object:
+        return await self._answer(method, partial(self._translated, method, arguments))
 
     async def _translated(self, method: str, arguments: dict[str, object]) -> object:
         """Do what the server's route of this method does."""

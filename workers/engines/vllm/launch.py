@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Final
 
 from schemas.identity import Operation
-from workers.engines.attached import Launch
 from workers.engines.client import Methods, integer_at, mapping_at, product_at, text_at
+from workers.engines.counters import CounterNames
+from workers.engines.observed import EngineKind, Launch
 
 _NEEDED: Final[Mapping[Operation, tuple[str, ...]]] = {
     Operation.PROFILE: ("start_profile", "stop_profile"),
@@ -76,3 +77,8 @@ def _missing(methods: Methods, profiles_to: Path | None, saves_memory: bool) -> 
         reason = "it would release nothing: launch it with --enable-sleep-mode"
         missing |= {Operation.SLEEP: reason, Operation.WAKE: reason}
     return missing
+
+
+VLLM: Final = EngineKind(
+    "vllm", CounterNames("vllm:num_requests_running", ("vllm:generation_tokens_total",)), read_launch
+)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from workers.engines.http import HttpClient, Route
+from workers.engines.http import HttpClient, HttpReader, Route
 
 ROUTES: Final[Mapping[str, Route]] = {
     "start_profile": Route("POST", "/start_profile"),
@@ -31,8 +31,8 @@ ROUTES: Final[Mapping[str, Route]] = {
 """By the names of `AsyncLLM`'s methods (vllm/entrypoints/**/api_router.py, 0.13 to 0.33)."""
 
 
-class VLLMServer(HttpClient):
-    """A client of a vLLM server. Its key is the API key."""
+class VLLMReader(HttpReader):
+    """A reader of a vLLM server. Its key is the API key."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         super().__init__(url, ROUTES, info_path="/server_info?config_format=json", key=key)
@@ -40,3 +40,7 @@ class VLLMServer(HttpClient):
     async def info(self) -> Mapping[str, object]:
         """Return the launch settings. A server without the control routes reports its version only."""
         return {**(await super().info() or {}), **await self.get("/version")}
+
+
+class VLLMServer(HttpClient, VLLMReader):
+    """A client of a vLLM server."""
