@@ -22,7 +22,7 @@ from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.thread import BusThread
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import Absent
-from controlplane.machine.status import all_serve, what_agents_lack
+from controlplane.machine.serving import all_serve, what_agents_lack
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
@@ -58,9 +58,9 @@ Replicas = Iterable[int] | None
 class ControlPlane:
     """The control plane of one training run.
 
-    Enter it with `with` or `async with`. Every method except `status` publishes at once and returns a ticket; all may
-    be called from any thread. A method raises CommandError for a command that can't be published, BusOverloaded,
-    BusFaulted (the log can't be written) or BusClosed. What happens in the fleet is in the reports.
+    Enter it with `with` or `async with`. All methods may be called from any thread. Those that command the fleet
+    publish at once and return a ticket. A method raises CommandError for a command that can't be published,
+    BusOverloaded, BusFaulted (the log can't be written) or BusClosed. What happens in the fleet is in the reports.
 
     In all methods, `replicas` are the indices of the replicas that the command is for (None for all), and `timeout`
     is the number of seconds after which agents that have not answered are reported as missing.
@@ -103,6 +103,7 @@ class ControlPlane:
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         folder = keys or os.environ.get(KEYS_VARIABLE)
         self._keys = KeyFolder(Path(folder)) if folder else None
+        self._begun: Step | None = None
         self._opened: BusThread | None = None
         self._owner: threading.Thread | None = None
         self._bus: Bus
@@ -187,6 +188,19 @@ class ControlPlane:
         """Return the fleet at this moment: its agents, their states, and which commands wait for whom."""
         bus = self.bus
         return self._portal.call(bus.status)
+
+    def serving(self) -> dict[int, int]:
+        """Return the replicas that serve at this moment, each with the version that it is proven to serve.
+
+        Exact without a wait: an answer counts at once, before the next heartbeat. A replica is not in it while it is
+        paused, asleep, in a sync, in quarantine, launching or away, or while it has not answered a command that lets it
+        serve again. An agent that dies without a word counts until the bus notices, at the latest after
+        `agent_timeout_ms`. Version 0 is what the engine was launched with. Replicas that never sync are left out.
+
+        Raises:
+            BusFaulted, BusClosed: The bus has stopped, and nobody knows what the replicas serve.
+        """
+        return self.bus.serving()
 
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
         """Wait until `count` agents are live, and every live replica is proven to serve.
@@ -373,6 +387,30 @@ class ControlPlane:
         and the report is in `profile_reports`.
         """
         return Step(self._profiling, global_step)
+
+    def begin_step(self, global_step: int) -> None:
+        """Begin a training step, for a trainer whose steps are callbacks. Waits as `with plane.step(n):` does.
+
+        Raises:
+            ConfigError: The step before it has not ended.
+        """
+        if self._begun is not None:
+            begun = self._begun.number
+            raise ConfigError(f"begin_step({global_step}): step {begun} has not ended. Call `end_step` at its end")
+        step = self.step(global_step)
+        step.begin()
+        self._begun = step
+
+    def end_step(self) -> None:
+        """End the step that `begin_step` began, and wait for its reports.
+
+        Raises:
+            ConfigError: No step has begun.
+        """
+        if self._begun is None:
+            raise ConfigError("end_step: no step has begun. Call `begin_step` at its beginning")
+        step, self._begun = self._begun, None
+        step.end()
 
 
 async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int, send: SendWeights) -> None:

@@ -158,24 +158,36 @@ class Profiling:
 
 
 class Step:
-    """One step of the trainer, as a context; made by `ControlPlane.step`. Waits until the agents have answered."""
+    """One step of the trainer, as a context; made by `ControlPlane.step`. Waits until the agents have answered.
+
+    Attributes:
+        number: Global training step.
+    """
 
     def __init__(self, profiling: Profiling, global_step: int) -> None:
         if global_step < 0:
             raise ConfigError(f"global_step {global_step}: steps are counted from 0")
-        self._profiling, self._step = profiling, global_step
+        self._profiling, self.number = profiling, global_step
+
+    def begin(self) -> None:
+        """Publish what comes before the step, and wait for it."""
+        self._wait(self._profiling.begin_step(self.number))
+
+    def end(self) -> None:
+        """Publish what comes after the step, and wait for it."""
+        self._wait(self._profiling.end_step(self.number))
 
     def __enter__(self) -> None:
-        self._wait(self._profiling.begin_step(self._step))
+        self.begin()
 
     def __exit__(self, *_: object) -> None:
-        self._wait(self._profiling.end_step(self._step))
+        self.end()
 
     async def __aenter__(self) -> None:
-        await self._wait_async(self._profiling.begin_step(self._step))
+        await self._wait_async(self._profiling.begin_step(self.number))
 
     async def __aexit__(self, *_: object) -> None:
-        await self._wait_async(self._profiling.end_step(self._step))
+        await self._wait_async(self._profiling.end_step(self.number))
 
     def _wait(self, tickets: list[Ticket[Report]]) -> None:
         for ticket in tickets:  # grows: a stop is followed by a collect

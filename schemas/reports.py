@@ -109,6 +109,7 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         silent_ms: Time since the last message; 0 for an agent that is gone.
         waits_for: Commands that it has not answered yet.
         away_ms: How long it has been away; 0 if it is live.
+        serving: On node rank 0, the version that its replica is proven to serve; None if it is not proven to serve.
     """
 
     agent: Name
@@ -120,6 +121,7 @@ class AgentLine(Struct, frozen=True, kw_only=True):
     status: AgentStatus | None
     waits_for: tuple[Text, ...] = ()
     away_ms: Count = 0
+    serving: Count | None = None
 
     @property
     def condition(self) -> str:
@@ -150,6 +152,40 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         return self.state == "live", not self.in_trouble, agent_order(self.agent)
 
 
+class ReplicaStatus(Struct, frozen=True, kw_only=True):
+    """One replica in `FleetStatus.replicas`.
+
+    Attributes:
+        agents: By node rank.
+    """
+
+    agents: tuple[AgentLine, ...]
+
+    @property
+    def serving(self) -> int | None:
+        """The version that it is proven to serve at the moment of the status; None if it is not proven to serve."""
+        return self._primary.serving if self._primary is not None else None
+
+    @property
+    def version(self) -> int | None:
+        """The version that it holds: the one that it serves, else the one of its last heartbeat; None if unknown."""
+        if self.serving is not None:
+            return self.serving
+        status = self._primary.status if self._primary is not None else None
+        return status.version if status is not None else None
+
+    @property
+    def state(self) -> str:
+        """`serving`, else what its primary is doing, in a few words."""
+        if self._primary is None:
+            return "its primary (node rank 0) has not joined"
+        return "serving" if self.serving is not None else self._primary.condition
+
+    @property
+    def _primary(self) -> AgentLine | None:
+        return next((line for line in self.agents if identity_of(line.agent).node_rank == 0), None)
+
+
 INSECURE: Final = "INSECURE: anybody who can reach this bus can command the engines; it has no keys"
 
 
@@ -176,6 +212,22 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     insecure: bool = False
     unproven: tuple[Count, ...] = ()
     descriptors: Text = ""
+
+    @property
+    def replicas(self) -> dict[int, ReplicaStatus]:
+        """The replicas of the fleet, by index."""
+        nodes: dict[int, list[AgentLine]] = {}
+        for line in sorted(self.agents, key=lambda line: agent_order(line.agent)):
+            identity = identity_of(line.agent)
+            if identity.role == ROLLOUT:
+                nodes.setdefault(identity.replica, []).append(line)
+        return {replica: ReplicaStatus(agents=tuple(lines)) for replica, lines in nodes.items()}
+
+    @property
+    def training_ranks(self) -> dict[str, AgentLine]:
+        """The training ranks of the fleet, by name: `actor.0`."""
+        lines = sorted(self.agents, key=lambda line: agent_order(line.agent))
+        return {line.agent: line for line in lines if identity_of(line.agent).role != ROLLOUT}
 
     def lines(self) -> list[Line]:
         """The run, then agents of the same condition together, those away or in trouble first, then open commands."""
@@ -330,12 +382,26 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
             if line.trouble
         ]
 
+    def raise_unless_committed(self) -> None:
+        """Raise CommandFailed unless the sync was committed: enough replicas serve the new version.
+
+        For a trainer that goes on without the rest of the fleet. Replicas in `quarantined` and `unproven` are not
+        failures here: they come back by a later sync or a restart. A `stale` sync has committed nothing, so it raises.
+        """
+        if self.status != "committed":
+            raise CommandFailed(self._failure("weight sync was not committed"))
+
     def raise_for_failures(self) -> None:
-        """Raise CommandFailed unless every known replica that the sync was for is proven to serve the new version."""
+        """Raise CommandFailed unless every known replica that the sync was for is proven to serve the new version.
+
+        For a trainer that needs its whole fleet: stricter than `raise_unless_committed`.
+        """
         if self.status == "committed" and not self.quarantined and not self.unproven:
             return
-        headline = f"weight sync did not succeed everywhere: {self.headline}"
-        raise CommandFailed("\n".join([headline, *(line.text for line in self._failures())]))
+        raise CommandFailed(self._failure("weight sync did not succeed everywhere"))
+
+    def _failure(self, what: str) -> str:
+        return "\n".join([f"{what}: {self.headline}", *(line.text for line in self._failures())])
 
 
 def _grouped(outcomes: Iterable[AgentOutcome]) -> list[Line]:

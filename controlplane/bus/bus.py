@@ -24,6 +24,7 @@ from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.turns import Turns
 from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState
+from controlplane.machine.serving import serving_replicas
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
@@ -43,7 +44,7 @@ logger = logger_of("bus")
 class Bus:
     """One life of the bus on one run's log. `async with Bus(...) as bus:`, under asyncio or trio.
 
-    `publish` and `sync` may be called from any thread, everything else in the loop of the bus.
+    `publish`, `sync`, `retire` and `serving` may be called from any thread, everything else in the loop of the bus.
 
     Args:
         address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
@@ -161,6 +162,15 @@ class Bus:
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
         return self._turns.status()
+
+    def serving(self) -> dict[int, int]:
+        """Return the replicas that are proven to serve, each with its version. May be called from any thread.
+
+        Raises:
+            BusFaulted, BusClosed: Nobody knows what the replicas serve.
+        """
+        self._check()
+        return serving_replicas(self.state)
 
     async def ask_anew(self) -> int:
         """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""

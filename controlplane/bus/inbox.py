@@ -10,7 +10,8 @@ Rule 1  Who is behind a connection is what its hello says, once: a connection sp
         connection that has not said hello is a stranger, and is told to. One that sends an operator's request is an
         operator.
         Where the bus has keys, the key of a connection says what it may send, in every message.
-Rule 2  Outcomes that arrived before a hello or a goodbye are passed on before it: the order decides who is missing.
+Rule 2  Outcomes that arrived before a hello or a goodbye are passed on before it: the order decides who is missing. So
+        are those that arrived before a heartbeat of the same agent: the newer of the two says what it serves.
 Rule 3  Nothing here grows with what strangers send: there are entries only for connections that said hello, at most
         CONNECTIONS_MAX, until they fall silent.
 """
@@ -84,6 +85,7 @@ class Inbox:
         self.malformed = 0
         self._log, self._grant_of = log, grant_of
         self._answers: list[events.PeerAnswer] = []
+        self._answering: set[str] = set()  # peers of those
         self._peers: dict[bytes, str] = {}  # by connection: who said hello on it
         self._keys: dict[bytes, bytes] = {}  # by connection of those: the key that it has proven to hold
         self._last_status: dict[str, tuple[int, bytes]] = {}  # by peer: seq and body of its last heartbeat
@@ -175,8 +177,11 @@ class Inbox:
             case wire.CommandOutcome(outcome=outcome, rule=rule):
                 answer = events.PeerAnswer(peer=peer, origin=header.origin, seq=header.seq, outcome=outcome, rule=rule)
                 self._answers.append(answer)
+                self._answering.add(peer)
             case AgentStatus():
                 self._last_status[peer] = (header.seq, body)
+                if peer in self._answering:
+                    self._flush_answers()
                 self.events.append(
                     events.StatusReceived(at_us=at_us, at_ns=self._at_ns, peer=peer, seq=header.seq, status=message)
                 )
@@ -236,6 +241,7 @@ class Inbox:
                 events.AnswersReceived(at_us=self._at_us, at_ns=self._at_ns, answers=tuple(self._answers))
             )
             self._answers.clear()
+            self._answering.clear()
 
     def _recheck_keys(self) -> None:
         """Shut out agents whose key was revoked, or may not be at their place any more."""

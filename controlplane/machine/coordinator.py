@@ -28,14 +28,16 @@ from msgspec.structs import replace
 
 from controlplane.machine import events, fleet, membership, sessions
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
+from controlplane.machine.serving import note_outcomes
 from controlplane.machine.weights import Sync, commit_phase, failed_report, first_phase, may_leave_out, next_phase
 from schemas.commands import Command, EpochStart, Target, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, identity_of
+from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, Report, SyncReport
 from schemas.wire import MAX_COMMAND_BYTES, MAX_TARGET_BYTES, CommandRecord, Envelope, Replay, encode
 
-LOGIC = 4
+LOGIC = 5
 """Version of the decisions below, recorded in every log. A change of behaviour gets a new number."""
 
 EPOCH_START_TIMEOUT_MS = 60_000
@@ -108,7 +110,6 @@ def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) 
         members=members,
         claims={},
         trainer_session=None,
-        loaded=frozenset(),
         history=tuple((record, 0) for record, _ in state.history),  # their time ran on another life's clock
     )
     start = EpochStart(previous_epoch=previous, logic=event.logic)
@@ -248,6 +249,7 @@ def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects:
         )
         if outcomes:
             state = sessions.withdraw_failed_session(state, command, outcomes)
+            state = note_outcomes(state, command.command, outcomes)
             waiting = command.waiting.difference(outcome.agent for outcome in outcomes)
             command = replace(command, waiting=waiting, outcomes=command.outcomes + outcomes)
         open_commands.append(command)
@@ -268,6 +270,8 @@ def _conclude(state: CoordinatorState, now: _Now, effects: Effects) -> Coordinat
             return state
         record = ended.record
         report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=ended.outcomes)
+        missing = (outcome for outcome in ended.outcomes if isinstance(outcome.conclusion, Missing))
+        state = note_outcomes(state, ended.command, missing)
         state = replace(state, open=tuple(command for command in state.open if command is not ended))
         effects.append(events.Conclude(ticket=ended.ticket, report=report))
         if state.sync is not None and state.sync.seq == report.seq:
@@ -316,8 +320,6 @@ def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, e
         sync, following = replace(sync, phase="abort"), WeightSync(phase="abort", version=sync.request.version)
     if isinstance(following, SyncReport):
         effects.append(events.Conclude(ticket=sync.request.ticket, report=following))
-        if following.status == "committed":
-            state = replace(state, loaded=frozenset(following.loaded), loaded_us=now.us)
         return replace(state, sync=None)
     state = replace(state, sync=replace(sync, seq=state.seq + 1))
     return _publish(state, following, sync.request.target, sync.request.timeout_ms, now, effects)

@@ -46,6 +46,8 @@ class Member(Struct, frozen=True, kw_only=True):
         seq: Last command that it applied, by its own report.
         status: What it last reported.
         status_us: When it did, on the clock of this life of the bus. A heartbeat that repeats the last one is no event.
+        obeyed: Whether it carried out the newest command that lets it serve or not, if that has ended since `status`.
+        loaded: The same of the newest commit or abort of a sync, which brings it to the committed weights.
     """
 
     peer: str
@@ -57,6 +59,8 @@ class Member(Struct, frozen=True, kw_only=True):
     seq: Count = 0
     status: AgentStatus | None = None
     status_us: int = 0
+    obeyed: bool | None = None
+    loaded: bool | None = None
 
 
 class OpenCommand(Struct, frozen=True, kw_only=True):
@@ -89,8 +93,6 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         sync: The weight sync in progress.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         retired: Agents that an operator took out of the run for good.
-        loaded: Replicas that the newest committed sync loaded, and `loaded_us` when it ended: until a later heartbeat,
-            that is what proves their weights.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
     """
 
@@ -106,8 +108,6 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     sync: Sync | None = None
     claims: dict[str, tuple[str, int]] = {}
     retired: frozenset[str] = frozenset()
-    loaded: frozenset[Count] = frozenset()
-    loaded_us: int = 0
     trainer_session: Count | None = None
 
 
@@ -135,6 +135,14 @@ def with_entry(table: dict[K, V], key: K, value: V) -> dict[K, V]:
     if not isinstance(table, _TurnTable):
         return {**table, key: value}
     table[key] = value
+    return table
+
+
+def with_entries(table: dict[K, V], entries: dict[K, V]) -> dict[K, V]:
+    """Return the table with some entries. Outside a turn that is one copy, whatever their number."""
+    if not isinstance(table, _TurnTable):
+        return {**table, **entries}
+    table.update(entries)
     return table
 
 
@@ -298,7 +306,9 @@ def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Ef
     if name is None:
         send(state, event.peer, UNKNOWN_PEER, effects)
         return state
-    member = replace(state.members[name], seq=event.seq, status=event.status, status_us=event.at_us)
+    member = replace(
+        state.members[name], seq=event.seq, status=event.status, status_us=event.at_us, obeyed=None, loaded=None
+    )
     return replace(state, members=with_entry(state.members, name, member))
 
 

@@ -78,11 +78,16 @@ def whole_target(state: CoordinatorState, target: Target) -> Target:
     return Target() if target.replicas is not None and every and every <= target.replicas else target
 
 
+def speaks_for_replica(member: Member) -> bool:
+    """Return whether the agent speaks for a replica."""
+    return (member.hello.identity.role, member.hello.identity.node_rank) == (ROLLOUT, 0)
+
+
 def is_engine_down(member: Member) -> bool:
     """Return whether this is a primary whose engine is known to be down."""
     return (
         member.state == "live"
-        and (member.hello.identity.role, member.hello.identity.node_rank) == (ROLLOUT, 0)
+        and speaks_for_replica(member)
         and member.status is not None
         and member.status.tokenizer == "unknown"
     )

@@ -299,11 +299,7 @@ class Bus:
                 if len(self.batch) == 1:
                     self.world.at(self.world.rng.randrange(2), self.flush)
             case AgentStatus():
-                if not self.is_stranger(peer):
-                    self.send(peer, self.state.epoch, self.state.seq, TIME_REPLY)
-                if self.statuses.get(peer) != (seq, message) or self.is_stranger(peer):
-                    self.statuses[peer] = (seq, message)
-                    self.feed(events.StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=message))
+                self._on_status(peer, message, seq)
             case Hello():
                 self.feed(events.HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
             case Join():
@@ -316,6 +312,15 @@ class Bus:
                 self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="left"))
             case _:
                 pass
+
+    def _on_status(self, peer: str, status: AgentStatus, seq: int) -> None:
+        if any(answer.peer == peer for answer in self.batch):
+            self.flush()  # what arrived first is decided first
+        if not self.is_stranger(peer):
+            self.send(peer, self.state.epoch, self.state.seq, TIME_REPLY)
+        if self.statuses.get(peer) != (seq, status) or self.is_stranger(peer):
+            self.statuses[peer] = (seq, status)
+            self.feed(events.StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=status))
 
     def flush(self) -> None:
         """Handle all answers that have arrived as one event."""

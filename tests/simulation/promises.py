@@ -13,6 +13,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened, PeerLost, Publish, Send
+from controlplane.machine.serving import serving_replicas
 from schemas.commands import Command, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.events import (
@@ -388,6 +389,7 @@ class Promises:
                 self._concluded(bus, effect.report)
             elif isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self._true(effect.report)
+        self._serves(bus)
         if len(state.history) > bus.world.settings.history:
             self.broken("P8 bounded", f"the ring holds {len(state.history)} commands")
 
@@ -497,6 +499,21 @@ class Promises:
             given = self.world.slot(f"{replica}.0").ledger.answered.get((last.origin, last.seq), [])
             if not any(isinstance(outcome, Acted) or outcome == Skipped(Reason.ALREADY) for outcome in given):
                 self.broken("P11 true", f"the report of v{report.version} says that replica {replica} serves it")
+
+    def _serves(self, bus: Bus) -> None:
+        """P11: a replica that the bus calls serving generates on nothing but the weights of that version."""
+        for replica, version in serving_replicas(bus.state).items():
+            slot = self.world.slot(f"{replica}.0")
+            process, engine = slot.process, slot.engine
+            if process is None or engine is None or process.peer != bus.state.members[slot.name].peer:
+                continue
+            committed = bus.state.desired[replica].committed
+            weights = committed.source.path if committed is not None else LAUNCHED
+            if engine.weights == LAUNCHED and engine.instance > 1:
+                continue  # it was relaunched, and the bus has yet to hear of it
+            if engine.generating and not self.misled(process) and engine.weights != weights:
+                text = f"the bus says that replica {replica} serves v{version}, {weights}, and it has {engine.weights}"
+                self.broken("P11 true", text)
 
 
 def _syncs(place: Identity) -> bool:

@@ -14,7 +14,7 @@ from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.commands import Command, EngineCommand, Target
 from schemas.config import AgentConfig
 from schemas.desired import Desired
-from schemas.events import Call, Decision, Observation, Pause, Returned
+from schemas.events import Call, Decision, Load, Observation, Pause, Returned
 from schemas.identity import Identity, Operation
 from workers.agent import Agent
 from workers.machine.decide import AgentState
@@ -37,6 +37,7 @@ class Engine:
     def __init__(self) -> None:
         self.tokenizer = "present"
         self.generating = True
+        self.version = 0
         self.calls: list[Call] = []
         self.raises: Exception | None = None
         self.gate: anyio.Event | None = None
@@ -57,7 +58,7 @@ class Engine:
             generating=self.generating,
             asleep=frozenset(),
             profiling=False,
-            version=0,
+            version=self.version,
         )
 
     async def perform(self, call: Call, timeout_s: float) -> Returned:
@@ -68,6 +69,8 @@ class Engine:
         if self.raises is not None:
             raise self.raises
         self.generating = not isinstance(call, Pause)
+        if isinstance(call, Load):
+            self.version = call.version
         return Returned()
 
     async def close(self) -> None:

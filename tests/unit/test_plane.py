@@ -144,12 +144,43 @@ def test_a_step_opens_and_closes_profiling_and_never_fails_for_it(
     assert "profile start step 1 on agent 0.0" in caplog.text and "the step goes on" in caplog.text
 
 
+def test_steps_that_are_callbacks_open_and_close_the_same_sessions(plane: ControlPlane) -> None:
+    for step in range(3):
+        plane.begin_step(step)
+        plane.end_step()
+    assert actions(plane) == ["check", "start", "stop"]
+    with pytest.raises(errors.ConfigError, match="no step has begun"):
+        plane.end_step()
+    plane.begin_step(7)
+    with pytest.raises(errors.ConfigError, match=r"begin_step\(8\): step 7 has not ended"):
+        plane.begin_step(8)
+    plane.end_step()
+
+
 def test_closing_closes_an_open_session(tmp_path: Path) -> None:
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", profiler=ProfilerConfig(steps=(1,)))
     plane.open()
-    plane.step(1).__enter__()
+    plane.begin_step(1)
     plane.close()
     assert actions(plane) == ["check", "start", "stop"]
+
+
+def test_what_is_served_is_known_as_soon_as_it_is_answered(tmp_path: Path) -> None:
+    """With heartbeats so rare that none is needed but the first."""
+    rare = BusConfig(head_interval_ms=50, heartbeat_ms=3_600_000, retransmit_ms=100)
+    places = {PRIMARY: Engine(), SECOND: Engine()}
+    plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=rare, checkpoints=tmp_path)
+    with plane, agents(plane.address, tmp_path, places):
+        wait_until(lambda: plane.serving() == {0: 0})
+        plane.sync_weights(1, checkpoint(tmp_path / "one")).wait(20).raise_unless_committed()
+        assert plane.serving() == {0: 1}
+        plane.pause().wait()
+        assert plane.serving() == {}
+        plane.resume().wait()
+        assert plane.serving() == {0: 1}
+        assert plane.status().replicas[0].serving == 1
+    with pytest.raises(errors.BusClosed):
+        plane.serving()
 
 
 def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
@@ -158,8 +189,8 @@ def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
     with agents(plane.address, tmp_path, {PRIMARY: engine}):
         wait_until(lambda: bool(plane.status().agents))
         with pytest.raises(errors.AgentsMissing) as caught:
-            plane.wait_for_agents(2, timeout=0.05).wait()
-    assert "expected 2 agents, all of them serving, within 0.05 s" in str(caught.value)
+            plane.wait_for_agents(2, timeout=0.5).wait()
+    assert "expected 2 agents, all of them serving, within 0.5 s" in str(caught.value)
     assert "0.0 lacks: " in str(caught.value) and "not ready" in str(caught.value)
 
 

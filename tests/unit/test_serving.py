@@ -9,13 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from controlplane.machine.status import all_serve, fleet_status, unproven_replicas, what_agents_lack
+from controlplane.machine.serving import all_serve, serving_replicas, unproven_replicas, what_agents_lack
+from controlplane.machine.status import fleet_status
 from schemas import errors
+from schemas.commands import EngineCommand, Target
 from schemas.config import BusConfig
 from schemas.identity import RolloutMode
+from schemas.outcomes import Reason, Skipped
 from schemas.reports import AgentStatus, FleetStatus
 from tests.processes.test_agent_process import Node
-from tests.unit.fleets import DONE, SECOND_US, Coordinator
+from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator
 
 PATIENT = BusConfig(head_interval_ms=50, heartbeat_ms=100, retransmit_ms=200, agent_timeout_ms=60_000)
 SERVING = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True, version=1)
@@ -99,6 +102,135 @@ def test_nobody_is_unproven_before_anything_is_committed() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
     assert unproven_replicas(bus.state) == frozenset()
+
+
+# --- which version is served, by answers and heartbeats ---------------------------------------------------------------
+
+PAUSE, RESUME = EngineCommand(operation="pause"), EngineCommand(operation="resume")
+
+
+def serving() -> Coordinator:
+    """Two replicas that have just committed version 1, and whose heartbeats are older than that."""
+    bus = Coordinator("0.0", "1.0", "0.1", "actor.0")
+    for name in ("0.0", "1.0"):
+        bus.status(name, replace(SERVING, version=0))
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    return bus
+
+
+def carried_out(bus: Coordinator, command: EngineCommand) -> dict[int, int]:
+    """What is served after a command that both replicas carried out."""
+    bus.issue(command)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    return serving_replicas(bus.state)
+
+
+def test_a_replica_serves_what_it_has_just_committed_before_its_next_heartbeat() -> None:
+    bus = serving()
+    assert serving_replicas(bus.state) == {0: 1, 1: 1}
+    lines = status(bus).replicas
+    assert {index: (line.state, line.version) for index, line in lines.items()} == {
+        0: ("serving", 1),
+        1: ("serving", 1),
+    }
+
+
+def test_during_a_sync_nobody_is_proven_to_serve_until_it_has_committed() -> None:
+    bus = serving()
+    bus.sync(2)
+    for _ in range(2):
+        assert serving_replicas(bus.state) == {}
+        bus.answer(a0_0=DONE, a1_0=DONE, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    bus.answer(a1_0=DONE)
+    assert serving_replicas(bus.state) == {1: 2}, "the other has not answered the commit"
+    bus.status("0.0", replace(SERVING, version=2))
+    assert serving_replicas(bus.state) == {1: 2}, "not by a heartbeat either, while its answer is due"
+    bus.answer(a0_0=NO)
+    assert serving_replicas(bus.state) == {1: 2}
+    bus.status("0.0", replace(SERVING, version=2))
+    assert serving_replicas(bus.state) == {0: 2, 1: 2}
+
+
+def test_after_an_abort_replicas_serve_what_they_served_before() -> None:
+    bus = serving()
+    bus.sync(2)
+    bus.answer(a0_0=NO, a1_0=NO, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    bus.answer(a0_0=DONE, a1_0=NO, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    assert serving_replicas(bus.state) == {0: 1}
+    assert unproven_replicas(bus.state) == {1}, "its abort failed, and its heartbeat is older"
+
+
+def test_a_paused_replica_serves_again_once_it_has_answered_the_resume() -> None:
+    bus = serving()
+    assert carried_out(bus, PAUSE) == {}
+    bus.issue(RESUME)
+    bus.answer(a0_0=DONE)
+    assert serving_replicas(bus.state) == {0: 1}
+    bus.answer(a1_0=NO)
+    assert serving_replicas(bus.state) == {0: 1}, "it said before the pause that it generates"
+    bus.status("0.0", replace(SERVING, generating=False))
+    assert serving_replicas(bus.state) == {}, "its heartbeat is newer than its answer"
+
+
+def test_a_replica_that_missed_a_command_is_proven_by_its_next_heartbeat_alone() -> None:
+    bus = serving()
+    heard_since = replace(SERVING, version=1)
+    bus.status("0.0", heard_since)
+    bus.issue(RESUME)
+    bus.answer(a1_0=Skipped(Reason.ALREADY))
+    assert serving_replicas(bus.state) == {1: 1}
+    bus.time(31 * SECOND_US)
+    assert serving_replicas(bus.state) == {1: 1}
+    bus.status("0.0", heard_since, seq=bus.state.seq)
+    assert serving_replicas(bus.state) == {0: 1, 1: 1}
+
+
+def test_a_command_for_others_says_nothing_about_a_replica() -> None:
+    bus = serving()
+    bus.issue(PAUSE, target=Target(replicas=frozenset({1})))
+    bus.answer(a0_0=Skipped(Reason.NOT_TARGETED), a1_0=DONE)
+    assert serving_replicas(bus.state) == {0: 1}
+
+
+def test_a_replica_in_quarantine_or_away_or_restarted_is_not_proven_to_serve() -> None:
+    bus = serving()
+    bus.arrive("2.0")
+    bus.sync(2)
+    for outcome in (NO, Skipped(Reason.QUARANTINED), DONE):
+        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=outcome, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    assert serving_replicas(bus.state) == {0: 2, 1: 2}
+    bus.lose("1.0")
+    assert serving_replicas(bus.state) == {0: 2}
+    bus.arrive("1.0")
+    assert serving_replicas(bus.state) == {0: 2}, "nothing was heard of it since"
+    bus.status("1.0", replace(SERVING, version=2))
+    assert serving_replicas(bus.state) == {0: 2, 1: 2}
+
+
+def test_a_wedged_engine_is_not_proven_to_serve_by_an_answer() -> None:
+    bus = serving()
+    bus.status("0.0", replace(SERVING, ready=False, wedged=True))
+    assert carried_out(bus, RESUME) == {1: 1}
+
+
+def test_replicas_and_training_ranks_are_apart_in_the_status() -> None:
+    bus = committed()
+    heard(bus, 1)
+    bus.arrive("3.1")
+    shown = status(bus)
+    assert {index: [line.agent for line in replica.agents] for index, replica in shown.replicas.items()} == {
+        0: ["0.0", "0.1"],
+        1: ["1.0"],
+        3: ["3.1"],
+    }
+    assert [(replica.state, replica.version) for replica in shown.replicas.values()] == [
+        ("serving", 1),
+        ("v0, generating", 0),
+        ("its primary (node rank 0) has not joined", None),
+    ]
+    assert list(shown.training_ranks) == ["actor.0"] and shown.training_ranks["actor.0"].state == "live"
 
 
 @pytest.fixture

@@ -146,6 +146,23 @@ def test_a_replica_that_is_lost_during_a_sync_is_left_out_and_follows_when_it_is
     assert bus.arrive("2.0") == Desired(committed=Committed(1, V1, None))
 
 
+def test_a_trainer_that_goes_on_without_the_rest_raises_only_if_nothing_was_committed() -> None:
+    bus = fleet()
+    bus.sync(1)
+    run_phases(bus, ALL, BUT_2, BUT_2)
+    bus.synced[0].raise_unless_committed()
+    with pytest.raises(CommandFailed, match="did not succeed everywhere"):
+        bus.synced[0].raise_for_failures()
+    bus.sync(2)
+    run_phases(bus, ONLY_0, ALL)
+    with pytest.raises(CommandFailed, match="weight sync was not committed: weights v2 aborted\n.*It burns"):
+        bus.synced[0].raise_unless_committed()
+    bus.sync(1)
+    run_phases(bus, dict.fromkeys("012", STALE))
+    with pytest.raises(CommandFailed, match="weights v1 stale"):
+        bus.synced[0].raise_unless_committed()
+
+
 # --- unproven ---------------------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ from workers.machine.suppressed import still_desired
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "next_deadline"]
 
-LOGIC = 4
+LOGIC = 5
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 _SUPERSEDED = Skipped(Reason.SUPERSEDED)
