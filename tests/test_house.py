@@ -30,6 +30,7 @@ PURE = (
     "controlplane/report/collect.py",
     *("controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),
     *("controlplane/timeline/fleet_tracks.py", "controlplane/timeline/tracks.py"),
+    *("controlplane/trainers/gateway/routes.py", "controlplane/trainers/gateway/updates.py"),
     *("workers/machine/*.py", "workers/engine.py", "workers/link/clocks.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no random number."""
