@@ -28,11 +28,11 @@ from controlplane.trainers.gateway.passing import PassedOn
 from controlplane.trainers.gateway.updates import (
     AnswerSent,
     BeginSync,
+    CommandReplica,
     Event,
     GatewayState,
     MomentPassed,
     PostArrived,
-    CommandReplica,
     Remind,
     Reply,
     SyncEnded,
@@ -241,7 +241,7 @@ class Gateway:
                     return _json(503, f"replica {replica} does not serve: {reason}")
                 return self._pass_on(request, replica, path, body=body) if self._engines else _json(200, "it serves")
             case routes.VersionRead():
-                return await self._version(replica, path)
+                return await self._version_of(replica, path)
             case routes.TransferPost():
                 self._turn(PostArrived(post=0, replica=replica, meaning=meaning))
                 return self._pass_on(request, replica, path, body=body)
@@ -359,7 +359,7 @@ class Gateway:
             keeps_authorization=key is None and self._token is None,
         )
 
-    async def _version(self, replica: int, path: str) -> Response:
+    async def _version_of(self, replica: int, path: str) -> Response:
         """The engine's answer, with the trainer's label in place of the number of the bus."""
         answer: dict[str, object] = {}
         if self._engines:
