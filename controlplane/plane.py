@@ -29,6 +29,7 @@ from controlplane.tickets import Ticket
 from schemas.carriers.keys import KEYS_VARIABLE
 from schemas.carriers.sockets import Context
 from schemas.commands import (
+    Broadcast,
     Checkpoint,
     EngineCommand,
     Manifest,
@@ -361,9 +362,10 @@ class ControlPlane:
             source = Checkpoint(os.fspath(source))
         if manifest is None:
             checkpoint = durable_source(source)
-            if checkpoint is None:
+            if checkpoint is None and isinstance(source, Broadcast):
                 raise ConfigError("a broadcast needs a manifest or a path: `manifest_of` makes one of names and shapes")
-            manifest = build_manifest(resolve_below(self._checkpoints, checkpoint.path), content)
+            if checkpoint is not None:
+                manifest = build_manifest(resolve_below(self._checkpoints, checkpoint.path), content)
         ticket = bus.sync(
             version,
             source,

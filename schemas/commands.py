@@ -187,12 +187,31 @@ class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_default
     path: RelativePath = ""
 
 
-Source = Checkpoint | Broadcast
+class Pushed(Struct, frozen=True, tag="pushed", omit_defaults=True):
+    """Weights that the trainer's own data plane carries into the engines. Agents fetch nothing.
+
+    The trainer pushes between prepare and the end of the load phase, while generation is paused, and ends a push before
+    it aborts. A replica has loaded these weights once its engine reports their label as its own.
+
+    Attributes:
+        label: What an engine reports of its weights once it holds these: SGLang's and vLLM's `weight_version`, verl's
+            `global_steps`. It names one set of weights: no other ones ever get the same label in a run.
+        path: The same weights as a checkpoint, for replicas that join late or have to load them again. Without it they
+            wait for the next sync.
+    """
+
+    label: Name
+    path: RelativePath = ""
+
+
+EngineSource = Checkpoint | Broadcast
+"""Where an engine gets new weights itself, when its agent asks it to load."""
+Source = EngineSource | Pushed
 """Where weights come from."""
 
 
 def durable_source(source: Source) -> Checkpoint | None:
-    """Return where these weights can be read at any later time; None if a broadcast has no checkpoint beside it."""
+    """Return where these weights can be read at any later time; None if there is no checkpoint beside the source."""
     if isinstance(source, Checkpoint):
         return source
     return Checkpoint(source.path) if source.path else None

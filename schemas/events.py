@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Raw, Struct
 
-from schemas.commands import Command, Manifest, ProfilePlan, Source, Target, UnknownCommand
+from schemas.commands import Command, EngineSource, Manifest, ProfilePlan, Pushed, Target, UnknownCommand
 from schemas.desired import Desired, ProfileSession
 from schemas.identity import (
     Count,
@@ -34,7 +34,7 @@ from schemas.outcomes import Outcome, Trace
 class CheckSource(Struct, frozen=True, tag="check_source"):
     """Check that the source of `version` can be loaded, without touching the engine."""
 
-    source: Source
+    source: EngineSource
     manifest: Manifest | None
     version: Positive
 
@@ -62,12 +62,32 @@ class Wake(Struct, frozen=True, tag="wake"):
     tags: frozenset[Tag]
 
 
-class Load(Struct, frozen=True, tag="load"):
-    """Replace the weights of a paused engine whose weights are awake. Returns the digest of what it holds."""
+class Load(Struct, frozen=True, tag="load", omit_defaults=True):
+    """Replace the weights of a paused engine whose weights are awake. Returns the digest of what it holds.
+
+    Attributes:
+        label: The label that the engine reports of these weights from then on; empty for the number of the version.
+    """
 
     version: Positive
-    source: Source
+    source: EngineSource
     manifest: Manifest | None
+    label: Label = ""
+
+
+class AwaitPush(Struct, frozen=True, tag="await_push"):
+    """Observe the engine until it reports the label of weights that the trainer pushes. Calls no engine.
+
+    It ends early when the load phase does. Then it has no result.
+    """
+
+    version: Positive
+    source: Pushed
+    manifest: Manifest | None
+
+
+class ReadWeights(Struct, frozen=True, tag="read_weights"):
+    """Observe the engine, whose weights a trainer may have pushed since the last observation. Calls no engine."""
 
 
 class Flush(Struct, frozen=True, tag="flush"):
@@ -117,7 +137,7 @@ EngineCall = (
     CheckSource | Pause | Resume | Sleep | Wake | Load | Flush | Abort | CheckProfile | StartProfile | StopProfile
 )
 DiskCall = CollectTraces | FinishProfile
-Call = EngineCall | DiskCall
+Call = EngineCall | DiskCall | AwaitPush | ReadWeights
 
 # --- the state of the engine ------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ Rule 2  A call that has begun is never cancelled, not even when the agent ends: 
 Rule 3  Nothing that an engine raises leaves this file. It becomes a `Fault`, and the machine decides what it means.
 Rule 4  Nothing that an adapter returns reaches the machine unless it can be encoded and decoded again: the journal has
         to be readable after a restart.
+Rule 5  To wait for weights that the trainer pushes calls nothing. The engine is observed until it reports their label,
+        or until the machine no longer waits for it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,7 +17,19 @@ import anyio
 from anyio import CancelScope
 
 from schemas.errors import CheckpointError, EngineError, UnsupportedError
-from schemas.events import Call, DiskCall, EngineObserved, EngineReturned, Event, Fault, Observation, Perform, Returned
+from schemas.events import (
+    AwaitPush,
+    Call,
+    DiskCall,
+    EngineObserved,
+    EngineReturned,
+    Event,
+    Fault,
+    Observation,
+    Perform,
+    ReadWeights,
+    Returned,
+)
 from schemas.logs import logger_of
 from schemas.wire import DECODE_ERRORS, encode, event_decoder
 from workers.engine import Engine
@@ -30,6 +44,10 @@ RESULT_BYTES: Final = 64 * 1024
 """Largest result of a call. It travels in an outcome, and is twice in the log."""
 MESSAGE_MAX: Final = 2000
 """Most characters of an engine's own message in an outcome."""
+LABEL_FIRST_S: Final = 0.02
+"""Seconds after which the label of pushed weights is read again. The time doubles with each reading."""
+LABEL_LAST_S: Final = 0.5
+"""Most seconds between two readings of that label."""
 WARN_AGAIN_MS: Final = 60_000
 """Time between two warnings about the same engine."""
 
@@ -77,9 +95,12 @@ class EngineDriver:
         while True:
             await self._wanted.wait()
             self._wanted = anyio.Event()
-            with CancelScope(shield=True):
-                while (perform := self._requested) is not None:
-                    self._requested = None
+            while (perform := self._requested) is not None:
+                self._requested = None
+                if isinstance(perform.call, AwaitPush):
+                    await self._await_label(perform, perform.call.source.label)
+                    continue
+                with CancelScope(shield=True):
                     async with self._lock:
                         await self._make(perform)
 
@@ -93,6 +114,26 @@ class EngineDriver:
                     self._feed(observation)
             await anyio.sleep(self._observe_s)
 
+    async def _await_label(self, perform: Perform, label: str) -> None:
+        """Observe the engine until it reports the label. Ends without a result if the machine no longer waits."""
+        delay_s = LABEL_FIRST_S
+        while self._is_current(perform):
+            async with self._lock:
+                observation = await self._observe()
+                if observation is not None and observation.label == label:
+                    if self._is_current(perform):
+                        self._report(perform, Returned(), observation)
+                    return
+                if observation is not None:
+                    self._feed(observation)
+            with anyio.move_on_after(delay_s):
+                await self._wanted.wait()
+            delay_s = min(2 * delay_s, LABEL_LAST_S)
+
+    def _is_current(self, perform: Perform) -> bool:
+        activity = self._state().activity
+        return activity is not None and activity.call_id == perform.call_id and self._requested is None
+
     def _feed(self, observation: Observation) -> None:
         stalls = stalls_after(self._stalls, self._observed, observation)
         news = is_news(self._fed, observation, self._stalls, stalls)
@@ -104,14 +145,17 @@ class EngineDriver:
     async def _make(self, perform: Perform) -> None:
         result = await _or_fault(self._perform(perform.call))
         self._warn_if_unanswered(perform.call, result)
-        self._observed = self._fed = observation = await self._observe()
+        self._report(perform, recordable(result), await self._observe())
+
+    def _report(self, perform: Perform, result: Returned | Fault, observation: Observation | None) -> None:
+        self._observed = self._fed = observation
         self._stalls = 0
-        event = EngineReturned(
-            at_ms=now_ms(), call_id=perform.call_id, result=recordable(result), observation=observation
-        )
+        event = EngineReturned(at_ms=now_ms(), call_id=perform.call_id, result=result, observation=observation)
         self._handle(event)
 
     async def _perform(self, call: Call) -> Returned:
+        if isinstance(call, ReadWeights | AwaitPush):
+            return _DONE  # the observation that follows is what was asked for
         if not isinstance(call, DiskCall):
             activity = self._state().activity
             timeout_s = (activity.deadline_ms - now_ms()) / 1000 if activity is not None else 0.0

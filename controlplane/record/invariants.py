@@ -37,7 +37,7 @@ from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.marks import decode_state
 from controlplane.record.proof import Proofs
 from schemas import events
-from schemas.commands import WeightSync
+from schemas.commands import Pushed, WeightSync
 from schemas.desired import Desired, desired_after, orphaned
 from schemas.errors import DecisionUnreadable
 from schemas.identity import agent_of, identity_of
@@ -281,7 +281,7 @@ class _Agent:
         committed, member, generated = self._desired.version, self._joined, self._generates
         observed = event.observation if isinstance(event, events.EngineReturned | events.EngineObserved) else None
         if observed is not None:
-            self._generates = observed.version if observed.generating and not observed.asleep else None
+            self._generates = self._version(observed) if observed.generating and not observed.asleep else None
         yield from self._follow(position, event, answers)
         self._advance()
         if member and self._complete and self._identity.node_rank == 0 and self._desired.version > committed:
@@ -294,6 +294,13 @@ class _Agent:
         failed = failed or (isinstance(event, events.EngineReturned) and isinstance(event.result, events.Fault))
         if observed is not None and self._complete and not self._calling and not failed:
             yield from self._left_at(position, observed)
+
+    def _version(self, observed: events.Observation) -> int | None:
+        """The version that the engine holds; None if nobody can tell. The number of a pushed label is no version."""
+        committed = self._desired.committed
+        if committed is None or not isinstance(committed.source, Pushed):
+            return observed.version
+        return committed.version if observed.label == committed.source.label else None
 
     def _on_answer(self, position: int, answer: events.Answer) -> Iterator[Violation]:
         outcome = answer.outcome
@@ -372,12 +379,15 @@ class _Agent:
             yield self._violation("I7", position, "goes on profiling, and nobody wants it any more")
         if not self._listening or not observed.generating or observed.asleep:
             return
-        version, committed = observed.version, desired.committed
+        version, committed = self._version(observed), desired.committed
         if desired.quarantined and desired.sync is None:
             text = f"generates, though quarantined since the sync to v{desired.quarantined}"
             yield self._violation("I1", position, text)
         elif version is not None and committed is not None and version != desired.version:
             yield self._violation("I1", position, f"generates on v{version}, and v{desired.version} is committed")
+        elif version is None and committed is not None and isinstance(committed.source, Pushed) and observed.label:
+            text = f"generates on weights labelled {observed.label!r}, and {committed.source.label!r} is committed"
+            yield self._violation("I1", position, text)
         content = committed.manifest.content if committed is not None and committed.manifest is not None else None
         if content is not None and observed.digest not in (None, content) and version == desired.version:
             yield self._violation("I2", position, f"serves v{version} with other weights than the sync announced")

@@ -30,6 +30,7 @@ PLAN = commands.ProfilePlan(
     with_stack=True,
 )
 SOURCE = commands.Checkpoint("run/step_5")
+PUSHED = commands.Pushed("5", path="run/step_5")
 MANIFEST = commands.Manifest(tensors=3, nbytes=1024, layout="aa", content="bb")
 SESSION = ProfileSession(3, PLAN)
 PROFILE = commands.ProfileCommand(action="start", step=3, plan=PLAN)
@@ -173,6 +174,9 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Perform(call_id=8, call=agent.Abort()),
     agent.Perform(call_id=9, call=agent.StartProfile(SESSION, "global_step_3/replica_1")),
     agent.Perform(call_id=10, call=agent.StopProfile(SESSION, "global_step_3/replica_1")),
+    agent.Perform(call_id=11, call=agent.AwaitPush(5, PUSHED, None)),
+    agent.Perform(call_id=12, call=agent.ReadWeights()),
+    agent.Perform(call_id=13, call=agent.Load(5, commands.Checkpoint(PUSHED.path), None, PUSHED.label)),
     agent.Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
     agent.RequestResend(8),
     agent.RequestSnapshot(),

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from schemas.commands import Broadcast, Checkpoint, Manifest, Source
+from schemas.commands import Broadcast, Checkpoint, EngineSource, Manifest
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
 from schemas.safetensors.format import TensorSpec, read_layout
@@ -51,7 +51,7 @@ class SourceChecker:
         self._root = root
         self._launched: tuple[str, dict[str, TensorSpec] | None] = ("", None)
 
-    def check(self, source: Source, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
+    def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
         """Check that the engine may load the source.
 
         Args:

@@ -10,25 +10,39 @@ All functions with `effects` append to it and return the next state.
 
 from msgspec.structs import replace
 
-from schemas.commands import Command, EngineCommand, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, Pushed, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
-from schemas.events import Answer, Call, CommandReceived, Effect, Pause, Perform, Returned
-from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
+from schemas.events import Answer, AwaitPush, Call, CommandReceived, Effect, Pause, Perform, Returned
+from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import calls_for, finish_call, needs_no_engine
 from workers.machine.gate import expiry, is_targeted, must_wait, refusal
 from workers.machine.order import drain_buffer
-from workers.machine.reconcile import PAUSE_AND_RESUME, reconcile
-from workers.machine.state import NOTHING_REPORTED, NOTHING_SUPPRESSED, Activity, AgentState, call_name, remember
+from workers.machine.reconcile import PAUSE_AND_RESUME, adopt_pushed, reconcile
+from workers.machine.state import (
+    NOTHING_REPORTED,
+    NOTHING_SUPPRESSED,
+    Activity,
+    AgentState,
+    EngineState,
+    call_name,
+    remember,
+)
 from workers.machine.suppressed import clear_suppressed, still_desired, suppress
 
 Effects = list[Effect]
+
+_SUPERSEDED = Skipped(Reason.SUPERSEDED)
 
 
 def proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
     """Decide queued commands while the engine is free; then reconcile."""
     if state.stopping:
         return state
-    while state.queue and (state.activity is None or state.activity.overdue):
+    while state.queue:
+        if awaits_push(state) and any(_ends_wait(state, event) for event in state.queue):
+            state = end_wait(state, _SUPERSEDED, effects)
+        if state.activity is not None and not state.activity.overdue:
+            return state
         event = state.queue[0]
         if must_wait(state, event, now_ms):
             return state
@@ -37,12 +51,50 @@ def proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
             state = drain_buffer(state)
     if state.activity is not None:
         return state
+    state = _adopted(state)
     calls = _own_calls(state)
     if not calls:
         return state
     if state.deferred_finish is not None:
         state = replace(state, deferred_finish=None)
     return _begin(state, None, calls, now_ms + state.settings.reconcile_timeout_ms, effects)
+
+
+def awaits_push(state: AgentState) -> bool:
+    """Whether the call under way only waits for weights that the trainer pushes. No engine is called meanwhile."""
+    activity = state.activity
+    if activity is None or activity.overdue:
+        return False
+    return isinstance(activity.calls[0], AwaitPush)
+
+
+def end_wait(state: AgentState, outcome: Outcome, effects: Effects) -> AgentState:
+    """Stop waiting for pushed weights, and answer the command that waited."""
+    assert state.activity is not None
+    trigger = state.activity.trigger
+    state = replace(state, activity=None)
+    return state if trigger is None else answer_command(state, trigger, outcome, effects)
+
+
+def _ends_wait(state: AgentState, event: CommandReceived) -> bool:
+    """Whether a command ends the load phase that a wait belongs to."""
+    command = event.command
+    return isinstance(command, EpochStart) or (isinstance(command, WeightSync) and is_targeted(state, event))
+
+
+def expect_push(engine: EngineState, desired: Desired) -> EngineState:
+    """Return `engine`, unread while a sync is in progress in which the trainer pushes weights into it."""
+    pushing = desired.sync is not None and isinstance(desired.sync.source, Pushed)
+    return replace(engine, unread=True) if pushing and not engine.unread and engine.label is not None else engine
+
+
+def _adopted(state: AgentState) -> AgentState:
+    """Recognize wanted weights that the trainer has pushed, by their label."""
+    if state.engine.label is None or not state.joined:
+        return state
+    desired = still_desired(state.desired, state.suppressed)
+    engine = adopt_pushed(state.engine, desired, state.identity)
+    return state if engine is state.engine else replace(state, engine=engine)
 
 
 def _own_calls(state: AgentState) -> tuple[Call, ...]:
@@ -79,10 +131,14 @@ def decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: 
             before = still_desired(state.desired, state.suppressed)
             remaining = still_desired(desired, suppressed)
             suppressed = suppress(suppressed, command, before, remaining, state.engine)
+    engine = state.engine
+    if targeted and desired is not state.desired and refused is None:
+        engine = expect_push(engine, desired)
     decided = replace(
         state,
         seq=seq,
         desired=desired,
+        engine=engine,
         suppressed=suppressed,
         reconcile_blocked=False,
         resend_from=state.resend_from if expired else 0,
@@ -106,6 +162,8 @@ def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects
     before = still_desired(earlier.desired, earlier.suppressed)
     if state.activity is not None and not _needs_no_free_engine(state, command):
         return _act_while_overdue(state, state.activity, before, event, effects)
+    if state.activity is None:
+        state = _adopted(state)
     sync = earlier.desired.sync
     result = calls_for(
         command,

@@ -4,13 +4,23 @@ from typing import Literal, assert_never
 
 from msgspec import Struct
 
-from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand, WeightSync
+from schemas.commands import (
+    Command,
+    EngineCommand,
+    EpochStart,
+    ProfileCommand,
+    ProfilePlan,
+    Pushed,
+    UnknownCommand,
+    WeightSync,
+)
 from schemas.desired import Desired, ProfileSession
 from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
 from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
-from workers.machine.reconcile import PAUSE_AND_RESUME, attainable, reconcile
+from workers.machine.observe import with_engine_state
+from workers.machine.reconcile import PAUSE_AND_RESUME, attainable, is_stranded, label_of, reconcile
 from workers.machine.state import EngineState
 
 CallsOrOutcome = tuple[Call, ...] | Skipped | Failed
@@ -144,9 +154,32 @@ def _weights(
         if failure is not None:
             return failure
     calls = reconcile(after, engine, identity, live=command.phase == "load")
+    failure = stranded(command, after, engine, identity)
+    if failure is not None:
+        return failure
     if calls or (before != after and not left_out):
         return calls
     return Skipped(Reason.QUARANTINED if left_out else Reason.ALREADY)
+
+
+def stranded(
+    command: Command | UnknownCommand | None, after: Desired, engine: EngineState, identity: Identity
+) -> Failed | None:
+    """Return the outcome of a sync's end that leaves the engine without weights that it may serve; None otherwise.
+
+    Nobody may take such a replica for one that serves the committed version, so it never counts as acted.
+    """
+    if not isinstance(command, WeightSync) or command.phase not in ("commit", "abort"):
+        return None
+    if not is_stranded(after, engine, identity):
+        return None
+    message = f"replica {identity.replica} can't get version {after.version}: "
+    message += (
+        "nobody can give it the weights of its launch again."
+        if after.committed is None
+        else ("its source has no checkpoint (`path`) to load it from.")
+    )
+    return Failed(ErrorKind.QUARANTINED, with_engine_state(message, engine) + " It stays paused until the next sync.")
 
 
 def _cannot_sync(
@@ -158,11 +191,33 @@ def _cannot_sync(
             f"replica {identity.replica} was asked to {command.phase} version {command.version} while its weights are "
             "asleep. Nothing was touched: wake the weights first, then sync.",
         )
+    if command.phase == "prepare" and isinstance(command.source, Pushed):
+        return _cannot_be_pushed_to(command.source, command.version, engine, identity)
     if command.phase == "load" and (after.sync is None or after.sync.version != command.version):
         return Failed(
             ErrorKind.NO_SUCH_SYNC,
             f"replica {identity.replica} was asked to load version {command.version}, which it did not prepare. "
             f"Its engine was not touched and holds version {engine.version}.",
+        )
+    return None
+
+
+def _cannot_be_pushed_to(source: Pushed, version: int, engine: EngineState, identity: Identity) -> Failed | None:
+    """The label is the only proof of a push, so the engine must report it, and it must change."""
+    if engine.label is None:
+        return Failed(
+            ErrorKind.UNSUPPORTED,
+            f"{engine.name} does not report the label of its weights, so nothing would show that replica "
+            f"{identity.replica} has got the pushed weights of version {version}. It was not touched: sync from a "
+            "checkpoint, or use a version of the engine that has a label.",
+        )
+    held = label_of(engine.loaded) if engine.loaded is not None else None
+    if engine.label == source.label and held != source.label and not engine.foreign:
+        return Failed(
+            ErrorKind.SOURCE_REFUSED,
+            f"replica {identity.replica} reports the label {source.label!r} already, for other weights (version "
+            f"{engine.version}), so nothing would show that version {version} has been pushed. Its engine was not "
+            "touched: give the weights another label.",
         )
     return None
 

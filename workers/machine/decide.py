@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from schemas.commands import EngineCommand, WeightSync, durable_source
 from schemas.desired import orphaned
 from schemas.events import (
+    AwaitPush,
     CheckProfile,
     CheckSource,
     CommandReceived,
@@ -39,6 +40,7 @@ from schemas.events import (
     Load,
     Observation,
     Perform,
+    ReadWeights,
     Restart,
     Returned,
     SnapshotReceived,
@@ -47,12 +49,29 @@ from schemas.events import (
     Tick,
 )
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.machine.advance import Effects, acted, answer_command, decide_command, proceed, suppress_failed
+from workers.machine.advance import (
+    Effects,
+    acted,
+    answer_command,
+    awaits_push,
+    decide_command,
+    end_wait,
+    expect_push,
+    proceed,
+    suppress_failed,
+)
+from workers.machine.commands import stranded
 from workers.machine.gate import must_wait
 from workers.machine.observe import apply_interruption, apply_observation, apply_result, relaunched, with_engine_state
 from workers.machine.order import apply_head, drain_buffer, enter_epoch, is_next, take_in
 from workers.machine.progress import apply_time, progress_after, wedged_at
-from workers.machine.reconcile import PAUSE_AND_RESUME, holds_committed, may_serve, reconcile
+from workers.machine.reconcile import (
+    PAUSE_AND_RESUME,
+    adopt_pushed,
+    holds_committed,
+    may_serve,
+    reconcile,
+)
 from workers.machine.state import (
     NOTHING_SUPPRESSED,
     Activity,
@@ -94,7 +113,7 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
         case Started():
             state = _on_started(state, event)
         case Stopping():
-            state = replace(state, stopping=True)
+            state = _on_stopping(state, effects)
         case _:
             assert_never(event)
     if engine is not state.engine and relaunched(engine, state.engine) and _out_of_service(state):
@@ -174,7 +193,13 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         return _fail(replace(state, engine=engine), activity, failure, restarted, event.at_ms, effects)
     completed = (*activity.completed, call_name(call))
     reported = _merge(activity.reported, result) if isinstance(result, Returned) else activity.reported
-    rest, trigger = activity.calls[1:], activity.trigger
+    trigger = activity.trigger
+    state = replace(state, engine=engine)
+    if isinstance(call, ReadWeights):
+        state, activity, failure = _plan_again(state, activity)
+        if failure is not None:
+            return _fail(state, activity, failure, restarted, event.at_ms, effects)
+    engine, rest = state.engine, activity.calls[1:]
     if rest and not activity.overdue and state.stopping:
         return _stop_within(replace(state, engine=engine), activity, completed, effects)
     if rest and not activity.overdue:
@@ -186,6 +211,24 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     if trigger is not None and not activity.overdue:
         state = answer_command(state, trigger, acted(state, trigger.command, completed, reported), effects)
     return proceed(state, event.at_ms, effects)
+
+
+def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:
+    """Plan the rest of an activity, now that it was read which weights the engine holds."""
+    desired = still_desired(state.desired, state.suppressed)
+    state = replace(state, engine=adopt_pushed(state.engine, desired, state.identity))
+    trigger = activity.trigger.command if activity.trigger is not None else None
+    failure = stranded(trigger, desired, state.engine, state.identity)
+    planned = reconcile(desired, state.engine, state.identity)
+    calls = (*activity.calls[:1], *planned, *(call for call in activity.calls[1:] if call not in planned))
+    return state, replace(activity, calls=calls), failure
+
+
+def _on_stopping(state: AgentState, effects: Effects) -> AgentState:
+    if awaits_push(state):
+        message = "the agent was asked to end while it waited for the trainer to push the weights."
+        state = end_wait(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
+    return replace(state, stopping=True)
 
 
 def _stop_within(state: AgentState, activity: Activity, completed: tuple[str, ...], effects: Effects) -> AgentState:
@@ -228,7 +271,9 @@ def _fail(
 
 def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
     activity = state.activity
-    if activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
+    if activity is not None and awaits_push(state) and event.at_ms >= activity.deadline_ms:
+        state = _miss_push(state, activity, effects)
+    elif activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
         if activity.trigger is not None:
             message = (
                 f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
@@ -243,6 +288,18 @@ def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
     return proceed(state, event.at_ms, effects)
 
 
+def _miss_push(state: AgentState, activity: Activity, effects: Effects) -> AgentState:
+    """Fail a load whose weights the trainer did not push by the deadline, or not to this launch of the engine."""
+    call = activity.calls[0]
+    wanted = call.source.label if isinstance(call, AwaitPush) else None
+    message = f"the trainer did not push the weights labelled {wanted!r} in time: the engine's label is "
+    message += f"{state.engine.label!r}."
+    if activity.trigger is not None:
+        state = suppress_failed(state, activity.trigger.command, activity.before)
+    failed = Failed(ErrorKind.ENGINE_TIMEOUT, with_engine_state(message, state.engine))
+    return end_wait(state, failed, effects)
+
+
 # --- joining, losing the bus, starting again --------------------------------------------------------------------------
 
 
@@ -255,15 +312,17 @@ def _on_snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -
         state = answer_command(state, queued, _SUPERSEDED, effects, rule=2)
     activity = state.activity
     if activity is not None:
+        waited = awaits_push(state)
         if activity.trigger is not None and not activity.overdue:
             state = answer_command(state, activity.trigger, _SUPERSEDED, effects, rule=2)
-        activity = replace(activity, trigger=None, calls=activity.calls[:1], before=None)
+        activity = None if waited else replace(activity, trigger=None, calls=activity.calls[:1], before=None)
     state = replace(
         state,
         history=event.epoch,
         seq=event.seq,
         desired=event.desired,
         suppressed=NOTHING_SUPPRESSED,
+        engine=expect_push(state.engine, event.desired),
         bus_lost=False,
         queue=(),
         reorder_buffer=tuple(buffered for buffered in state.reorder_buffer if buffered.seq > event.seq),
@@ -281,6 +340,8 @@ def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) 
     """
     if not state.joined and state.settings.on_lost_bus == "serve":
         return state
+    if awaits_push(state):
+        state = end_wait(state, _SUPERSEDED, effects)
     if state.joined:
         suppressed = replace(state.suppressed, generation=None)
         state = replace(state, desired=orphaned(state.desired), suppressed=suppressed)
@@ -313,8 +374,11 @@ def _on_observed(state: AgentState, event: EngineObserved, effects: Effects) -> 
     if state.interrupted is not None and observation.tokenizer != "unknown":
         return _resolve_interruption(state, state.interrupted, event, effects)
     engine = _with_progress(apply_observation(state.engine, observation), observation, event.at_ms)
-    reconcile_blocked = state.reconcile_blocked and not relaunched(state.engine, engine)
-    return proceed(replace(state, engine=engine, reconcile_blocked=reconcile_blocked), event.at_ms, effects)
+    restarted = relaunched(state.engine, engine)
+    state = replace(state, engine=engine, reconcile_blocked=state.reconcile_blocked and not restarted)
+    if restarted and state.activity is not None and awaits_push(state):
+        state = _miss_push(state, state.activity, effects)
+    return proceed(state, event.at_ms, effects)
 
 
 def _with_progress(engine: EngineState, observation: Observation | None, at_ms: int) -> EngineState:

@@ -8,8 +8,10 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from schemas.commands import Pushed
 from schemas.events import (
     Abort,
+    AwaitPush,
     Call,
     CheckProfile,
     CheckSource,
@@ -20,6 +22,7 @@ from schemas.events import (
     Load,
     Observation,
     Pause,
+    ReadWeights,
     Resume,
     Returned,
     Sleep,
@@ -29,7 +32,7 @@ from schemas.events import (
 )
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
-from workers.machine.reconcile import as_committed
+from workers.machine.reconcile import as_committed, differs, label_of
 from workers.machine.state import EngineState, call_name
 
 
@@ -38,7 +41,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
     if _other_instance(engine, observation):
         engine = EngineState()
     return replace(
-        engine,
+        _relabelled(engine, observation),
         name=observation.engine,
         instance=observation.instance or engine.instance,
         tokenizer=observation.tokenizer,
@@ -46,10 +49,26 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         generating=engine.generating if observation.generating is None else observation.generating,
         asleep=engine.asleep if observation.asleep is None else observation.asleep,
         session=None if observation.profiling is False else engine.session,
-        version=engine.version if observation.version is None else observation.version,
         digest=engine.digest if observation.digest is None else observation.digest,
         trouble=observation.trouble,
     )
+
+
+def _relabelled(engine: EngineState, observation: Observation) -> EngineState:
+    """Return `engine` with the weights that the observed label stands for.
+
+    A trainer chooses the labels of what it pushes, so their numbers are no versions of ours.
+    """
+    label = observation.label
+    version = engine.version if observation.version is None else observation.version
+    if label is None:
+        return replace(engine, version=version)
+    pushed = engine.loaded is not None and isinstance(engine.loaded.source, Pushed)
+    if label == engine.version_label or (pushed and engine.version_label is None):
+        return replace(engine, label=label, version_label=label)
+    if engine.version_label is not None and (observation.version is None or pushed or engine.unread):
+        return replace(engine, label=label, stale_cache=True)
+    return replace(engine, label=label, version_label=label, version=version)
 
 
 def relaunched(before: EngineState, after: EngineState) -> bool:
@@ -79,6 +98,10 @@ def apply_result(
             after = replace(after, torn=(after.torn or _discards(call)) and not intact)
         return after, Failed(ErrorKind(result.kind), with_engine_state(result.message, after))
     called = _after_success(engine, call, result)
+    if isinstance(call, ReadWeights) and (observation is None or observation.label is None):
+        after = called if observation is None else apply_observation(called, observation)
+        message = f"{after.name} did not say which weights it holds, which somebody may have changed."
+        return after, Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, after))
     if observation is None:
         return called, None
     failure = contradiction(call, result, observation)
@@ -86,8 +109,10 @@ def apply_result(
     if _discards(call):  # even if the engine was relaunched meanwhile: either launch may have made the call
         after = replace(after, torn=True)
     if failure is not None:
-        torn = after.torn or isinstance(call, Load)
+        torn = after.torn or isinstance(call, Load | AwaitPush)
         return replace(after, torn=torn), Failed(failure.error, with_engine_state(failure.message, after))
+    if isinstance(call, ReadWeights):
+        after = replace(after, unread=False)
     if isinstance(call, StartProfile):  # its window may have closed before the observation: it still needs a stop
         after = replace(after, session=called.session)
     return after, None
@@ -115,10 +140,13 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
             return replace(engine, generating=True, requests_kept=False)
         case CheckSource():
             return replace(engine, checked=as_committed(call))
-        case Load():
+        case Load() | AwaitPush():
             return replace(
                 engine,
                 version=call.version,
+                label=None,
+                version_label=None,
+                unread=False,
                 digest=result.digest,
                 torn=False,
                 stale_cache=True,
@@ -135,7 +163,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
             return replace(engine, asleep=engine.asleep | call.tags, stale_cache=stale, torn=torn)
         case Wake():
             return replace(engine, asleep=engine.asleep - call.tags)
-        case Abort() | CollectTraces() | CheckProfile() | FinishProfile():
+        case ReadWeights() | Abort() | CollectTraces() | CheckProfile() | FinishProfile():
             return engine
         case _:
             assert_never(call)
@@ -146,7 +174,7 @@ def contradiction(call: Call, result: Returned, observation: Observation) -> Fai
     found = _contradicting(call, observation)
     if found is not None:
         return Failed(ErrorKind.NO_EFFECT, f"{observation.engine} reported success for {call_name(call)}, but {found}.")
-    return _digest_contradiction(call, result, observation) if isinstance(call, Load) else None
+    return _digest_contradiction(call, result, observation) if isinstance(call, Load | AwaitPush) else None
 
 
 def _contradicting(call: Call, observation: Observation) -> str | None:
@@ -164,21 +192,30 @@ def _contradicting(call: Call, observation: Observation) -> str | None:
             return "no session is open"
         case StopProfile() if observation.profiling:
             return "a session is still open"
-        case Load() if observation.version not in (None, call.version):
-            return f"it holds version {observation.version}, not {call.version}"
+        case Load() | AwaitPush():
+            return _other_weights(call, observation)
         case _:
             return None
 
 
-def _digest_contradiction(call: Load, result: Returned, observation: Observation) -> Failed | None:
-    expected = call.manifest.content if call.manifest is not None else None
+def _other_weights(call: Load | AwaitPush, observation: Observation) -> str | None:
+    wanted, found = label_of(as_committed(call)), observation.label
+    if wanted is None and observation.version not in (None, call.version):
+        return f"it holds version {observation.version}, not {call.version}"
+    if wanted is not None and found not in (None, wanted):
+        return f"its weights are labelled {found!r}, not {wanted!r}"
+    return None
+
+
+def _digest_contradiction(call: Load | AwaitPush, result: Returned, observation: Observation) -> Failed | None:
     actual = observation.digest or result.digest
-    if expected is None or actual is None or expected == actual or ":" in actual:  # a digest of the engine's own kind
+    if call.manifest is None or actual is None or not differs(actual, call.manifest):
         return None
     return Failed(
         ErrorKind.DIGEST_MISMATCH,
         f"{observation.engine} reported success for the load of version {call.version}, but holds weights with digest "
-        f"{actual[:12]}, not the source's {expected[:12]}. It stays paused and out of service until a sync succeeds.",
+        f"{actual[:12]}, not the source's {str(call.manifest.content)[:12]}. It stays paused and out of service until "
+        "a sync succeeds.",
     )
 
 
@@ -202,8 +239,10 @@ def apply_interruption(engine: EngineState, call: Call, observation: Observation
             after = replace(after, torn=after.torn or (call.discard and not intact))
         case StartProfile() if observation.profiling is not False:
             after = replace(after, session=call.session)
-        case Load() if _is_visible(call, observation):
-            after = replace(after, torn=False, stale_cache=True, loaded=as_committed(call))
+        case Load() | AwaitPush() if _is_visible(call, observation):
+            loaded = as_committed(call)
+            after = replace(after, torn=False, stale_cache=True, unread=False, loaded=loaded, version=call.version)
+            after = replace(after, version_label=after.label)
         case Load():
             after = replace(after, torn=after.torn or not intact, stale_cache=True)
         case _:
@@ -225,8 +264,11 @@ def _is_visible(call: Call, observation: Observation) -> bool:
             return asleep is not None and not call.tags & asleep
         case StopProfile():
             return observation.profiling is False
+        case AwaitPush():
+            return observation.label == call.source.label
         case Load() if call.manifest is not None and call.manifest.content is not None:
-            return (observation.digest, observation.version) == (call.manifest.content, call.version)
+            holds = observation.label == call.label if call.label else observation.version == call.version
+            return holds and observation.digest == call.manifest.content
         case _:
             return False
 
@@ -236,6 +278,8 @@ def with_engine_state(message: str, engine: EngineState) -> str:
     if Operation.LOAD not in engine.operations:
         return message
     weights = "weights that nobody can vouch for" if engine.torn else f"version {engine.version}"
+    if engine.foreign:
+        weights = f"weights labelled {engine.label!r}, which are not those of version {engine.version}"
     return f"{message} The engine holds {weights} and is {'running' if engine.generating else 'paused'}."
 
 

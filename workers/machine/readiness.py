@@ -23,19 +23,13 @@ def is_wedged(state: AgentState) -> bool:
 
 def trouble(state: AgentState) -> str:
     """Return what keeps the replica from serving, and what it waits for; empty if nothing but a command does."""
-    engine, suppressed, activity = state.engine, state.suppressed, state.activity
+    suppressed = state.suppressed
     if state.bus_lost:
         return "has heard nothing from its bus for a lease; waits for the bus"
     if not state.joined or state.diverged:
         return "waits for the desired state from its bus"
-    if engine.trouble is not None:
-        return engine.trouble
-    if engine.tokenizer == "unknown":
-        return "its engine does not answer, or is still launching"
-    if activity is not None and activity.overdue:
-        return f"{engine.name} has not answered {call_name(activity.calls[0])}, past its deadline; waits for the answer"
-    if is_wedged(state):
-        return f"{engine.name} is wedged: it runs requests and generates nothing"
+    if found := _trouble_of_engine(state):
+        return found
     if state.desired.quarantined:
         return f"left out of version {state.desired.quarantined}; waits for the next committed sync, or a restart"
     if suppressed.quarantined:
@@ -46,4 +40,19 @@ def trouble(state: AgentState) -> str:
         return "a wake failed; waits for another wake"
     if state.reconcile_blocked:
         return "a call failed that nobody had commanded; waits for the next command"
+    return ""
+
+
+def _trouble_of_engine(state: AgentState) -> str:
+    engine, activity = state.engine, state.activity
+    if engine.trouble is not None:
+        return engine.trouble
+    if engine.tokenizer == "unknown":
+        return "its engine does not answer, or is still launching"
+    if activity is not None and activity.overdue:
+        return f"{engine.name} has not answered {call_name(activity.calls[0])}, past its deadline; waits for the answer"
+    if is_wedged(state):
+        return f"{engine.name} is wedged: it runs requests and generates nothing"
+    if engine.foreign and state.desired.sync is None:
+        return f"its engine holds weights labelled {engine.label!r}, which nobody committed; waits for the next sync"
     return ""

@@ -13,9 +13,22 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from schemas.commands import durable_source
+from schemas.commands import Checkpoint, Manifest, Pushed, durable_source
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
-from schemas.events import Call, CheckSource, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
+from schemas.events import (
+    AwaitPush,
+    Call,
+    CheckSource,
+    Flush,
+    Load,
+    Pause,
+    ReadWeights,
+    Resume,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.selection import trace_directory
 from workers.machine.state import EngineState
@@ -69,11 +82,16 @@ def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: b
     loaded before the rest of the memory is woken; the cache is flushed only after the weights that made it stale were
     replaced.
 
-    `live` says that a load was just commanded. Only then does the trainer send a broadcast; at any other time the same
-    weights must come from a durable source.
+    `live` says that a load was just commanded. Only then does the trainer send or push weights; at any other time the
+    same weights must come from a durable source.
+
+    After a sync of pushed weights that did not load, nobody here knows what the trainer did to the engine. Then it is
+    observed first, and the other calls are planned again from what that shows.
     """
     if _serves_what_is_desired(desired, engine):
         return ()
+    if engine.unread and desired.sync is None and not desired.quarantined:
+        return (ReadWeights(),)
     desired = attainable(desired, engine)
     session = plan_session(desired, engine, identity)
     weights = plan_weights(desired, engine, identity, live)
@@ -102,9 +120,9 @@ def _serves_what_is_desired(desired: Desired, engine: EngineState) -> bool:
         and not (desired.asleep or desired.quarantined)
         and desired.profile is None
         and engine.session is None
-        and not (engine.torn or engine.stale_cache or engine.asleep)
-        and engine.version == desired.version
+        and not (engine.stale_cache or engine.asleep)
         and (engine.loaded is None or engine.loaded == desired.committed)
+        and holds_committed(desired, engine)
     )
 
 
@@ -139,18 +157,28 @@ def plan_weights(desired: Desired, engine: EngineState, identity: Identity, live
     # Until the trainer wakes the memory of weights, none are loaded, and the engine can't serve either.
     if wanted is not None and (_is_held(engine, wanted, live) or "weights" in desired.asleep):
         wanted = None
-    source = wanted if wanted is None or live else durable(as_committed(wanted))
     can_load = Operation.LOAD in engine.operations
     preparing = desired.sync if desired.sync is not None and desired.sync.phase == "prepare" else None
-    unchecked = preparing or source
+    load = None if wanted is None or not can_load else _load_of(as_committed(wanted), live)
+    unchecked: Syncing | Load | AwaitPush | None = preparing if can_load and preparing is not None else load
     check: tuple[Call, ...] = ()
-    if unchecked is not None and can_load and engine.checked != as_committed(unchecked):
+    if (
+        unchecked is not None
+        and not isinstance(unchecked.source, Pushed)  # which can't be read before the engine has it
+        and engine.checked != Committed(unchecked.version, unchecked.source, unchecked.manifest)
+    ):
         check = (CheckSource(unchecked.source, unchecked.manifest, unchecked.version),)
-    if wanted is None:
-        return WeightsPlan(check)
-    if source is None or not can_load:
-        return WeightsPlan(check, unreachable=True)
-    return WeightsPlan(check, load=(Load(source.version, source.source, source.manifest),))
+    if load is None:
+        return WeightsPlan(check, unreachable=wanted is not None)
+    return WeightsPlan(check, load=(load,))
+
+
+def _load_of(wanted: Committed, live: bool) -> Load | AwaitPush | None:
+    """Return the call that brings these weights; None if there is none before the next sync."""
+    source = wanted.source if live else durable_source(wanted.source)
+    if isinstance(source, Pushed):
+        return AwaitPush(wanted.version, source, wanted.manifest)
+    return None if source is None else Load(wanted.version, source, wanted.manifest, label_of(wanted) or "")
 
 
 def plan_memory(desired: Desired, engine: EngineState, identity: Identity, loading: bool) -> MemoryPlan:
@@ -203,11 +231,18 @@ def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing 
     return desired.committed if desired.quarantined == 0 else None
 
 
-def as_committed(weights: Committed | Syncing | CheckSource | Load) -> Committed:
+def as_committed(weights: Committed | Syncing | CheckSource | Load | AwaitPush) -> Committed:
     """Return what identifies weights: version, source and manifest."""
     if isinstance(weights, Committed):
         return weights
+    if isinstance(weights, Load) and weights.label and isinstance(weights.source, Checkpoint):
+        return Committed(weights.version, Pushed(weights.label, weights.source.path), weights.manifest)
     return Committed(weights.version, weights.source, weights.manifest)
+
+
+def label_of(weights: Committed) -> str | None:
+    """Return the label that the trainer gave to weights that it pushes; None for others."""
+    return weights.source.label if isinstance(weights.source, Pushed) else None
 
 
 def durable(weights: Committed) -> Committed | None:
@@ -225,17 +260,54 @@ def _is_held(engine: EngineState, weights: Committed | Syncing, live: bool) -> b
 
 
 def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
-    """Whether the engine holds these weights, as far as anybody knows."""
-    if engine.torn or engine.version != weights.version:
+    """Whether the engine holds these weights, as far as anybody knows.
+
+    The number of a label proves a version only where agents set the labels. A trainer that pushes has its own.
+    """
+    if not _is_known(engine) or engine.version != weights.version:
         return False
     loaded, wanted = engine.loaded, as_committed(weights)
-    return loaded is None or loaded.version != engine.version or loaded in (wanted, durable(wanted))
+    if loaded is None or loaded.version != engine.version:
+        return label_of(wanted) is None
+    return loaded in (wanted, durable(wanted))
+
+
+def _is_known(engine: EngineState) -> bool:
+    """Whether the engine holds the weights of `version`."""
+    return not (engine.torn or engine.unread or engine.foreign)
+
+
+def adopt_pushed(engine: EngineState, desired: Desired, identity: Identity) -> EngineState:
+    """Return `engine` with the version of the wanted weights if their label shows that the trainer pushed them."""
+    if engine.label is None or (engine.unread and desired.sync is None) or (engine.torn and not engine.foreign):
+        return engine
+    wanted = wanted_weights(desired, identity)
+    if wanted is None or label_of(pushed := as_committed(wanted)) != engine.label or engine.loaded == pushed:
+        return engine
+    if differs(engine.digest, pushed.manifest):
+        return engine
+    return replace(engine, version=pushed.version, version_label=engine.label, loaded=pushed, torn=False, unread=False)
+
+
+def differs(digest: str | None, manifest: Manifest | None) -> bool:
+    """Whether weights are not those that the manifest announced, where both digests are of the weights' bytes."""
+    content = manifest.content if manifest is not None else None
+    return content is not None and digest is not None and digest != content and ":" not in digest
+
+
+def is_stranded(desired: Desired, engine: EngineState, identity: Identity) -> bool:
+    """Whether the engine can't get back to weights that it may serve before the next sync."""
+    if identity.mode is RolloutMode.COLOCATED or desired.sync is not None or desired.quarantined or engine.unread:
+        return False
+    if holds_committed(desired, engine) or "weights" in desired.asleep:
+        return False
+    return desired.committed is None or durable(desired.committed) is None
 
 
 def holds_committed(desired: Desired, engine: EngineState) -> bool:
     """Whether the engine holds the committed weights, or those it was launched with if nothing was committed."""
     if desired.committed is None:
-        return engine.version == 0 and not engine.torn
+        return engine.version == 0 and _is_known(engine)
     return holds_weights(engine, desired.committed)
 
 

@@ -44,6 +44,9 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         asleep: Memory that is released.
         session: The open profiling session.
         version: Version of the weights in the engine; 0 as launched.
+        label: The engine's own label of its weights, as last observed; None if it reports none.
+        version_label: The label that it had when `version` was established.
+        unread: A trainer may have pushed weights since the last observation.
         digest: Digest of those weights, where the engine reports one.
         torn: It is not known which weights are in the engine: a load failed or was cut off, or they were discarded.
         stale_cache: The cache holds prefixes that other weights computed.
@@ -63,6 +66,9 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     asleep: frozenset[Tag] = frozenset()
     session: ProfileSession | None = None
     version: Count = 0
+    label: str | None = None
+    version_label: str | None = None
+    unread: bool = False
     digest: str | None = None
     torn: bool = False
     stale_cache: bool = False
@@ -71,6 +77,11 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     requests_kept: bool = False
     progress: Progress | None = None
     trouble: str | None = None
+
+    @property
+    def foreign(self) -> bool:
+        """Whether somebody else has changed the weights: their label is not the one that goes with `version`."""
+        return self.label != self.version_label
 
 
 class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):

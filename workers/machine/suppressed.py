@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import ALL_TAGS, Desired, requested_session
-from schemas.events import Call, CheckSource, Load, StartProfile
+from schemas.events import AwaitPush, Call, CheckSource, Load, StartProfile
 from schemas.identity import Identity
 from workers.machine.commands import is_open
 from workers.machine.reconcile import holds_committed
@@ -110,7 +110,7 @@ def suppress(
             )
         case WeightSync(phase="prepare"):
             return replace(suppressed, sync=failed.version)
-        case WeightSync() | CheckSource() | Load():
+        case WeightSync() | CheckSource() | Load() | AwaitPush():
             earlier = suppressed.quarantined  # the abort of this sync must not lift an older quarantine
             if remaining.sync is not None:
                 version = remaining.sync.version

@@ -127,7 +127,9 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
                 await client.call(
                     "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=False
                 )
-        await client.call("update_weight_version", new_version=str(call.version), abort_all_requests=False)
+        await client.call(
+            "update_weight_version", new_version=call.label or str(call.version), abort_all_requests=False
+        )
 
     async def _receive(
         self, client: EngineClient, launch: SGLangLaunch, source: Broadcast, manifest: Manifest | None

@@ -7,6 +7,7 @@ It starts paused: the agent learns the desired state only some moments later, an
 """
 
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
@@ -15,7 +16,7 @@ from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Checkpoint, Manifest, Source
+from schemas.commands import Checkpoint, EngineSource, Manifest
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity, Operation
 from schemas.safetensors.format import TensorSpec
@@ -73,6 +74,19 @@ class TinyEngine:
             returned = await to_thread.run_sync(self._perform, call)
         return returned
 
+    async def push(self, label: str, tensors: "Mapping[str, Tensor]") -> None:
+        """Replace the weights in place, as a trainer's own data plane does, which asks no agent.
+
+        Args:
+            label: What the engine reports of these weights from now on.
+            tensors: All tensors of the model, by name.
+
+        Raises:
+            EngineError: The engine generates, its weights are asleep, or the tensors are not the model's.
+        """
+        with CancelScope(shield=True):
+            await to_thread.run_sync(self._push, label, tensors)
+
     async def close(self) -> None:
         """End what runs; a trace that is being recorded is written."""
         with CancelScope(shield=True):
@@ -102,6 +116,7 @@ class TinyEngine:
             asleep=frozenset(),
             profiling=False,
             version=0,
+            label="",
         )
         with ExitStack() as stack:
             scheduler = Scheduler(TinyConfig(), self._seed, launched)
@@ -118,7 +133,7 @@ class TinyEngine:
         if isinstance(request, server.Generate):
             return server.Completions(scheduler.generate(request))
         held = scheduler.observation
-        return server.WeightsDescription(version=held.version or 0, digest=held.digest or "")
+        return server.WeightsDescription(version=held.version or 0, digest=held.digest or "", label=held.label or "")
 
     def _perform(self, call: events.EngineCall) -> events.Returned:
         scheduler = self._require_scheduler()
@@ -127,7 +142,7 @@ class TinyEngine:
                 self._read(call.source, call.manifest)
             case events.Load():
                 tensors = self._read(call.source, call.manifest)
-                return events.Returned(digest=scheduler.run(scheduler.load, call.version, tensors))
+                return events.Returned(digest=scheduler.run(scheduler.load, call.version, tensors, call.label))
             case events.Pause():
                 scheduler.run(scheduler.pause, call.mode)
             case events.Resume():
@@ -145,6 +160,14 @@ class TinyEngine:
             case _:
                 assert_never(call)
         return events.Returned()
+
+    def _push(self, label: str, tensors: "Mapping[str, Tensor]") -> None:
+        from workers.engines.tiny.model import layout
+
+        if layout(tensors) != self._layout:
+            raise EngineError("the push was refused: its tensors are not those of the model. Nothing was changed.")
+        scheduler = self._require_scheduler()
+        scheduler.run(scheduler.load, None, tensors, label)
 
     def _profile(
         self, scheduler: "Scheduler", call: events.CheckProfile | events.StartProfile | events.StopProfile
@@ -164,7 +187,7 @@ class TinyEngine:
         traces = collect_traces(self._traces.resolve(), call.directory, plan, self._identity)
         return replace(traces, auto_stopped=ended)
 
-    def _read(self, source: Source, manifest: Manifest | None) -> "dict[str, Tensor]":
+    def _read(self, source: EngineSource, manifest: Manifest | None) -> "dict[str, Tensor]":
         """Return the tensors of a source. Raises CheckpointError unless the model can load every byte of it."""
         from workers.engines.tiny.model import digest, read
 

@@ -200,8 +200,12 @@ class Scheduler:
                 parameter.data = self._backup.pop(name)
         self._change(asleep=self._asleep - tags)
 
-    def load(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+    def load(self, version: int | None, tensors: Mapping[str, Tensor], label: str = "") -> str:
         """Copy tensors of the model's own layout over its weights. Kept prompts stay until `flush`.
+
+        Args:
+            version: Version of the weights; None for weights that a trainer pushed, which only have a label.
+            label: The label that it reports from now on; empty for the number of the version.
 
         Returns:
             The content digest of the weights that it holds now.
@@ -213,7 +217,7 @@ class Scheduler:
         for name, tensor in weights(self.model).items():
             tensor.copy_(tensors[name])
         held = digest(weights(self.model))
-        self._change(version=version, digest=held)
+        self._change(version=version, label=label or str(version), digest=held)
         return held
 
     def start_profile(self, plan: ProfilePlan, file: Path) -> None:

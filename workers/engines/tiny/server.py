@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from schemas.errors import EngineError
-from schemas.identity import Count, Name, Positive
+from schemas.identity import Count, Label, Name, Positive
 from schemas.wire import DECODE_ERRORS
 
 SCHEME: Final = "ipc://"
@@ -73,6 +73,7 @@ class WeightsDescription(Struct, frozen=True, kw_only=True, tag="weights"):
 
     version: Count
     digest: Name
+    label: Label = ""
 
 
 class RequestRefused(Struct, frozen=True, tag="refused"):

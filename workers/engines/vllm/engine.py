@@ -116,7 +116,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
             directory = await to_thread.run_sync(self._sources.checked_directory, source, call.manifest, launch.model)
             await client.call("collective_rpc", method="reload_weights", kwargs={"weights_path": str(directory)})
         if "update_weight_version" in launch.methods:
-            await client.call("update_weight_version", new_version=str(call.version))
+            await client.call("update_weight_version", new_version=call.label or str(call.version))
         wants_digest = call.manifest is not None and call.manifest.content is not None
         if not wants_digest or "compute_weight_checksums" not in launch.methods:
             return events.Returned()

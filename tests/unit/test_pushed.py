@@ -1,0 +1,360 @@
+"""Weights that the trainer's own data plane carries: an engine's own label is the only proof that it has them."""
+
+from typing import Literal
+
+import pytest
+from msgspec.structs import replace
+
+from schemas.commands import Broadcast, Checkpoint, EngineCommand, EpochStart, Pushed, Target, WeightSync
+from schemas.desired import Committed, Desired
+from schemas.events import (
+    AwaitPush,
+    CheckSource,
+    Effect,
+    EngineObserved,
+    EngineReturned,
+    Event,
+    LeaseExpired,
+    Load,
+    Observation,
+    Pause,
+    Perform,
+    Restart,
+    Resume,
+    Returned,
+    SnapshotReceived,
+    Started,
+    Stopping,
+    Tick,
+)
+from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
+from tests.unit.machines import PRESENT, PRIMARY, answers, command, fold, manifest
+from workers.machine.decide import in_sync, next_deadline
+from workers.machine.readiness import is_ready, trouble
+from workers.machine.state import AgentState, call_name
+
+LABELLED = replace(PRESENT, engine="sglang 0.5.23", label="default")
+NEW = Pushed("step 7")
+OLD = Pushed("step 6")
+OLD_COMMITTED = Desired(committed=Committed(6, OLD, None))
+
+
+def phase(name: str, version: int = 7, source: Pushed | Broadcast | Checkpoint = NEW) -> WeightSync:
+    """Return one phase of a sync of pushed weights."""
+    if name in ("prepare", "commit"):
+        return WeightSync(phase="prepare" if name == "prepare" else "commit", version=version, source=source)
+    return WeightSync(phase="load" if name == "load" else "abort", version=version)
+
+
+def calls(effects: list[Effect]) -> list[str]:
+    return [call_name(effect.call) for effect in effects if isinstance(effect, Perform)]
+
+
+def outcomes(effects: list[Effect]) -> list[Outcome]:
+    return [answer.outcome for answer in answers(effects)]
+
+
+class Run:
+    """One machine and the engine that it observes. Calls succeed, except the wait for a label, which `push` ends."""
+
+    def __init__(self, seen: Observation = LABELLED, desired: Desired | None = None) -> None:
+        self.seen = seen
+        self.state = AgentState()
+        self.calls: list[str] = []
+        self.outcomes: list[Outcome] = []
+        self.effects: list[Effect] = []
+        self.seq = 0
+        self.feed(
+            Started(at_ms=0, identity=PRIMARY, incarnation="a"),
+            EngineObserved(at_ms=0, observation=seen),
+            SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=desired or Desired()),
+        )
+
+    def issue(self, body: WeightSync | EngineCommand | EpochStart, ttl_ms: int = 1000) -> "Run":
+        self.seq += 1
+        return self.feed(command(body, self.seq, ttl_ms=ttl_ms))
+
+    def push(self, label: str, noticed: bool = True) -> "Run":
+        """Let the trainer replace the weights; unless it is `noticed`, the agent has not observed the engine since."""
+        self.seen = replace(self.seen, label=label, version=None)
+        call = self.state.activity.calls[0] if self.state.activity is not None else None
+        if isinstance(call, AwaitPush) and call.source.label == label:
+            return self._return()
+        return self.feed(EngineObserved(at_ms=1, observation=self.seen)) if noticed else self
+
+    def _return(self) -> "Run":
+        assert self.state.activity is not None
+        returned = EngineReturned(
+            at_ms=1, call_id=self.state.activity.call_id, result=Returned(), observation=self.seen
+        )
+        return self.feed(returned)
+
+    def feed(self, *events: Event) -> "Run":
+        for event in events:
+            self.state, effects = fold(self.state, event)
+            self.effects += effects
+            self.outcomes += outcomes(effects)
+            for effect in effects:
+                if isinstance(effect, Perform):
+                    self._call(effect)
+        return self
+
+    def _call(self, perform: Perform) -> None:
+        self.calls.append(call_name(perform.call))
+        match perform.call:
+            case AwaitPush():
+                return
+            case Pause() | Resume():
+                self.seen = replace(self.seen, generating=isinstance(perform.call, Resume))
+            case Load():
+                label = perform.call.label or str(perform.call.version)
+                self.seen = replace(self.seen, label=label, version=int(label) if label.isdigit() else None)
+            case _:
+                pass
+        if self.state.activity is not None and self.state.activity.call_id == perform.call_id:
+            self._return()
+
+    @property
+    def last(self) -> Outcome:
+        return self.outcomes[-1]
+
+
+def on_old(desired: Desired = OLD_COMMITTED) -> Run:
+    """Return a replica that serves the pushed version 6."""
+    run = Run(replace(LABELLED, label="step 6", version=None), desired)
+    assert run.state.engine.version == 6 and is_ready(run.state), trouble(run.state)
+    return run
+
+
+def failure(outcome: Outcome, kind: ErrorKind) -> str:
+    assert isinstance(outcome, Failed) and outcome.error is kind, outcome
+    return outcome.message
+
+
+# --- a sync -----------------------------------------------------------------------------------------------------------
+
+
+def test_pushed_weights_are_loaded_once_the_engine_reports_their_label() -> None:
+    run = Run().issue(phase("prepare"))
+    assert (run.calls, run.last) == (["pause"], Acted(calls=("pause",), version=0))
+    run.issue(phase("load"))
+    assert run.calls[1:] == ["await_push"] and len(run.outcomes) == 1
+    run.push("step 6")
+    assert len(run.outcomes) == 1
+    run.push("step 7")
+    assert run.last == Acted(calls=("await_push",), version=7)
+    run.issue(phase("commit"))
+    assert run.last == Acted(calls=("flush", "resume"), version=7)
+    assert is_ready(run.state) and not run.state.engine.foreign
+
+
+def test_weights_that_were_pushed_before_the_load_phase_are_recognized_in_it() -> None:
+    run = Run().issue(phase("prepare")).push("step 7").issue(phase("load"))
+    assert run.last == Acted(calls=(), version=7)
+    run.issue(phase("commit"))
+    assert run.last == Acted(calls=("flush", "resume"), version=7)
+
+
+def test_an_engine_without_a_label_refuses_to_prepare() -> None:
+    run = Run(PRESENT).issue(phase("prepare"))
+    message = failure(run.last, ErrorKind.UNSUPPORTED)
+    assert message.startswith("tiny 1 does not report the label of its weights")
+    assert run.calls == [] and is_ready(run.state)
+
+
+def test_a_label_that_the_engine_reports_already_is_refused() -> None:
+    """It proves nothing: here it is the number that an agent gave to version 7 of a checkpoint."""
+    run = Run(replace(LABELLED, label="7", version=7), Desired(committed=Committed(7, Checkpoint("v7"), None)))
+    run.issue(phase("prepare", 8, Pushed("7")))
+    assert "reports the label '7' already" in failure(run.last, ErrorKind.SOURCE_REFUSED)
+    assert is_ready(run.state)
+
+
+def test_the_same_pushed_weights_may_be_synced_again_under_the_next_version() -> None:
+    run = on_old().issue(phase("prepare", 7, OLD)).issue(phase("load")).issue(phase("commit", 7, OLD))
+    assert run.last == Acted(calls=("resume",), version=7)
+
+
+def test_the_number_of_a_pushed_label_is_no_version() -> None:
+    """A trainer counts its steps, and the run counts its versions."""
+    run = Run(replace(LABELLED, label="4", version=4), Desired(committed=Committed(5, Pushed("4"), None)))
+    assert run.calls == [] and run.state.engine.version == 5 and is_ready(run.state)
+    run.push("5")
+    assert run.calls == ["pause"] and not in_sync(run.state)
+    run.seen = replace(run.seen, version=5)
+    run.feed(EngineObserved(at_ms=1, observation=run.seen))
+    assert not in_sync(run.state)
+
+
+def test_pushed_weights_with_another_digest_than_announced_are_a_mismatch() -> None:
+    prepare = replace(phase("prepare"), manifest=manifest(7, "expected"))
+    run = Run(replace(LABELLED, digest="launched")).issue(prepare).issue(phase("load"))
+    run.seen = replace(run.seen, digest="other")
+    run.push("step 7")
+    failure(run.last, ErrorKind.DIGEST_MISMATCH)
+    assert run.state.engine.torn
+
+
+# --- the end of a wait ------------------------------------------------------------------------------------------------
+
+
+def test_a_push_that_does_not_come_by_the_deadline_is_named() -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load"), ttl_ms=500)
+    assert next_deadline(run.state) == 500
+    run.feed(Tick(at_ms=500))
+    message = failure(run.last, ErrorKind.ENGINE_TIMEOUT)
+    assert "'step 7' in time: the engine's label is 'default'" in message
+    assert run.state.activity is None and run.state.suppressed.quarantined == 7
+
+
+@pytest.mark.parametrize("body", [phase("abort"), phase("commit"), EpochStart(previous_epoch=1, logic=1)])
+def test_the_end_of_the_phase_ends_the_wait_at_once(body: WeightSync | EpochStart) -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load")).issue(body)
+    assert run.outcomes[1] == Skipped(Reason.SUPERSEDED) and len(run.outcomes) == 3
+    assert "read_weights" in run.calls and run.state.activity is None
+
+
+def test_a_sync_of_other_replicas_does_not_end_the_wait() -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load"))
+    run.feed(command(phase("abort"), 3, target=Target(replicas=frozenset({5}))))
+    assert run.state.activity is not None and len(run.state.queue) == 1
+
+
+def test_an_agent_that_is_asked_to_end_does_not_wait_for_the_trainer() -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load")).feed(Stopping(at_ms=2))
+    assert "asked to end while it waited" in failure(run.last, ErrorKind.UNKNOWN)
+    assert run.state.activity is None
+
+
+def test_a_snapshot_ends_the_wait() -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load"))
+    run.feed(SnapshotReceived(at_ms=2, epoch=1, seq=5, desired=Desired()))
+    assert run.last == Skipped(Reason.SUPERSEDED)
+    assert run.calls[-2:] == ["read_weights", "resume"] and is_ready(run.state)
+
+
+def test_an_engine_that_is_relaunched_during_the_wait_has_missed_the_push() -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load"))
+    run.feed(EngineObserved(at_ms=2, observation=replace(LABELLED, instance="two")))
+    failure(run.last, ErrorKind.ENGINE_TIMEOUT)
+    assert Restart() in run.effects
+
+
+def test_an_agent_that_was_killed_during_the_wait_acted_if_the_label_came() -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load"))
+    started = Started(at_ms=0, identity=PRIMARY, incarnation="b")
+    for label, expected in (("step 7", Acted(calls=("await_push",), version=7)), ("default", None)):
+        seen = replace(run.seen, label=label, version=None)
+        _, effects = fold(run.state, started, EngineObserved(at_ms=0, observation=seen))
+        (outcome,) = outcomes(effects)
+        assert outcome == expected if expected is not None else failure(outcome, ErrorKind.UNKNOWN)
+
+
+# --- after an abort ---------------------------------------------------------------------------------------------------
+
+
+def test_after_an_abort_an_engine_that_was_not_pushed_to_serves_again() -> None:
+    run = on_old().issue(phase("prepare")).issue(phase("load")).issue(phase("abort"))
+    assert run.last == Acted(calls=("read_weights", "resume"), version=6)
+    assert is_ready(run.state)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_after_an_abort_an_engine_that_took_the_label_is_out_of_service(noticed: bool) -> None:
+    run = on_old().issue(phase("prepare")).push("step 7", noticed).issue(phase("abort"))
+    message = failure(run.last, ErrorKind.QUARANTINED)
+    assert "can't get version 6: its source has no checkpoint" in message and "labelled 'step 7'" in message
+    assert "resume" not in run.calls and not in_sync(run.state)
+    run.issue(phase("prepare", 8, Pushed("step 8"))).issue(phase("load", 8)).push("step 8")
+    run.issue(phase("commit", 8, Pushed("step 8")))
+    assert run.last == Acted(calls=("flush", "resume"), version=8) and is_ready(run.state)
+
+
+def test_after_an_abort_the_trainer_may_push_the_committed_weights_back() -> None:
+    run = on_old().issue(phase("prepare")).push("step 7").issue(phase("abort"))
+    run.issue(phase("prepare", 8, OLD)).issue(phase("load", 8)).push("step 6").issue(phase("commit", 8, OLD))
+    assert run.last == Acted(calls=("flush", "resume"), version=8)
+
+
+def test_after_an_abort_an_engine_goes_back_to_the_checkpoint_of_what_is_committed() -> None:
+    source = Pushed("step 6", path="v6")
+    run = on_old(Desired(committed=Committed(6, source, None))).issue(phase("prepare")).push("step 7", noticed=False)
+    run.issue(phase("abort"))
+    assert run.last == Acted(calls=("read_weights", "check_source", "load", "flush", "resume"), version=6)
+    assert run.seen.label == "step 6" and is_ready(run.state)
+
+
+def test_after_an_aborted_first_sync_an_engine_that_took_the_label_stays_paused() -> None:
+    run = Run().issue(phase("prepare")).push("step 7", noticed=False).issue(phase("abort"))
+    assert "weights of its launch" in failure(run.last, ErrorKind.QUARANTINED)
+    assert not run.seen.generating
+
+
+def test_a_trainer_that_dies_during_a_push_leaves_nothing_paused_that_is_whole() -> None:
+    run = on_old().issue(phase("prepare")).issue(phase("load")).feed(LeaseExpired(at_ms=2))
+    assert run.calls[-2:] == ["read_weights", "resume"]
+    run = on_old().issue(phase("prepare")).push("step 7", noticed=False).feed(LeaseExpired(at_ms=2))
+    assert run.calls[-1] == "read_weights" and not run.seen.generating
+
+
+def test_an_engine_that_can_not_be_read_after_an_abort_is_out_of_service() -> None:
+    run = on_old().issue(phase("prepare"))
+    state, effects = fold(run.state, command(phase("abort"), 2))
+    assert calls(effects) == ["read_weights"] and state.activity is not None
+    silent = EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=None)
+    state, effects = fold(state, silent)
+    assert "did not say which weights it holds" in failure(outcomes(effects)[-1], ErrorKind.ENGINE_ERROR)
+    assert calls(effects) == [] and not in_sync(state)
+
+
+@pytest.mark.parametrize(("operation", "expected"), [("flush", ("flush",)), ("resume", ())])
+def test_a_command_that_has_to_read_the_weights_first_still_does_its_own_part(
+    operation: Literal["flush", "resume"], expected: tuple[str, ...]
+) -> None:
+    run = on_old().issue(phase("prepare"))
+    run.state = replace(run.state, desired=OLD_COMMITTED)
+    run.issue(EngineCommand(operation=operation))
+    assert isinstance(run.last, Acted)
+    assert run.last.calls == (
+        ("read_weights", "resume", "flush") if operation == "flush" else ("read_weights", "resume")
+    )
+
+
+# --- late joiners, and pushes without a sync --------------------------------------------------------------------------
+
+
+def test_a_late_joiner_loads_the_checkpoint_and_gives_it_the_label_of_the_push() -> None:
+    run = Run(desired=Desired(committed=Committed(7, Pushed("step 7", path="v7"), None)))
+    assert run.calls == ["check_source", "pause", "load", "flush", "resume"]
+    (load,) = [effect.call for effect in run.effects if isinstance(effect, Perform) and isinstance(effect.call, Load)]
+    assert load == Load(7, Checkpoint("v7"), None, "step 7") and is_ready(run.state)
+    assert CheckSource(Checkpoint("v7"), None, 7) in [e.call for e in run.effects if isinstance(e, Perform)]
+
+
+def test_a_late_joiner_without_a_checkpoint_waits_for_the_next_sync() -> None:
+    run = Run(desired=Desired(committed=Committed(7, NEW, None)))
+    assert run.calls == ["pause"] and not in_sync(run.state)
+    run.issue(phase("prepare", 8, Pushed("step 8"))).issue(phase("load", 8)).push("step 8")
+    run.issue(phase("commit", 8, Pushed("step 8")))
+    assert is_ready(run.state)
+
+
+def test_an_agent_without_a_journal_knows_pushed_weights_by_their_label() -> None:
+    run = Run(replace(LABELLED, label="step 7", version=None), Desired(committed=Committed(7, NEW, None)))
+    assert run.calls == [] and run.state.engine.version == 7 and is_ready(run.state)
+
+
+def test_an_engine_that_is_pushed_to_outside_of_a_sync_is_paused_and_named() -> None:
+    run = on_old().push("step 7")
+    assert run.calls == ["pause"] and not in_sync(run.state)
+    assert "labelled 'step 7', which nobody committed" in trouble(run.state)
+    run.push("step 6")
+    assert run.calls == ["pause", "flush", "resume"] and is_ready(run.state)
+
+
+@pytest.mark.parametrize("source", [NEW, Broadcast(host="h", port=1, group="g", replicas=(0,))])
+def test_a_commit_that_a_replica_can_not_follow_is_never_acted(source: Pushed | Broadcast) -> None:
+    """It restarted in the load phase, say, so that the coordinator does not quarantine it."""
+    run = on_old().issue(phase("commit", 7, source))
+    assert "can't get version 7" in failure(run.last, ErrorKind.QUARANTINED)
+    assert not in_sync(run.state) and not run.seen.generating
