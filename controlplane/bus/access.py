@@ -1,8 +1,8 @@
-"""Who may connect to a bus with keys: the ZAP handler of its sockets, and the list that it goes by.
+"""Who may connect to a bus with keys: the ZAP handler of its sockets, and the keys that it accepts.
 
 Theory of operation. libzmq asks this handler about every connection, after the peer has proven that it holds the secret
-of its key. The answer is one look into a dict. The folder of keys is read again when it has changed, in a thread, and
-the dict is replaced; so a key that is revoked is refused at its next connection, and by `grant_of` at its next message.
+of its key. The answer is one lookup in a dict. When the folder of keys has changed, it is read again in a thread, and
+the dict is replaced. So a key that is revoked is refused at its next connection, and by `grant_of` at its next message.
 
 Rule 1  The handler never ends: whatever arrives, and whatever the folder holds, it goes on with the list that it has.
 Rule 2  Closed by default: a socket that enforces its domain lets nobody in while there is no handler.

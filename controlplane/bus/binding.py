@@ -1,4 +1,4 @@
-"""What surrounds the sockets of a bus: addresses that are still in use, contexts that end, and open doors."""
+"""Around the sockets of a bus: bind an address that is still in use, end a context, warn of a bus without keys."""
 
 import logging
 import sys
@@ -17,7 +17,7 @@ BIND_TIMEOUT_S: Final = 0.5
 
 
 async def bound(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
-    """Bind, again and again for a moment while the address is in use. Raises what `bind` raises."""
+    """Bind; try again for a moment while the address is in use. Raises what `bind` raises."""
     deadline = anyio.current_time() + BIND_TIMEOUT_S
     while True:
         try:
@@ -29,7 +29,7 @@ async def bound(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
 
 
 async def end_context(context: Context) -> None:
-    """Wait, outside the loop, until what the sockets have queued is delivered or its time is over."""
+    """Wait, outside the loop, until queued messages are delivered, or their linger time is over."""
     with anyio.move_on_after(2 * LINGER_MS / 1000, shield=True):
         await to_thread.run_sync(context.term, abandon_on_cancel=True)
 

@@ -323,7 +323,7 @@ class Bus:
             await self._turns.turn()
 
     async def _watch_keys(self, access: Access) -> None:
-        """Shut out whose key was revoked, within a head interval."""
+        """Shut out peers whose key was revoked, within a head interval."""
         while True:
             revoked = await access.changed(self._config.head_interval_ms / 1000)
             self._turns.inbox.keys_changed = True
@@ -332,7 +332,7 @@ class Bus:
                 await self._drop_subscribers()
 
     async def _drop_subscribers(self) -> None:
-        """End every subscription. Who may still come in subscribes again at once, and asks for what it missed.
+        """End every subscription. Peers with a good key subscribe again at once, and ask for what they missed.
 
         A new publish socket takes the place of the old one: libzmq can't close one connection of it.
         """

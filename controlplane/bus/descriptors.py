@@ -15,7 +15,7 @@ PER_AGENT: Final = 2
 SPARE: Final = 256
 """Descriptors for whatever else the process opens after its bus."""
 NEAR: Final = 0.2
-"""Share of the limit below which what is left is said to be little."""
+"""There is a warning when less than this share of the limit is left."""
 CHECK_US: Final = 10_000_000
 """Time between two checks. Counting descriptors takes longer the more there are: a millisecond for some thousand."""
 
@@ -31,10 +31,10 @@ def raise_limit(agents: int) -> None:
 
 
 class Descriptors:
-    """Looks now and then at how many are left.
+    """Checks now and then how many are left.
 
     Attributes:
-        warning: What people should know; '' while enough are left.
+        warning: For people; '' while enough are left.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Descriptors:
         self._next_us = 0
 
     def check(self, at_us: int, agents: int) -> None:
-        """Look if it is time to, and log it when few are left. `agents` are connected."""
+        """Check if it is time to, and log it when few are left. `agents` are connected."""
         if at_us < self._next_us:
             return
         self._next_us = at_us + CHECK_US

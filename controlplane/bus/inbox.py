@@ -40,7 +40,7 @@ GrantOf = Callable[[bytes], Grant | str]
 CONNECTIONS_MAX: Final = 65_536
 """Connections of agents that are known at once."""
 PEER_CHARS_MAX: Final = 255
-"""Longest peer that the log can hold."""
+"""Longest name of a peer that the log can hold."""
 MALFORMED_US: Final = 60_000_000
 MALFORMED_LINES: Final = 20
 """Log lines about malformed and refused messages in each period of `MALFORMED_US`."""
@@ -255,12 +255,12 @@ class Inbox:
                 self._log_age(agent_of(peer), grant)
 
     def _log_age(self, agent: str, grant: Grant | str) -> None:
-        """While a key is being replaced, tell who has which: then a person knows when all have the new one."""
+        """While a key is being replaced, log which one each agent uses: so a person knows when all use the new one."""
         if isinstance(grant, Grant) and grant.age != "only":
             logger.info("agent %s has the %s key of %s", agent, grant.age, grant.name)
 
     def _shut_out(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
-        """Note what to tell a connection whose key does not allow what it sent. An agent's is nobody's from now on."""
+        """Note what to tell a connection whose key does not allow what it sent. An agent is a stranger from now on."""
         if self._may_log():
             logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
         if isinstance(message, (wire.StatusRequest, wire.Submit, wire.Retire)):

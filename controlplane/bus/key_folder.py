@@ -1,10 +1,10 @@
-"""The keys of a bus, as a folder: its own key, who may come in, and who may not any more.
+"""The keys of a bus, as a folder: its own key, the keys that it accepts, and those that were revoked.
 
     server.key           the bus's own pair
     server-next.key      the pair that replaces it, while it is being replaced
-    allowed/NAME.json    one key that may come in: its public half, role and places
-    revoked/NAME.N.json  one that may not any more
-    issued/NAME.key      what was made for a peer, to be carried to it
+    allowed/NAME.json    one accepted key: its public half, role and places
+    revoked/NAME.N.json  one that was revoked
+    issued/NAME.key      the keys of a peer, to be copied to it
 
 Every change is one file that appears, is replaced or goes: a bus that watches the folder never sees half of one.
 """
@@ -38,11 +38,11 @@ logger = logger_of("keys")
 Place = Annotated[str, Meta(pattern=r"^([0-9]{1,9}(\.[0-9]{1,9})?|[a-z][a-z0-9_-]{0,31}(\.[0-9]{1,9})?)$(?!\n)")]
 """`0`, `0.1`, `actor` or `actor.3`."""
 SETTLED_NS: Final = 2_000_000_000
-"""A folder that changed less than this ago may change again without a new time of change."""
+"""A folder that changed more recently than this may change again and keep its modification time."""
 
 
 class AllowedKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One key that may come in.
+    """One accepted key.
 
     Attributes:
         public: Its public half. Two while it is being replaced, the new one first.
@@ -57,7 +57,7 @@ class AllowedKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AccessList(NamedTuple):
-    """Who may come in, by public key.
+    """Accepted and revoked keys, by public key.
 
     Attributes:
         grants: What each key may do.
@@ -95,7 +95,7 @@ class KeyFolder:
         return tuple(_signature(folder) for folder in (self._allowed, self._revoked))
 
     def access_list(self) -> AccessList:
-        """Return who may come in. A file that can't be used lets nobody in, and is logged."""
+        """Return the keys that are accepted. A file that can't be used lets nobody in, and is logged."""
         revoked = {public: key.name for _, key in _read_all(self._revoked) for public in key.public}
         grants: dict[str, Grant] = {}
         for path, key in _read_all(self._allowed):
@@ -120,7 +120,7 @@ class KeyFolder:
         return True
 
     def add(self, name: str, role: KeyRole, places: tuple[str, ...]) -> Path:
-        """Make a key that may come in; return the file for the peer."""
+        """Make a key and accept it; return the file for the peer."""
         issued = self._issued / f"{name}.key"
         if (self._allowed / f"{name}.json").exists() or issued.exists():
             raise KeyFileError(f"{self.path} has a key {name} already: choose another name, rotate it, or revoke it")
@@ -183,7 +183,7 @@ class KeyFolder:
         return read_struct(path, AllowedKey, secret=False)
 
     def keys(self) -> tuple[list[AllowedKey], list[AllowedKey]]:
-        """Return those that may come in, and those that were revoked, by name."""
+        """Return the accepted keys and the revoked ones, by name."""
         allowed, revoked = ([key for _, key in _read_all(folder)] for folder in (self._allowed, self._revoked))
         return allowed, revoked
 

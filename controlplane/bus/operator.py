@@ -28,7 +28,7 @@ async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | No
 
     Raises:
         BusUnreachable: No reply.
-        KeyRefused: The bus lets this key in nowhere, or wants one.
+        KeyRefused: The bus refuses this key, or requires one.
         BusAddressError: The address can't be used.
         CommandError: The bus refused.
         ConfigError: The timeout is out of bounds.
@@ -57,7 +57,7 @@ async def submit(
 
     Raises:
         BusUnreachable: No reply. The command may have been published.
-        KeyRefused: The bus lets this key in nowhere, or wants one. Nothing was published.
+        KeyRefused: The bus refuses this key, or requires one. Nothing was published.
         BusAddressError: The address can't be used.
         CommandError: The bus refused, or the request is too large for a message.
         ConfigError: The timeout, or a number of the command or its target, is out of bounds.
@@ -105,12 +105,12 @@ async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: f
 
 
 async def _get_in(dealer: DialledSocket, bus: str, keys: KeySource | None) -> None:
-    """Return when the connection is open. Tries each key that the bus may have. Raises KeyRefused."""
+    """Wait until the connection is open. Tries each key that the bus may have. Raises KeyRefused."""
     attempts = len(keys.keys.servers) if keys is not None else 1
     for attempt in range(1, attempts + 1):
         refused = await dealer.refusal()
         if refused is None:
             return
         if attempt == attempts:
-            raise KeyRefused(f"no way into {bus}: {refused.reason}. Nothing was sent")
+            raise KeyRefused(f"can't connect to {bus}: {refused.reason}. Nothing was sent")
         dealer.redial(keys.credentials(attempt) if keys is not None else None)

@@ -1,6 +1,6 @@
 """The thread in which a trainer's bus lives. It ends with the bus, and never outlives the trainer.
 
-Rule 1  Ctrl-C interrupts who waits for the end, and not the end: the bus still closes in order.
+Rule 1  Ctrl-C interrupts the caller that waits for the end, not the end itself: the bus still closes in order.
 Rule 2  A bus without a trainer must not go on, since its heads would keep engines paused for it. The thread ends when
         the main thread has ended, or the one that opened it if that lives longer, and always before the process.
 """

@@ -1,4 +1,4 @@
-"""Which places belong to the run, whoever is at them now: the absent, the retired, and the replicas of a sync. Pure.
+"""Which places belong to the run, whether or not an agent is there now: absent and retired ones, those of a sync. Pure.
 
 A place is known from the first time that an agent joins there, through restarts of the bus, until an operator retires
 it. A hello alone proves nothing: anybody can make up places.
@@ -73,7 +73,7 @@ def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
 
 
 def whole_target(state: CoordinatorState, target: Target) -> Target:
-    """Return the target of a sync, as that of all if it names every replica that there is to name."""
+    """Return the target of a sync. One that names every known replica means the same as one that names none."""
     every = syncing_replicas(state, Target())
     return Target() if target.replicas is not None and every and every <= target.replicas else target
 

@@ -1,7 +1,7 @@
 """What each key may do. Pure: `refusal` is asked about every message that arrives with a key.
 
-A key has one role. An agent's key may be bound to places. What a connection may claim is thus decided by its key, which
-it has proven to hold, and by nothing that it says.
+A key has one role. An agent's key may be bound to places. What a peer may claim to be is decided by the key that it has
+proven to hold, and by nothing that it says.
 """
 
 from typing import Final, Literal

@@ -17,7 +17,7 @@ from schemas.reports import AgentOutcome
 
 
 def refused_start(state: CoordinatorState, event: Issued) -> str:
-    """Return why an operator may not start a session now; empty if nothing speaks against it."""
+    """Return why an operator may not start a session now; empty if it may."""
     command, step = event.command, state.trainer_session
     if not event.operator or event.force or step is None:
         return ""

@@ -1,7 +1,7 @@
-"""Why a dialled connection does not open: read from libzmq's monitor of the socket.
+"""Why a dialled connection does not open, as libzmq's monitor of the socket tells it.
 
 libzmq dials again when nobody listens or the other side hangs up. It does not when the other side refuses a key, or
-speaks without keys: then the socket stays silent for ever, and whoever owns it must redial.
+has none itself: then the socket stays silent for ever, and its owner must redial.
 """
 
 import contextlib

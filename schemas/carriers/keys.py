@@ -1,7 +1,7 @@
-"""The keys of a peer: how they look, where they come from, and how a file that holds a secret is read and written.
+"""The keys of a peer: their format, where they come from, and how files that hold a secret are read and written.
 
 A key is a CURVE key as 40 characters of Z85. A peer holds a pair of its own and the public key of the bus, all in one
-file. Nothing here shows a secret: not in `repr`, not in an error, not in a log line.
+file. A secret never appears in a `repr`, an error or a log line.
 """
 
 import contextlib
@@ -159,7 +159,7 @@ def check_pair(path: Path, pair: KeyPair) -> None:
 
 
 def is_key(text: str) -> bool:
-    """Whether 40 characters of Z85 are the 32 bytes of a key: some are numbers too large for them."""
+    """Whether 40 characters of Z85 stand for the 32 bytes of a key: some stand for numbers that are too large."""
     try:
         return len(z85.decode(text.encode())) == 32
     except Exception:  # of struct, KeyError, …: pyzmq documents none
