@@ -26,10 +26,11 @@ PURE = (
     "controlplane/machine/*.py",
     *("controlplane/record/entries.py", "controlplane/record/log_lines.py", "controlplane/record/replay.py"),
     *("controlplane/record/invariants.py", "controlplane/record/proof.py", "controlplane/record/marks.py"),
-    *("controlplane/report/model.py", "controlplane/report/fleet_history.py"),
+    *("controlplane/report/model.py", "controlplane/report/fleet_history.py", "controlplane/report/totals.py"),
     "controlplane/report/collect.py",
     *("controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),
     *("controlplane/timeline/fleet_tracks.py", "controlplane/timeline/tracks.py"),
+    *("controlplane/trainers/gateway/routes.py", "controlplane/trainers/gateway/updates.py"),
     *("workers/machine/*.py", "workers/engine.py", "workers/link/clocks.py"),
 )
 """Modules that decide or describe, and never act: no I/O, no clock, no random number."""

@@ -18,6 +18,7 @@ COMMANDS = {
     "agent": "controlplane.cli.agent:agent",
     "demo": "controlplane.cli.demo:demo",
     "engine": "controlplane.cli.engine:engine",
+    "gateway": "controlplane.cli.gateway:gateway",
     "keys": "controlplane.cli.keys:keys",
     "log": "controlplane.cli.log:log",
     "timeline": "controlplane.cli.timeline:timeline",

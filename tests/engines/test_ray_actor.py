@@ -33,7 +33,7 @@ SECOND = Identity(replica=0, node_rank=1, nnodes=2)
 CACHE: frozenset[Tag] = frozenset({"kv_cache"})
 WEIGHTS: frozenset[Tag] = frozenset({"weights"})
 BOTH = CACHE | WEIGHTS
-STEERING = frozenset({Operation.PAUSE, Operation.RESUME, Operation.FLUSH, Operation.PROFILE})
+STEERING = frozenset({Operation.PAUSE, Operation.RESUME, Operation.FLUSH, Operation.PROFILE, Operation.LOAD})
 MEMORY = frozenset({Operation.SLEEP, Operation.WAKE})
 
 
@@ -174,7 +174,7 @@ async def test_what_no_method_can_do_is_refused_and_nothing_is_called(sglang: Be
     await sglang.refuses(events.Pause("wait"), "'wait'", "abort_all_requests, aborts")
     await sglang.refuses(events.Pause("keep"), "'keep'")
     await sglang.refuses(events.Abort(), "no method for abort")
-    await sglang.refuses(events.Load(1, Checkpoint("v1"), None), "no method for load")
+    await sglang.refuses(events.Load(1, Checkpoint("v1"), None), "no method that loads weights")
     await sglang.refuses(
         events.Sleep(BOTH), "release kv_cache and weights", "mode hybrid", "restore unchanged: kv_cache."
     )
@@ -450,7 +450,7 @@ async def test_a_server_without_its_own_profiler_gets_the_plan(sglang: Bench, tm
         ({"discrete": False}, {}, "discrete is off"),
         ({}, {"tool": "npu"}, "with tool npu: the tool of its rollout.profiler is torch"),
         ({}, {"window": Window(0, 3)}, "take no window"),
-        ({}, {"by_stage": True}, "take no window"),
+        ({}, {"by_stage": True}, "by stage"),
         ({}, {"merge": True}, "nothing that merges"),
         (
             {},
@@ -480,6 +480,38 @@ async def test_what_the_server_records_beyond_the_plan_is_no_reason_to_refuse(pr
     profiled.within(lambda server: setattr(server.profiler_controller.tool_config, "profile_token_end", 9))
     assert profiled.called == ["start_profile"]
     await profiled.refuses(start(2), "profile_token_start or profile_token_end")
+
+
+async def test_a_window_is_taken_if_it_is_the_servers_own_and_counted_from_the_start(
+    vllm: Bench, profiled: Bench
+) -> None:
+    """Both come from the same YAML. SGLang counts its first step from the launch, so it records another window."""
+
+    def bound(server: Any) -> None:
+        server.profiler_controller.tool_config.profile_token_start = 2
+        server.profiler_controller.tool_config.profile_token_end = 9
+
+    vllm.within(bound)
+    profiled.within(bound)
+    await vllm.do(events.CheckProfile(ProfilePlan(window=Window(2, 9))))
+    for window in (Window(2), Window(0, 9), Window(2, 8)):
+        await vllm.refuses(start(window=window), r"that of its rollout.profiler is [2, 9)")
+    await vllm.do(start(window=Window(2, 9)))
+    assert vllm.called == ["start_profile"]
+    await profiled.refuses(start(window=Window(2, 9)), "SGLang counts it from its launch")
+
+
+async def test_the_label_of_the_weights_is_read_and_no_weights_are_fetched(sglang: Bench) -> None:
+    assert (await sglang.engine.observe()).label == ""
+    ray.get(sglang.server.set_global_steps.remote(0))
+    seen = await sglang.engine.observe()
+    assert seen.label == "0" and Operation.LOAD in seen.operations and seen.version is None
+    sglang.within(lambda server: delattr(server, "global_steps"))
+    assert (await sglang.engine.observe()).label is None
+    sglang.within(lambda server: setattr(server, "global_steps", 0))
+    load = events.Load(1, Checkpoint("step_1"), None)
+    with pytest.raises(UnsupportedError, match="Sync with Pushed"):
+        await sglang.do(load)
 
 
 # --- with agents and a bus --------------------------------------------------------------------------------------------

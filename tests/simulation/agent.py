@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from schemas import events
 from schemas.carriers.sockets import FRAME_BYTES_MAX
 from schemas.commands import UnknownCommand
-from schemas.identity import Identity
+from schemas.identity import Identity, OnLostBus
 from schemas.outcomes import Skipped, Trace
 from schemas.wire import (
     TOPIC_COMMAND,
@@ -63,6 +63,7 @@ class Slot:
         self.incarnations = 0
         self.process: Process | None = None
         self.ledger = Ledger()
+        self.on_lost_bus: OnLostBus = "serve"
 
     @property
     def name(self) -> str:
@@ -138,7 +139,9 @@ class Process:
             state, _effects = self.world.mechanisms.agent(state, event_decoder.decode(event))
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
-        settings = events.MachineSettings(max_buffered=HOLD, reconcile_timeout_ms=5000)
+        settings = events.MachineSettings(
+            max_buffered=HOLD, reconcile_timeout_ms=5000, on_lost_bus=self.slot.on_lost_bus
+        )
         started = events.Started(
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
         )
@@ -172,6 +175,16 @@ class Process:
         self.commit()
         self.up(Goodbye())
         self.die()
+
+    def give_up(self) -> None:
+        """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
+        if self.slot.name not in self.world.promises.ever_retired:
+            self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
+        self.world.say(f"{self.peer} is turned away for good")
+        if self.slot.engine is not None:
+            self.slot.engine.cut()
+        self.stop()
+        self.world.at(self.world.rng.randrange(3000, 8000), self.slot.start)
 
     def stop(self) -> None:
         self.alive = False
@@ -436,9 +449,9 @@ class Process:
                     assert isinstance(page, Page)
                     for event in read_replay(head, page, message.records[0].envelope.run, self.clock_ms):
                         self.take(event)
+            case Rejoin(give_up=True):
+                self.give_up()
             case Rejoin():
-                if message.give_up:
-                    self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
                 if self.welcomed:
                     self.hello()
             case _:

@@ -72,6 +72,7 @@ class Weather:
     exiles: float = 0.0
     tails: float = 0.0
     absences: float = 0.0
+    retires: float = 0.0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Weather:
@@ -106,6 +107,7 @@ class World:
         self.weather.exiles = newer.choice((0.0, 0.0, 0.0, 0.02))
         self.weather.tails = newer.choice((0.0, 0.0, 0.1))
         self.weather.absences = random.Random(f"absences {seed}").choice((0.0, 0.0, 0.1))
+        self.weather.retires = random.Random(f"retires {seed}").choice((0.0, 0.0, 0.15))
         self.disk = newer.choice((False, False, True))  # durability of the log
         self.log = Log()
         self.lives = 0
@@ -113,6 +115,9 @@ class World:
         self.bus: Bus | None = None
         self.abandoned: set[str] = set()  # half-open connections that their agents gave up and their bus did not
         self.slots = self._fleet()
+        lost_bus = random.Random(f"lost bus {seed}")
+        for slot in self.slots:
+            slot.on_lost_bus = lost_bus.choice(("serve", "serve", "pause"))
         self.by_name = {slot.name: slot for slot in self.slots}
         self.trainer = Trainer(self)
 
@@ -205,13 +210,7 @@ class World:
         rng, weather = self.rng, self.weather
         self.at(1000, self.misfortune)
         for slot in self.slots:
-            if weather.cuts and rng.random() < weather.cuts and slot.process is not None:
-                slot.process.cut()
-            if weather.partitions and rng.random() < weather.partitions:
-                for way in rng.choice((("up",), ("down",), ("pub",), ("up", "down"), ("up", "down", "pub"))):
-                    slot.blocked_until[way] = self.now + rng.choice((500, 3000, 15_000))
-            if weather.half_open and rng.random() < weather.half_open and slot.process is not None:
-                slot.process.fall_silent(rng.choice((("control",), ("pub",), ("control", "pub"))))
+            self._break_connections(slot)
             if weather.exiles and rng.random() < weather.exiles:
                 self._exile(slot)
             if weather.absences and rng.random() < weather.absences and slot.process is not None:
@@ -223,8 +222,20 @@ class World:
                 rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
         if weather.tails and rng.random() < weather.tails:
             self._power_fails()
+        if weather.retires and rng.random() < weather.retires:
+            self._retire(rng.choice(self.slots))
         if weather.trainer_dies and rng.random() < weather.trainer_dies:
             self.replace_trainer()
+
+    def _break_connections(self, slot: Slot) -> None:
+        rng, weather = self.rng, self.weather
+        if weather.cuts and rng.random() < weather.cuts and slot.process is not None:
+            slot.process.cut()
+        if weather.partitions and rng.random() < weather.partitions:
+            for way in rng.choice((("up",), ("down",), ("pub",), ("up", "down"), ("up", "down", "pub"))):
+                slot.blocked_until[way] = self.now + rng.choice((500, 3000, 15_000))
+        if weather.half_open and rng.random() < weather.half_open and slot.process is not None:
+            slot.process.fall_silent(rng.choice((("control",), ("pub",), ("control", "pub"))))
 
     def _power_fails(self) -> None:
         """Under durability `os` the last records are gone then, but never those that opened the life of the bus. Under
@@ -260,6 +271,18 @@ class World:
         self.at(1500, self.replace_trainer)
         for delay_ms in range(2500, 14_000, 1500):
             self.at(delay_ms, self._sync_meanwhile)
+
+    def _retire(self, slot: Slot) -> None:
+        """Take a place or a replica out of the run, most often one that has left; its agent may come back."""
+        if slot.process is not None and self.rng.random() < 0.8:
+            slot.process.leave()
+        slot.away_until = self.now + self.rng.randrange(1000, 8000)
+        place = str(slot.identity.replica) if self.rng.random() < 0.3 else slot.name
+        self.at(self.rng.choice((50, 500, 2000)), self._retire_place, place)
+
+    def _retire_place(self, place: str) -> None:
+        if self.bus is not None and self.bus.alive and self.trainer.busy:
+            self.trainer.retire(self.bus, place)
 
     def _sync_meanwhile(self) -> None:
         if self.bus is not None and self.bus.alive and self.trainer.busy:
@@ -336,7 +359,9 @@ class World:
             lost = desired.committed is None and engine.weights != LAUNCHED
             lost = lost or (desired.committed is not None and engine.unable)
             kept = desired.asleep or desired.quarantined or process.state.reconcile_blocked or lost
-            if not engine.generating and not kept:
+            if process.slot.on_lost_bus == "pause":
+                self.promises.paused(process)
+            elif not engine.generating and not kept:
                 self.promises.broken("P7 trainer first", f"{process.peer} stays paused without a trainer")
             if engine.session_step is not None and not process.state.reconcile_blocked:
                 self.promises.broken("I7 windows close", f"{process.peer} profiles without a trainer")
@@ -350,7 +375,7 @@ class World:
         self._converge("the last sync")
         for slot in self.slots:
             engine, process = slot.engine, slot.process
-            if engine is None or process is None or engine.unable:
+            if engine is None or process is None or engine.unable or slot.name in self.promises.retired:
                 continue
             colocated = slot.identity.mode is RolloutMode.COLOCATED
             if not engine.generating or (engine.version != version and not colocated):
@@ -380,6 +405,8 @@ class World:
         for slot in self.slots:
             process = slot.process
             member = bus.state.members.get(slot.name)
+            if slot.name in self.promises.retired:
+                continue
             if process is None or member is None or member.state != "live":
                 return f"{slot.name} is not in the fleet"
             state = process.state

@@ -85,6 +85,11 @@ class Engine:
         """Whether it can never follow a sync."""
         return bool(self.temper.lacks & {Operation.LOAD, Operation.PAUSE})
 
+    @property
+    def pausable(self) -> bool:
+        """Whether it can be paused, and will not be left so."""
+        return not self.temper.lacks & {Operation.PAUSE, Operation.RESUME}
+
     def __post_init__(self) -> None:
         self.operations = frozenset(Operation) - self.temper.lacks
 

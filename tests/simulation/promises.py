@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, NoReturn
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened, PeerLost, Publish, Send
+from controlplane.machine.events import (
+    Conclude,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Opened,
+    PeerLost,
+    Publish,
+    Retired,
+    Send,
+)
 from controlplane.machine.serving import serving_replicas
 from schemas.commands import Command, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
@@ -26,6 +35,7 @@ from schemas.events import (
     HeadSeen,
     LeaseExpired,
     Perform,
+    Resume,
     SnapshotReceived,
     Started,
     StartProfile,
@@ -123,6 +133,8 @@ class Promises:
         self.head = 0
         self.peers: dict[str, str] = {}
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
+        self.retired: set[str] = set()
+        self.ever_retired: set[str] = set()  # also by what the log has lost
         self.concluded: dict[tuple[int, int], Report] = {}
         self.learned: set[tuple[str, int, int]] = set()
         self.concluded_at: dict[tuple[int, int], int] = {}  # position in the log
@@ -257,6 +269,8 @@ class Promises:
         state, engine = process.state, process.slot.engine
         if engine is None or engine.attempt is not None or not in_sync(state) or self.misled(process):
             return
+        if process.slot.on_lost_bus == "pause" and process.slot.ledger.lease_over:
+            self.paused(process)
         desired = self._oracle(process)
         if desired is None:
             return
@@ -279,6 +293,12 @@ class Promises:
             self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
         lost = desired.committed is None and engine.weights != LAUNCHED
         self._pursued(process, engine, lost)
+
+    def paused(self, process: Process) -> None:
+        """I1: an engine that may not serve without a bus is paused once its lease is over, unless a pause failed."""
+        engine = process.slot.engine
+        if engine is not None and engine.generating and engine.pausable and not process.state.reconcile_blocked:
+            self.broken("I1 no torn serving", f"{process.peer} serves without a bus, and was told not to")
 
     def _pursued(self, process: Process, engine: Engine, lost: bool) -> None:
         """P4: an agent that reports ready has brought about what it still pursues."""
@@ -331,6 +351,8 @@ class Promises:
         if perform.call_id in ledger.performed:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
+        if isinstance(perform.call, Resume) and process.slot.on_lost_bus == "pause" and ledger.lease_over:
+            self.broken("I1 no torn serving", f"{process.peer} resumes by itself, and was told to wait for a bus")
         if isinstance(perform.call, StopProfile) and (wrong := closing(self, process)):
             self.broken("I7 sessions stay open", wrong)
         if isinstance(perform.call, StartProfile):
@@ -400,11 +422,29 @@ class Promises:
         elif isinstance(event, PeerLost) and self.peers.get(agent_of(event.peer)) == event.peer:
             self._leaves(agent_of(event.peer))
         for effect in effects:
+            if isinstance(effect, Retired):
+                self._retire(effect)
+            elif isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
+                self._admitted(agent_of(effect.peer))
             if isinstance(effect, Send) and isinstance(effect.message, Welcome):
                 self.peers[agent_of(effect.peer)] = effect.peer
                 self._leaves(agent_of(effect.peer))
             elif isinstance(effect, Send) and isinstance(effect.message, Snapshot):
                 self.known[agent_of(effect.peer)] = True
+
+    def _retire(self, effect: Retired) -> None:
+        """From here on no report names them, and no agent comes in at their places. None of them is running."""
+        if running := [name for name in effect.agents if self.known.get(name)]:
+            self.broken("P3 answer", f"{running} were retired and are running")
+        for name in effect.agents:
+            self.known.pop(name, None)
+            self.peers.pop(name, None)
+        self.retired.update(effect.agents)
+        self.ever_retired.update(effect.agents)
+
+    def _admitted(self, name: str) -> None:
+        if name in self.retired:
+            self.broken("P3 answer", f"{name} was retired, and is back in the run")
 
     def _leaves(self, name: str) -> None:
         if name in self.known:
@@ -463,7 +503,7 @@ class Promises:
             self.lost[published.origin, seq] = published
         self.head = max(self.log, default=0)
         self.concluded = {key: report for key, report in self.concluded.items() if self.concluded_at[key] < left}
-        self.known, self.peers = {}, {}
+        self.known, self.peers, self.retired = {}, {}, set()
         for event, effects in self.world.log.records:
             self._follow(event_decoder.decode(event), effects_decoder.decode(effects))
         epoch = max((published.origin for published in self.log.values()), default=0)

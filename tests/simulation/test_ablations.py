@@ -13,10 +13,21 @@ from msgspec.structs import replace
 
 from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
-from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened
+from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened, RetireRequested
 from controlplane.machine.fleet import Member
 from schemas.commands import ProfileCommand
-from schemas.events import CommandReceived, Effect, Event, HeadSeen, LeaseExpired, SnapshotReceived
+from schemas.events import (
+    CommandReceived,
+    Effect,
+    EngineObserved,
+    EngineReturned,
+    Event,
+    HeadSeen,
+    LeaseExpired,
+    SnapshotReceived,
+    Started,
+    Tick,
+)
 from schemas.formatting import kind_and_reason
 from schemas.identity import RolloutMode
 from schemas.reports import Report, SyncReport
@@ -83,6 +94,21 @@ def without_lease(state: AgentState, event: Event) -> Decided:
     return (state, ()) if isinstance(event, LeaseExpired) else machine.decide(state, event)
 
 
+def serving_without_a_bus(state: AgentState, event: Event) -> Decided:
+    """Serve on when the bus is lost, whatever was chosen."""
+    if isinstance(event, Started):
+        event = replace(event, settings=replace(event.settings, on_lost_bus="serve"))
+    return machine.decide(state, event)
+
+
+def resuming_by_itself(state: AgentState, event: Event) -> Decided:
+    """Take whatever was heard of a bus for a bus that is back."""
+    state, effects = machine.decide(state, event)
+    if isinstance(event, EngineObserved | EngineReturned | Tick) and state.activity is None:
+        state = replace(state, bus_lost=False)
+    return state, effects
+
+
 def without(strip: Callable[[Report | SyncReport], Report | SyncReport]) -> BusDecide:
     """Tell less in each report."""
 
@@ -117,6 +143,20 @@ def forgetting_who_left(state: CoordinatorState, event: CoordinatorEvent) -> tup
     if isinstance(event, Opened):
         left = {name: member for name, member in after.members.items() if member.state == "left"}
         after = replace(after, members={**after.members, **{name: _hybrid(member) for name, member in left.items()}})
+    return after, effects
+
+
+def forgetting_the_retired(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Forget in a new life of the bus which places were retired."""
+    after, effects = coordinator.decide(state, event)
+    return replace(after, retired=frozenset()) if isinstance(event, Opened) else after, effects
+
+
+def naming_the_retired(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Let nobody in at a retired place, and go on to name it in every report."""
+    after, effects = coordinator.decide(state, event)
+    if isinstance(event, RetireRequested):
+        after = replace(after, members=state.members)
     return after, effects
 
 
@@ -158,6 +198,14 @@ ABLATIONS = {
     "a session of one's own": Ablation(Mechanisms(agent=giving_up_for_others), "I7 sessions stay open"),
     # A judge that comes back to the next trainer is taken for a replica that syncs, and waits for a commit for ever.
     "who left": Ablation(Mechanisms(bus=forgetting_who_left), "P4 late joiner"),
+    # An agent comes back at a place that was taken out of the run for good.
+    "retired places": Ablation(Mechanisms(bus=forgetting_the_retired), "P3 answer"),
+    # Every report goes on to name a place that was retired, as absent.
+    "retired members": Ablation(Mechanisms(bus=naming_the_retired), "P3 answer"),
+    # A replica out of reach serves what is not committed any more, though it was told to pause.
+    "pause on a lost bus": Ablation(Mechanisms(agent=serving_without_a_bus), "I1 no torn serving"),
+    # It pauses, and resumes before a bus has said what is committed.
+    "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
     # What was published or answered before it was on the disk is not there after a crash.

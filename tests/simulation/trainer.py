@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Final, Literal
 
 from controlplane.bus.callers import Order, checked_order
-from controlplane.machine.events import Issued, SyncRequested
+from controlplane.machine.events import Issued, RetireRequested, SyncRequested
 from schemas.commands import (
     Checkpoint,
     Command,
@@ -125,6 +125,13 @@ class Trainer:
         )
         self.hand_over(bus, order)
         return version
+
+    def retire(self, bus: Bus, place: str) -> None:
+        """Take a place out of the run. The bus refuses one whose agent runs, and one that the run does not know."""
+        bus.tickets += 1
+        self.world.say(f"bus {bus.life} is asked to retire {place}")
+        places = (place,) if self.world.rng.random() < 0.9 else (place, "77")
+        self.hand_over(bus, RetireRequested(at_us=bus.now_us, at_ns=self.world.now, ticket=bus.tickets, places=places))
 
     def restore(self) -> int:
         """Issue what a replica needs to come back, then one sync for all. Returns its version."""

@@ -14,8 +14,8 @@ from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.commands import Command, EngineCommand, Target
 from schemas.config import AgentConfig
 from schemas.desired import Desired
-from schemas.events import Call, Decision, Load, Observation, Pause, Returned
-from schemas.identity import Identity, Operation
+from schemas.events import Call, Decision, Load, Observation, Pause, Resume, Returned
+from schemas.identity import Identity, OnLostBus, Operation
 from workers.agent import Agent
 from workers.machine.decide import AgentState
 from workers.traces.node import NodeTraces
@@ -68,7 +68,8 @@ class Engine:
             await self.gate.wait()
         if self.raises is not None:
             raise self.raises
-        self.generating = not isinstance(call, Pause)
+        if isinstance(call, (Pause, Resume)):
+            self.generating = isinstance(call, Resume)
         if isinstance(call, Load):
             self.version = call.version
         return Returned()
@@ -184,10 +185,15 @@ class Run(Protocol):
 
 @asynccontextmanager
 async def running(
-    bus: Bus | str, context: Context, engine: Engine, folder: Path, identity: Identity = PRIMARY
+    bus: Bus | str,
+    context: Context,
+    engine: Engine,
+    folder: Path,
+    identity: Identity = PRIMARY,
+    on_lost_bus: OnLostBus = "serve",
 ) -> AsyncIterator[Agent]:
     """Run an agent until the block ends, for a bus or its address, and then end it in order."""
-    config = AgentConfig(hello_retry_ms=20, observe_ms=10)
+    config = AgentConfig(hello_retry_ms=20, observe_ms=10, on_lost_bus=on_lost_bus)
     place, left = identity, NodeTraces(folder / "traces", identity)
     address = bus if isinstance(bus, str) else bus.address
     async with (

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 from controlplane.machine.events import HelloReceived, Send
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from controlplane.report.collect import MAX_COMMANDS, MAX_STEP_COMMANDS, RunReport, collect
+from controlplane.report.collect import collect
 from controlplane.report.fleet_history import MAX_SPANS, FleetHistory, ReplicaHistory
 from controlplane.report.model import LatencyHistogram
 from controlplane.report.page import write_page
+from controlplane.report.totals import MAX_COMMANDS, MAX_STEP_COMMANDS, RunReport
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import LogCorrupt
 from schemas.events import Observation

@@ -9,14 +9,15 @@ here, before the engine is touched. From reading them:
   mode; vLLM's drop the weights at sleep level 2, and no method restores them. Memory that can't be restored unchanged
   is never released, and an engine for which that holds for all regions has no operation `sleep`.
 - `start_profile` takes tool, directory, window and contents from the server's own configuration, and does nothing if
-  that leaves the replica out. A plan that would not be recorded as asked is refused, with the reason. Node rank 0 moves
+  that leaves the replica out. A plan that would not be recorded as asked is refused, with the reason; a window, unless
+  it is the server's own and the engine counts it from the start of the session, as vLLM does. Node rank 0 moves
   the traces (by hard links, if the disk allows it) from the server's directory to the session's. That includes the
   other nodes' traces only if the disk is shared.
 - `clear_kv_cache` discards the engine's answer, and an engine refuses while requests run: it is called when none does.
 - `abort_all_requests` is a pause of mode `abort`; there is no other mode. There is no operation `abort` either: an
   agent that died between it and the `resume_generation` that must follow would leave the engine paused.
-- No method loads weights. verl's checkpoint manager does, and meanwhile pauses, resumes and labels these servers by
-  itself. Neither that nor the version is reported to the machine, which would undo it; both stay what it commanded.
+- No method loads weights. verl's checkpoint manager does (`Pushed`), and labels them last, in `global_steps`.
+  Meanwhile it may pause and resume these servers by itself. That is not reported to the machine, which would undo it.
 """
 
 import os
@@ -32,7 +33,7 @@ from anyio import CancelScope, to_thread
 
 from schemas import events
 from schemas.desired import ALL_TAGS
-from schemas.errors import EngineError
+from schemas.errors import EngineError, UnsupportedError
 from schemas.identity import Identity, Operation, Tag
 from schemas.safetensors.paths import resolve_below
 from workers.engines.sglang.profile import trace_contents
@@ -62,6 +63,7 @@ METHODS: Final[Mapping[Operation, frozenset[str]]] = {
     Operation.RESUME: frozenset({"abort_all_requests", "resume_generation"}),
     Operation.FLUSH: frozenset({"clear_kv_cache"}),
     Operation.PROFILE: frozenset({"start_profile", "stop_profile"}),
+    Operation.LOAD: frozenset({"set_global_steps"}),  # of weights that verl pushes, which get their label by it
 }
 """Methods that a server needs for an operation. For sleep and wake see `_restorable`."""
 
@@ -124,6 +126,7 @@ class VerlEngine:
             instance=snapshot.worker,
             tokenizer="unknown" if snapshot.front_end is None else "present" if snapshot.serves else "absent",
             operations=self._operations(snapshot),
+            label=snapshot.label,
         )
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
@@ -149,12 +152,17 @@ class VerlEngine:
             case events.Flush():
                 await self._flush(snapshot, timeout_s)
             case events.CheckProfile():
-                require_recordable(self._kind, profile_limits(call.plan, snapshot.profiler))
+                require_recordable(self._kind, profile_limits(call.plan, snapshot))
                 await to_thread.run_sync(require_writable, self._traces, self._kind)
             case events.StartProfile():
                 await self._start_profile(call, snapshot)
             case events.StopProfile():
                 return await self._stop_profile(call, snapshot)
+            case events.CheckSource() | events.Load():
+                raise UnsupportedError(
+                    f"{self._kind} has no method that loads weights: verl's checkpoint manager pushes them. Sync with "
+                    "Pushed."
+                )
             case _:
                 raise EngineError(f"{self._kind} has no method for {call.__struct_config__.tag}. It was not called.")
         return events.Returned()
@@ -223,7 +231,7 @@ class VerlEngine:
 
     async def _start_profile(self, call: events.StartProfile, snapshot: ServerSnapshot) -> None:
         plan = call.session.plan
-        require_recordable(self._kind, profile_limits(plan, snapshot.profiler))
+        require_recordable(self._kind, profile_limits(plan, snapshot))
         directory = resolve_below(self._traces, call.directory)
         await to_thread.run_sync(make_fresh, directory)
         arguments: dict[str, object] = {}

@@ -5,13 +5,15 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from schemas.commands import ProfilePlan
+from schemas.commands import ProfilePlan, Window
 from schemas.desired import ALL_TAGS
-from schemas.identity import Tag
+from schemas.identity import Label, Tag
 from workers.limits import Limit
 
 CACHE: Final[frozenset[Tag]] = frozenset({"kv_cache"})
 WEIGHTS: Final[frozenset[Tag]] = frozenset({"weights"})
+
+_OWN: Final = "its rollout.profiler"
 
 _RESTORED: Final[Mapping[tuple[str, str], tuple[frozenset[Tag], ...]]] = {
     ("tokenizer_manager", "hybrid"): (CACHE,),  # wake_up raises
@@ -53,6 +55,8 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
         front_end: Name of the attribute that holds the engine's front end; None while the server launches.
         serves: That attribute holds one.
         running: Requests in the engine.
+        label: `global_steps`, which verl sets once the weights are in; empty before the first; None for a server
+            without that attribute.
         wake_up: Parameters of the method `wake_up`.
         mode: Rollout mode.
         frees: `free_cache_engine`.
@@ -66,6 +70,7 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     serves: bool
     paused: bool | None
     running: int | None
+    label: Label | None
     wake_up: tuple[str, ...]
     mode: str | None
     frees: bool | None
@@ -90,15 +95,12 @@ def restorable(snapshot: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
     return tuple(tags for tags in restored if tags == CACHE or not snapshot.adapters)
 
 
-def profile_limits(plan: ProfilePlan, profiler: ServerProfiler | None) -> Iterator[Limit]:
-    """Yield what a server can't record; it may record more than was asked for.
-
-    Args:
-        profiler: None for a server that takes everything from the call.
-    """
-    no_window = "verl's servers take no window from a call. Profile from start to stop"
-    yield Limit(plan.window is not None or plan.by_stage, "a window, or by stage", no_window)
+def profile_limits(plan: ProfilePlan, snapshot: ServerSnapshot) -> Iterator[Limit]:
+    """Yield what a server can't record; it may record more than was asked for."""
+    profiler = snapshot.profiler
+    yield Limit(plan.by_stage, "by stage", "verl's servers don't take that from a call")
     yield Limit(not plan.activities, "a plan without activities", "name at least one activity")
+    yield from _window_limits(plan.window, snapshot)
     if profiler is None:
         return
     lacking = {
@@ -106,24 +108,42 @@ def profile_limits(plan: ProfilePlan, profiler: ServerProfiler | None) -> Iterat
         "shapes": plan.record_shapes and "shapes" not in profiler.contents,
         "memory": "memory" in plan.activities and "memory" not in profiler.contents,
     }
-    bounded = profiler.start is not None or profiler.end is not None
-    own = "its rollout.profiler"
-    yield Limit(not profiler.enabled, "anything", f"enable is off in {own}")
-    yield Limit(not profiler.selected, "this replica", f"ranks and all_ranks in {own} leave this replica out")
+    yield Limit(not profiler.enabled, "anything", f"enable is off in {_OWN}")
+    yield Limit(not profiler.selected, "this replica", f"ranks and all_ranks in {_OWN} leave this replica out")
     yield Limit(
         not profiler.discrete,
         "on command",
-        f"discrete is off in {own}, and verl's servers profile in discrete mode only",
+        f"discrete is off in {_OWN}, and verl's servers profile in discrete mode only",
     )
-    yield Limit(profiler.tool != plan.tool, f"with tool {plan.tool}", f"the tool of {own} is {profiler.tool}")
-    yield Limit(
-        bounded,
-        "from start to stop",
-        f"{own} sets profile_token_start or profile_token_end, which would end the session before it is stopped",
-    )
+    yield Limit(profiler.tool != plan.tool, f"with tool {plan.tool}", f"the tool of {_OWN} is {profiler.tool}")
     yield Limit(plan.merge, "a merged trace", "verl's servers have nothing that merges traces")
     missing = [name for name, lacks in lacking.items() if lacks]
-    yield Limit(bool(missing), ", ".join(missing), f"the contents of {own} lack it")
+    yield Limit(bool(missing), ", ".join(missing), f"the contents of {_OWN} lack it")
+
+
+def _window_limits(window: Window | None, snapshot: ServerSnapshot) -> Iterator[Limit]:
+    """Yield why a window can't be recorded. Servers take none from a call; vLLM's keep the one of their launch.
+
+    SGLang gets the same two numbers with each start, but counts the first from its launch, and records one step fewer
+    without it.
+    """
+    profiler = snapshot.profiler
+    bounded = profiler is not None and (profiler.start is not None or profiler.end is not None)
+    if window is None:
+        ends = f"{_OWN} sets profile_token_start or profile_token_end, which would end the session before it is stopped"
+        yield Limit(bounded, "from start to stop", ends)
+    elif not bounded or profiler is None:
+        text = "verl's servers take no window from a call. Profile from start to stop"
+        yield Limit(True, f"the window {window}", f"{text}, or set profile_token_start and profile_token_end in {_OWN}")
+    else:
+        counts = "SGLang counts it from its launch. Profile from start to stop"
+        yield Limit(snapshot.front_end == "tokenizer_manager", f"the window {window}", counts)
+        own = f"[{profiler.start or 0}, {'…' if profiler.end is None else profiler.end})"
+        yield Limit(
+            (profiler.start or 0, profiler.end) != (window.start, window.end),
+            f"the window {window}",
+            f"that of {_OWN} is {own}",
+        )
 
 
 def inspector() -> Callable[[Any], dict[str, object]]:
@@ -163,6 +183,7 @@ def inspector() -> Callable[[Any], dict[str, object]]:
         if requests is None:
             requests = getattr(getattr(engine, "output_processor", None), "request_states", None)
         wake_up = getattr(server, "wake_up", None)
+        step = getattr(server, "global_steps", None)
         level = getattr(server, "_resolve_sleep_level", None)
         mode = getattr(server, "rollout_mode", None)
         return {
@@ -172,6 +193,7 @@ def inspector() -> Callable[[Any], dict[str, object]]:
             "serves": engine is not None,
             "paused": paused if isinstance(paused, bool) else None,
             "running": len(requests) if requests is not None else None,
+            "label": ("" if step is None else str(step)) if hasattr(server, "global_steps") else None,
             "wake_up": list(inspect.signature(wake_up).parameters) if wake_up is not None else [],
             "mode": getattr(mode, "value", None),
             "frees": getattr(getattr(server, "config", None), "free_cache_engine", None),

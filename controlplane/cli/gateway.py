@@ -1,0 +1,88 @@
+"""`rolloutctl gateway`: a bus for a trainer that posts to its engines, and the URLs that it posts to."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import anyio
+import click
+
+from controlplane.plane import ControlPlane
+from schemas.config import TIMEOUT_MAX_S
+from schemas.errors import ConfigError
+from schemas.identity import REPLICAS_MAX
+
+_PATH = click.Path(path_type=Path)
+TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
+
+
+@click.command(short_help="Answer a trainer's posts to its engines, by commands on the bus.")
+@click.option("--bus", default="tcp://127.0.0.1:5555", show_default=True, help="Address where agents connect.")
+@click.option("--log", type=_PATH, default="run.db", show_default=True, help="File of the run's log.")
+@click.option("--keys", type=_PATH, help="Folder of the bus's keys.  [default: ROLLOUTCTL_KEYS]")
+@click.option("--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Their number.  [default: that of --engine]")
+@click.option("--engine", "engines", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …")
+@click.option("--api-key-file", type=_PATH, help="Their API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
+@click.option("--checkpoints", type=_PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
+@click.option("--listen", default="127.0.0.1:8400", show_default=True, metavar="HOST:PORT", help="For the trainer.")
+@click.option("--ports", is_flag=True, help="A port for each replica, the next ones, and not a path.")
+@click.option("--token-file", type=_PATH, help=f"What clients must send.  [default: {TOKEN_VARIABLE}[_FILE]]")
+@click.option("--insecure", is_flag=True, help="Let other machines in, without a token or without keys.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1, TIMEOUT_MAX_S),
+    default=300.0,
+    show_default=True,
+    help="Seconds for each of the three phases of an update.",
+)
+def gateway(bus: str, log: Path, keys: Path | None, listen: str, insecure: bool, **options: Any) -> None:
+    """Stand between a trainer and its engines: prime-rl, SkyRL, slime, miles, AReaL.
+
+    Each replica has a base URL here. The trainer's posts to all of them become one command on the bus: an update moves
+    the whole fleet to the new checkpoint, or none of it. Requests for tokens are passed on. Agents run beside the
+    engines as usual, and connect to --bus.
+
+    \b
+      rolloutctl gateway --checkpoints /data/run --engine http://node0:8000 --engine http://node1:8000
+    """
+    from controlplane.trainers.gateway.service import Gateway
+    from workers.engines.http import api_key
+
+    count = options["replicas"] or len(options["engines"])
+    if not count:
+        raise ConfigError("name the server of each replica with --engine URL, or their number with --replicas.")
+    host, _, port = listen.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 65536):
+        raise ConfigError(f"--listen is {listen!r}, and must be HOST:PORT, such as 127.0.0.1:8400.")
+    plane = ControlPlane(bus, log=log, checkpoints=options["checkpoints"], keys=keys, insecure=insecure)
+    with plane:
+        served = Gateway(
+            plane,
+            replicas=count,
+            checkpoints=options["checkpoints"],
+            engines=options["engines"],
+            engine_key=api_key(options["api_key_file"]),
+            host=host.strip("[]"),
+            port=int(port),
+            ports=options["ports"],
+            token=api_key(options["token_file"], TOKEN_VARIABLE),
+            insecure=insecure,
+            timeout_s=options["timeout"],
+        )
+        click.echo(f"agents connect to {plane.address}")
+        for replica, url in enumerate(served.base_urls()):
+            click.echo(f"replica {replica}: {url}")
+        interrupted = anyio.run(_serve, served)
+    if interrupted:
+        raise click.Abort
+
+
+async def _serve(served: Any) -> bool:
+    """Serve until a signal. Return whether it was Ctrl-C."""
+    async with anyio.create_task_group() as tasks:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            await tasks.start(served.serve)
+            async for received in signals:
+                tasks.cancel_scope.cancel()
+                return received == signal.SIGINT
+    return False

@@ -1,0 +1,331 @@
+"""What a trainer's request to an engine means. One table of routes, for vLLM's, SGLang's and the trainers' own. Pure.
+
+The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572), slime (624b824a8),
+miles (31f1ca961) and AReaL (4aef98d8d); docs/trainers has the order in which each posts them. A route that is in no
+table is refused, and so is a request that a command can't express. A refusal is a 400: prime-rl tries a 5xx again up to
+ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Final
+
+from msgspec import Struct
+
+from schemas.commands import ProfileActivity, ProfilePlan, Window
+from schemas.identity import InFlight
+
+Fields = Mapping[str, object]
+
+
+class PausePost(Struct, frozen=True):
+    """Stop generation. The sync that follows does it, and a trainer that ends before it leaves nothing paused."""
+
+    mode: InFlight = "abort"
+
+
+class ResumePost(Struct, frozen=True):
+    """Generate again."""
+
+
+class FlushPost(Struct, frozen=True):
+    """Drop the prefix cache."""
+
+
+class UpdatePost(Struct, frozen=True):
+    """Load a checkpoint.
+
+    Attributes:
+        path: Below the root of checkpoints.
+        label: The trainer's own name for these weights; empty if it gave none.
+    """
+
+    path: str
+    label: str = ""
+
+
+class DeltaPost(Struct, frozen=True):
+    """Load the local checkpoint that `TransferPost` named and a fetch has patched (SkyRL)."""
+
+    label: str
+
+
+class TransferPost(Struct, frozen=True):
+    """Where each engine's host keeps the checkpoint that deltas are applied to (SkyRL). Passed on to the engine."""
+
+    path: str
+
+
+class PartPost(Struct, frozen=True):
+    """A part of an update that the sync's own phases do."""
+
+
+class StartProfilePost(Struct, frozen=True):
+    """Open a profiling session."""
+
+    plan: ProfilePlan
+
+
+class StopProfilePost(Struct, frozen=True):
+    """Close it."""
+
+
+class HealthRead(Struct, frozen=True):
+    """Is the replica fit to serve?"""
+
+
+class VersionRead(Struct, frozen=True):
+    """Which weights does it serve? Their label takes the place of the engine's own number in its answer."""
+
+
+class WorkersRead(Struct, frozen=True):
+    """Which base URLs are there?"""
+
+
+class Passed(Struct, frozen=True):
+    """For the engine itself.
+
+    Attributes:
+        generates: It asks for tokens, which a replica in quarantine must not give.
+    """
+
+    generates: bool = False
+
+
+class RefusedPost(Struct, frozen=True):
+    """Nothing is done."""
+
+    message: str
+
+
+Meaning = (
+    PausePost
+    | ResumePost
+    | FlushPost
+    | UpdatePost
+    | DeltaPost
+    | TransferPost
+    | PartPost
+    | StartProfilePost
+    | StopProfilePost
+    | HealthRead
+    | VersionRead
+    | WorkersRead
+    | Passed
+    | RefusedPost
+)
+
+Reader = Callable[[Fields, Sequence[str]], Meaning]
+"""Reads the fields of a request, those of its query and of its JSON body. Raises ValueError with what is wrong."""
+
+
+def read_request(verb: str, path: str, fields: Fields, roots: Sequence[str]) -> Meaning:
+    """Return what a request means.
+
+    Args:
+        verb: Its method.
+        path: Its path below the base URL of the replica.
+        fields: The parameters of its query and the fields of its JSON body.
+        roots: Names of the root of checkpoints, as absolute paths.
+    """
+    reader = CONTROL.get((verb, path))
+    if reader is None:
+        return RefusedPost(f"{verb} {path} is refused: {REFUSED.get(path, UNKNOWN)}. Nothing was done")
+    try:
+        return reader(fields, roots)
+    except ValueError as error:
+        return RefusedPost(f"{verb} {path} is refused: {error}. Nothing was done")
+
+
+def is_passed(verb: str, path: str) -> Passed | None:
+    """Return how a request goes to the engine, whose body is not read here; None if it does not."""
+    if (verb, path) in GENERATION:
+        return Passed(generates=True)
+    return Passed() if (verb, path) in PASSED else None
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+_MODES: Final[Mapping[object, InFlight]] = {
+    **{None: "abort", "abort": "abort", "wait": "wait", "keep": "keep"},
+    **{"retract": "keep", "in_place": "keep"},  # SGLang's: both go on with the request after the resume
+}
+
+
+def _pause(fields: Fields, _: Sequence[str]) -> Meaning:
+    mode = fields.get("mode")
+    if mode not in _MODES:
+        raise ValueError(f"mode is {mode!r}, and must be abort, wait, keep, retract or in_place")
+    return PausePost(_MODES[mode])
+
+
+def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
+    """Read an update: prime-rl's and SkyRL's share a path, and differ in their fields."""
+    info = fields.get("update_info")
+    if isinstance(info, Mapping):
+        target = info.get("target_version", info.get("version"))
+        if not isinstance(target, int):
+            raise ValueError("an update_info without target_version is a transfer over NCCL. Set SkyRL's "
+                             "weight_sync_backend=delta, which names a checkpoint")  # fmt: skip
+        return DeltaPost(str(target))
+    if "weight_dir" in fields and fields["weight_dir"] is None:
+        raise ValueError("weight_dir is null, so the weights come over NCCL or NIXL. Set prime-rl's "
+                         'weight_broadcast type to "filesystem"')  # fmt: skip
+    return _from_disk(fields, roots)
+
+
+def _from_disk(fields: Fields, roots: Sequence[str]) -> Meaning:
+    named = fields.get("model_path", fields.get("weight_dir"))
+    if not isinstance(named, str):
+        raise ValueError("no model_path or weight_dir names a checkpoint")
+    if fields.get("load_format") not in (None, "auto"):
+        raise ValueError(f"load_format is {fields['load_format']!r}, and a sync loads safetensors as they are")
+    label = fields.get("weight_version")
+    return UpdatePost(relative_path(named, roots), "" if label is None else str(label))
+
+
+def _transfer(fields: Fields, roots: Sequence[str]) -> Meaning:
+    info = fields.get("init_info")
+    named = info.get("local_checkpoint_dir") if isinstance(info, Mapping) else None
+    if not isinstance(named, str):
+        raise ValueError("an init_info without local_checkpoint_dir is a group for NCCL. Set SkyRL's "
+                         "weight_sync_backend=delta")  # fmt: skip
+    return TransferPost(f"{relative_path(named, roots)}/{LOCAL_WEIGHTS}")
+
+
+def _rpc(fields: Fields, _: Sequence[str]) -> Meaning:
+    method = fields.get("method")
+    if method not in UPDATE_PARTS:
+        raise ValueError(f"the method is {method!r}; only {' and '.join(sorted(UPDATE_PARTS))} are allowed, which a "
+                         "sync does by itself. Set SkyRL's weight_sync_backend=delta")  # fmt: skip
+    return PartPost()
+
+
+_ACTIVITIES: Final[Mapping[object, ProfileActivity]] = {"CPU": "cpu", "GPU": "cuda", "CUDA": "cuda", "MEM": "memory"}
+_PROFILE_FIELDS: Final = frozenset(
+    {"output_dir", "num_steps", "start_step", "activities", "profile_by_stage", "with_stack", "record_shapes"}
+)
+
+
+def _start_profile(fields: Fields, _: Sequence[str]) -> Meaning:
+    """Read SGLang's parameters. The directory is ours: below the agent's root of traces, one for each session."""
+    given = {name: value for name, value in fields.items() if value not in (None, False, [])}
+    if unknown := sorted(given.keys() - _PROFILE_FIELDS):
+        raise ValueError(f"{', '.join(unknown)} can't be set; {', '.join(sorted(_PROFILE_FIELDS))} can")
+    if given.get("start_step"):
+        raise ValueError("start_step counts from the launch of the engine. Leave it out: recording begins at once")
+    steps, names = given.get("num_steps"), given.get("activities", ["CPU", "GPU"])
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"num_steps is {steps!r}, and must be a positive number")
+    if not isinstance(names, list) or not all(name in _ACTIVITIES for name in names):
+        raise ValueError(f"activities are {names!r}, and may be {', '.join(map(str, _ACTIVITIES))}")
+    plan = ProfilePlan(
+        window=Window(0, steps) if steps is not None else None,
+        activities=frozenset(_ACTIVITIES[name] for name in names),
+        with_stack=bool(given.get("with_stack")),
+        record_shapes=bool(given.get("record_shapes")),
+        by_stage=bool(given.get("profile_by_stage")),
+    )
+    return StartProfilePost(plan)
+
+
+def relative_path(named: str, roots: Sequence[str]) -> str:
+    """Return a trainer's absolute path, relative to the root. Raises ValueError."""
+    path = PurePosixPath(named)
+    if not path.is_absolute():
+        raise ValueError(f"the path {named!r} is relative to the trainer's working directory. Give it an absolute one")
+    if ".." in path.parts:
+        raise ValueError(f"the path {named!r} holds `..`")
+    for root in roots:
+        if path.is_relative_to(root) and path != PurePosixPath(root):
+            return str(path.relative_to(root))
+    raise ValueError(f"the path {named!r} is not below {roots[0]}. Start the gateway and the agents with --checkpoints "
+                     "set to a folder above it")  # fmt: skip
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+LOCAL_WEIGHTS: Final = "weights"
+"""Where SkyRL keeps the patched files, below its local_checkpoint_dir (`delta_checkpoint.py`, `_weights_dir`)."""
+UPDATE_PARTS: Final = frozenset({"skyrl_start_weight_update", "skyrl_finish_weight_update"})
+
+CONTROL: Final[Mapping[tuple[str, str], Reader]] = {
+    ("POST", "/pause"): _pause,
+    ("POST", "/pause_generation"): _pause,
+    ("POST", "/areal_pause_generation"): _pause,
+    ("POST", "/resume"): lambda *_: ResumePost(),
+    ("POST", "/continue_generation"): lambda *_: ResumePost(),
+    ("POST", "/areal_continue_generation"): lambda *_: ResumePost(),
+    ("GET", "/flush_cache"): lambda *_: FlushPost(),
+    ("POST", "/flush_cache"): lambda *_: FlushPost(),
+    ("POST", "/reset_prefix_cache"): lambda *_: FlushPost(),
+    ("POST", "/update_weights"): _update,
+    ("POST", "/update_weights_from_disk"): _from_disk,
+    ("POST", "/areal_update_weights"): _from_disk,
+    ("POST", "/init_weight_transfer_engine"): _transfer,
+    ("POST", "/collective_rpc"): _rpc,
+    ("POST", "/start_profile"): _start_profile,
+    ("POST", "/stop_profile"): lambda *_: StopProfilePost(),
+    ("GET", "/health"): lambda *_: HealthRead(),
+    ("GET", "/health_generate"): lambda *_: HealthRead(),
+    ("GET", "/get_weight_version"): lambda *_: VersionRead(),
+    ("GET", "/model_info"): lambda *_: VersionRead(),
+    ("GET", "/get_model_info"): lambda *_: VersionRead(),
+    ("GET", "/workers"): lambda *_: WorkersRead(),
+}
+"""Answered here, by commands and by what the bus knows."""
+
+GENERATION: Final = frozenset(
+    ("POST", path)
+    for path in (
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+        "/skyrl/v1/generate",
+    )
+)
+PASSED: Final = frozenset(
+    {
+        *(("POST", path) for path in ("/abort_request", "/tokenize", "/detokenize")),
+        *(("POST", path) for path in ("/fetch_weights", "/pull_weights")),  # files on the engine's host; no weights
+        *(("GET", path) for path in ("/v1/models", "/server_info", "/get_server_info", "/get_world_size")),
+        *(("GET", path) for path in ("/version", "/metrics", "/get_load", "/v1/loads")),
+    }
+)
+"""Passed on to the engine, with everything that streams through."""
+
+_MEMORY: Final = "memory of an engine that shares its GPUs with a trainer is not given over the gateway"
+_GROUP: Final = "weights over NCCL go past the gateway. Let the trainer write checkpoints: docs/trainers says how"
+_LORA: Final = "an adapter is not a checkpoint of the model. Train all weights, or leave the gateway out"
+UNKNOWN: Final = (
+    "the gateway does not know this route. It maps "
+    + ", ".join(sorted({path for _, path in CONTROL}))
+    + ", and passes on "
+    + ", ".join(sorted({path for _, path in GENERATION | PASSED}))
+)
+REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"), _MEMORY),
+    **dict.fromkeys(
+        (
+            *("/init_broadcaster", "/init_weights_update_group", "/destroy_weights_update_group"),
+            *("/update_weights_from_distributed", "/update_weights_from_tensor", "/begin_weight_update"),
+            *(
+                "/end_weight_update",
+                "/start_weight_update",
+                "/finish_weight_update",
+                "/areal_init_weights_update_group",
+            ),
+            *("/areal_set_update_weight_meta", "/areal_update_weights_xccl"),
+        ),
+        _GROUP,
+    ),
+    **dict.fromkeys(
+        (
+            *("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+            *("/areal_update_weights_lora", "/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl"),
+        ),
+        _LORA,
+    ),
+}
+"""Routes that a trainer may post to, and that no command can stand for: why, and what to set."""

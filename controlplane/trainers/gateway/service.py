@@ -1,0 +1,453 @@
+"""The shell of the gateway: an HTTP server with a base URL for each replica, and commands on the bus.
+
+`updates.decide` decides, on this one event loop. Requests for the engine itself go through `passing.pass_on`, and
+nothing of them is kept.
+"""
+
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import anyio
+import httpx
+import msgspec
+import uvicorn
+from anyio import CancelScope, to_thread
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from controlplane.plane import ControlPlane
+from controlplane.trainers.gateway import routes
+from controlplane.trainers.gateway.passing import PassedOn
+from controlplane.trainers.gateway.updates import (
+    AnswerSent,
+    BeginSync,
+    CommandReplica,
+    Event,
+    GatewayState,
+    MomentPassed,
+    PostArrived,
+    Remind,
+    Reply,
+    SyncEnded,
+    decide,
+)
+from schemas.carriers.sockets import is_local
+from schemas.commands import Checkpoint, ProfileCommand
+from schemas.errors import (
+    AddressInUse,
+    BusError,
+    BusOverloaded,
+    ConfigError,
+    RolloutctlError,
+    SyncInProgress,
+)
+from schemas.formatting import is_trouble
+from schemas.identity import identity_of
+from schemas.logs import logger_of
+from schemas.reports import Report
+from schemas.selection import trace_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logger_of("gateway")
+
+BODY_BYTES_MAX: Final = 1024 * 1024
+"""Largest body of a request that is answered here. What is passed on has no limit: it is not kept."""
+MOMENT_S: Final = 2.0
+"""How long the first update waits for those of the other replicas."""
+KEEP_ALIVE_S: Final = 60
+"""Time for which an idle connection stays open: longer than a client keeps one before it uses it again."""
+METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
+
+
+class Addressed(NamedTuple):
+    """What a request is about: a replica, or the gateway itself (None), and the path below its base URL."""
+
+    replica: int | None
+    path: str
+
+
+class _Waiting:
+    """A request that waits for its answer."""
+
+    def __init__(self) -> None:
+        self.answered = anyio.Event()
+        self.status, self.message = 503, "the gateway ends"
+
+    def answer(self, status: int, message: str) -> None:
+        self.status, self.message = status, message
+        self.answered.set()
+
+
+class Gateway:
+    """Answers a trainer's posts to its engines, by commands on the bus.
+
+    Args:
+        plane: The open control plane of the run.
+        replicas: How many replicas there are; their indices are 0, 1, 2 …
+        checkpoints: Root of the checkpoints, as the trainer names it. The plane's own root must be the same folder.
+        engines: Base URL of each replica's engine, by index, for requests that are passed on; empty to refuse those.
+        engine_key: API key of the engines.
+        host: Address to listen on.
+        port: Port to listen on; 0 lets the system choose.
+        ports: Listen on a port for each replica too, `port + 1 + replica`, for trainers whose addresses have no path.
+        token: What a client must send as `Authorization: Bearer …`; None for no such check.
+        insecure: Allow an address that other machines can reach without a token.
+        timeout_s: For each phase of a sync.
+        moment_s: How long the first update waits for those of the other replicas.
+
+    Raises:
+        ConfigError: A value is wrong, or other machines could command the engines.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        *,
+        replicas: int,
+        checkpoints: Path,
+        engines: Sequence[str] = (),
+        engine_key: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        ports: bool = False,
+        token: str | None = None,
+        insecure: bool = False,
+        timeout_s: float = 300.0,
+        moment_s: float = MOMENT_S,
+    ) -> None:
+        if engines and len(engines) != replicas:
+            raise ConfigError(f"{len(engines)} engines are named, and there are {replicas} replicas: name one for each")
+        if not (token or insecure or is_local(f"tcp://{host}:{port}")):
+            raise ConfigError(
+                f"refused to listen on {host!r}: other machines can reach it, and without a token anybody on them "
+                "could command the engines. Give a token file, listen on 127.0.0.1, or say --insecure on a network "
+                "that you trust"
+            )
+        self._plane, self._replicas = plane, replicas
+        self._root = checkpoints.absolute()
+        self._roots = tuple(dict.fromkeys((str(self._root), str(self._root.resolve()))))
+        self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
+        self._token, self._timeout_s, self._moment_s = token, timeout_s, moment_s
+        self._state = GatewayState(replicas=replicas)
+        self._version = self._committed = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self._posts = 0
+        self._sockets = _listen(host, [port, *(_port_of(port, replica) for replica in range(replicas if ports else 0))])
+        self._replica_of = {sock.getsockname()[1]: replica for replica, sock in enumerate(self._sockets[1:])}
+        self._host, self._port = host, self._sockets[0].getsockname()[1]
+        self._http: httpx.AsyncClient
+        self._tasks: anyio.abc.TaskGroup
+
+    # --- addresses ----------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Base URL of the gateway itself, which has `/workers`."""
+        return f"http://{_in_url(self._host)}:{self._port}"
+
+    def base_urls(self, host: str | None = None) -> list[str]:
+        """Return the base URL of each replica.
+
+        Args:
+            host: The gateway's, as its client knows it; None for the address that it listens on.
+        """
+        name = _in_url(host or self._host)
+        if self._replica_of:
+            return [f"http://{name}:{port}" for port in self._replica_of]
+        return [f"http://{name}:{self._port}/replica/{replica}" for replica in range(self._replicas)]
+
+    def _place(self, request: Request) -> Addressed:
+        path = request.url.path
+        replica = self._replica_of.get((request.scope.get("server") or ("", 0))[1])
+        if replica is not None:
+            return Addressed(replica, f"/{path.lstrip('/')}")
+        first, _, rest = path.lstrip("/").partition("/")
+        index, _, below = rest.partition("/")
+        if first == "replica" and index.isdecimal() and len(index) < 8 and int(index) < self._replicas:
+            return Addressed(int(index), f"/{below.lstrip('/')}")
+        return Addressed(None, path)
+
+    # --- lifetime -----------------------------------------------------------------------------------------------------
+
+    async def serve(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Answer until cancelled. Posts that still wait are then answered 503; the syncs of the bus go on."""
+        methods = list(METHODS)
+        app = Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http="h11",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=2,
+        )
+        server = _Server(config)
+        # The trainer's own time-outs are those of what is passed on.
+        timeout = httpx.Timeout(None, connect=10.0)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        async with (
+            httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False) as self._http,
+            anyio.create_task_group() as listening,
+        ):
+            try:
+                listening.start_soon(_serve_shielded, server, self._sockets)
+                task_status.started()
+                async with anyio.create_task_group() as self._tasks:
+                    await anyio.sleep_forever()
+            finally:
+                for waiting in self._waiting.values():
+                    waiting.answered.set()
+                server.should_exit = True
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def _answer(self, request: Request) -> Response:
+        if self._token is not None and not _has_token(request, self._token):
+            return _json(401, "the gateway asks for its token: send it as `Authorization: Bearer TOKEN`")
+        replica, path = self._place(request)
+        if replica is None:
+            if (request.method, path) == ("GET", "/workers"):
+                return JSONResponse({"workers": [{"url": url} for url in self.base_urls(request.url.hostname)]})
+            known = f"/workers, and the routes of an engine below {' '.join(self.base_urls(request.url.hostname))}"
+            return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
+        passed = routes.is_passed(request.method, path)
+        if passed is not None:
+            return self._pass_on(request, replica, path, generates=passed.generates)
+        try:
+            body, fields = await _fields(request)
+        except ValueError as error:
+            return _json(413 if "larger" in str(error) else 400, f"{request.method} {path} is refused: {error}")
+        meaning = routes.read_request(request.method, path, fields, self._roots)
+        match meaning:
+            case routes.RefusedPost(message):
+                logger.warning("replica %d: %s", replica, message)
+                return _json(400, message)
+            case routes.WorkersRead():
+                return JSONResponse({"workers": [{"url": url} for url in self.base_urls(request.url.hostname)]})
+            case routes.HealthRead():
+                if reason := self._unfit(replica):
+                    return _json(503, f"replica {replica} does not serve: {reason}")
+                return self._pass_on(request, replica, path, body=body) if self._engines else _json(200, "it serves")
+            case routes.VersionRead():
+                return await self._version_of(replica, path)
+            case routes.TransferPost():
+                self._turn(PostArrived(post=0, replica=replica, meaning=meaning))
+                return self._pass_on(request, replica, path, body=body)
+            case _:
+                return await self._decided(request, replica, meaning)
+
+    async def _decided(self, request: Request, replica: int, meaning: routes.Meaning) -> Response:
+        """Have the machine decide, and wait for its answer."""
+        self._posts += 1
+        post, waiting = self._posts, _Waiting()
+        self._waiting[post] = waiting
+        try:
+            state = self._plane.bus.state
+            unchanged = isinstance(meaning, routes.DeltaPost) and self._unchanged()
+            self._turn(PostArrived(post=post, replica=replica, meaning=meaning, seq=state.seq, unchanged=unchanged))
+            await waiting.answered.wait()
+            delivered = not await request.is_disconnected()
+        finally:
+            del self._waiting[post]
+        self._turn(AnswerSent(post, delivered))
+        return _json(waiting.status, waiting.message)
+
+    def _unchanged(self) -> bool:
+        local, desired = self._state.local, self._plane.bus.state.default_desired
+        return bool(local) and desired.version == 0 and not (self._root / local).exists()
+
+    def _unfit(self, replica: int) -> str:
+        """Return why a replica must not get requests; empty if nothing is known against it."""
+        state = self._plane.bus.state
+        member = state.members.get(f"{replica}.0")
+        if member is None or member.state != "live":
+            return "no agent has joined there" if member is None else f"its agent is {member.state}"
+        if version := self._quarantined(replica):
+            return f"quarantined since v{version}, until a later update includes it"
+        status = member.status
+        return status.trouble if status is not None and not status.ready else ""
+
+    def _quarantined(self, replica: int) -> int:
+        desired = self._plane.bus.state.desired.get(replica)
+        return desired.quarantined if desired is not None else 0
+
+    # --- what is decided ----------------------------------------------------------------------------------------------
+
+    def _turn(self, event: Event) -> None:
+        self._state, actions = decide(self._state, event)
+        for action in actions:
+            match action:
+                case Reply(posts, status, message):
+                    for post in posts:
+                        if (waiting := self._waiting.get(post)) is not None:
+                            waiting.answer(status, message)
+                case Remind(number):
+                    self._tasks.start_soon(self._remind, number)
+                case BeginSync():
+                    self._tasks.start_soon(self._sync, action)
+                case CommandReplica():
+                    self._tasks.start_soon(self._publish, action)
+
+    async def _remind(self, number: int) -> None:
+        await anyio.sleep(self._moment_s)
+        self._turn(MomentPassed(number))
+
+    async def _sync(self, begin: BeginSync) -> None:
+        """Sync the fleet. The headers of the files are read in a thread."""
+        named = f"{begin.path} ({begin.label})" if begin.label else begin.path
+        logger.info("the trainer asks for %s", named)
+        try:
+            self._version = max(self._version, (await to_thread.run_sync(self._plane.status)).version) + 1
+            sync = partial(
+                self._plane.sync_weights,
+                self._version,
+                Checkpoint(begin.path),
+                in_flight=begin.in_flight,
+                timeout=self._timeout_s,
+            )
+            report = await (await to_thread.run_sync(sync))
+            status, message = (200 if report.status == "committed" else 409), str(report)
+            if report.status == "committed":
+                self._committed = report.version
+        except RolloutctlError as error:
+            status, message = _status_of(error), str(error)
+        (logger.info if status == 200 else logger.error)("%s: %s", named, message)
+        self._turn(SyncEnded(number=begin.number, status=status, message=message))
+
+    async def _publish(self, action: CommandReplica) -> None:
+        waiting, replica, command = self._waiting.get(action.post), action.replica, action.command
+        status, message = 503, "the gateway ends"
+        try:
+            report = await self._plane.publish(command, [replica])
+            status, message = _outcome(report, replica)
+            if isinstance(command, ProfileCommand) and (member := self._plane.bus.state.members.get(f"{replica}.0")):
+                place = trace_directory(command.step, command.plan, member.hello.identity)
+                message = f"{message}\nThe traces are in {place}, below the root of the agent's traces"
+        except RolloutctlError as error:
+            status, message = _status_of(error), str(error)
+        if waiting is not None:
+            waiting.answer(status, message)
+
+    # --- the engine's own answers -------------------------------------------------------------------------------------
+
+    def _pass_on(
+        self, request: Request, replica: int, path: str, *, body: bytes | None = None, generates: bool = False
+    ) -> Response:
+        if not self._engines:
+            return _json(400, f"{path} is for the engine: start the gateway with `--engine URL` for each replica")
+        if generates and (version := self._quarantined(replica)):
+            return _json(503, f"replica {replica} is quarantined since v{version}, and answers no requests")
+        key = self._engine_key
+        return PassedOn(
+            self._http,
+            request,
+            f"{self._engines[replica]}{path}",
+            body=body,
+            authorization=f"Bearer {key}" if key else None,
+            keeps_authorization=key is None and self._token is None,
+        )
+
+    async def _version_of(self, replica: int, path: str) -> Response:
+        """The engine's answer, with the trainer's label in place of the number of the bus."""
+        answer: dict[str, object] = {}
+        if self._engines:
+            headers = {"authorization": f"Bearer {self._engine_key}"} if self._engine_key else {}
+            try:
+                found = await self._http.get(f"{self._engines[replica]}{path}", headers=headers, timeout=30.0)
+                if found.status_code != 200:
+                    return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+                answer = found.json()
+            except (httpx.HTTPError, ValueError) as error:
+                return _json(502, f"the engine of replica {replica} did not answer {path}: {error}")
+        serving = await to_thread.run_sync(self._plane.serving)
+        if self._committed and serving.get(replica) == self._committed and self._state.label:
+            answer["weight_version"] = self._state.label
+        return JSONResponse({"weight_version": str(serving.get(replica, "unknown")), **answer})
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals are the command line's."""
+
+    @contextmanager
+    def capture_signals(self) -> "Iterator[None]":
+        yield
+
+
+async def _serve_shielded(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+    with CancelScope(shield=True):  # it ends when it is told to, and closes its connections
+        await server.serve(sockets)
+
+
+def _listen(host: str, ports: list[int]) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    try:
+        for port in ports:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            sockets.append(socket.create_server((host, port), family=family, backlog=2048))
+    except (OSError, OverflowError) as error:
+        for sock in sockets:
+            sock.close()
+        raise AddressInUse(f"can't listen on {host}:{port}: {error}. Name a free port, or 0 for any") from error
+    return sockets
+
+
+def _port_of(port: int, replica: int) -> int:
+    return port + 1 + replica if port else 0
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _has_token(request: Request, token: str) -> bool:
+    given = request.headers.get("authorization", "")
+    return secrets.compare_digest(given.encode(), f"Bearer {token}".encode())
+
+
+async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
+    """Return the body, and the parameters of the query with the fields of the body. Raises ValueError."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > BODY_BYTES_MAX:
+            raise ValueError(f"its body is larger than {BODY_BYTES_MAX} bytes")
+    content: object = {}
+    if body.strip():
+        try:
+            content = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"its body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError("its body is not a JSON object")
+    return body, {**dict(request.query_params), **content}
+
+
+def _json(status: int, message: str) -> Response:
+    return JSONResponse({"success": status == 200, "message": message}, status)
+
+
+def _status_of(error: RolloutctlError) -> int:
+    """409 for what another attempt won't change, 503 for what it may."""
+    return 503 if isinstance(error, SyncInProgress | BusOverloaded | BusError) else 409
+
+
+def _outcome(report: Report, replica: int) -> tuple[int, str]:
+    """Return the answer that stands for one replica's part of a report."""
+    own = [outcome for outcome in report.outcomes if identity_of(outcome.agent).unit == replica]
+    if not own:
+        return 503, f"no agent of replica {replica} has joined: {report.headline}"
+    failed = any(is_trouble(outcome.conclusion) for outcome in own)
+    profiling = isinstance(report.command, ProfileCommand)
+    return (500 if profiling else 409) if failed else 200, str(report)

@@ -1,0 +1,188 @@
+"""Replicas of the tiny engine under real agents, and a gateway in front of them, as a trainer meets them."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.from_thread
+from anyio import to_thread
+from anyio.abc import TaskStatus
+
+from controlplane.machine.events import Conclude
+from controlplane.plane import ControlPlane
+from controlplane.record.invariants import verify
+from controlplane.record.log import RunLog
+from controlplane.trainers.gateway.service import Gateway
+from schemas.commands import EpochStart, WeightSync
+from schemas.config import AgentConfig, BusConfig
+from schemas.events import EngineCall, Load, Returned
+from schemas.formatting import describe
+from schemas.identity import Identity
+from schemas.reports import Report, SyncReport
+from workers.agent import Agent
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny.server import TinyClient, WeightsDescription
+from workers.traces.node import NodeTraces
+
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
+
+
+@contextmanager
+def on_a_thread(*mains: Callable[..., Any]) -> Iterator[None]:
+    """Run async functions on a thread and loop of their own until the block ends. Each says when it has started."""
+    begun = threading.Event()
+    ends: list[Callable[[], object]] = []
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks, anyio.from_thread.BlockingPortal() as portal:
+            ends.append(lambda: portal.call(tasks.cancel_scope.cancel))
+            for function in mains:
+                await tasks.start(function)
+            begun.set()
+            await anyio.sleep_forever()
+
+    thread = threading.Thread(target=anyio.run, args=(main,))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        ends[0]()
+        thread.join()
+
+
+class GatedEngine(TinyEngine):
+    """A tiny engine whose loads a test can hold back."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.may_load = threading.Event()
+        self.may_load.set()
+
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
+        if isinstance(call, Load):
+            await to_thread.run_sync(self.may_load.wait)
+        return await super().perform(call, timeout_s)
+
+
+class GatewayFleet:
+    """What a test asks of the replicas behind a gateway.
+
+    Attributes:
+        folder: Root of the checkpoints that the trainer writes; `other` is that of the replica that sees other files.
+    """
+
+    def __init__(self, folder: Path, plane: ControlPlane, engines: list[GatedEngine]) -> None:
+        self.folder, self.plane, self.engines = folder, plane, engines
+        self.gateway: Gateway
+
+    @property
+    def urls(self) -> list[str]:
+        return self.gateway.base_urls()
+
+    @property
+    def addresses(self) -> list[str]:
+        """`host:port` of each replica, for trainers that take no path."""
+        return [url.removeprefix("http://") for url in self.urls]
+
+    def write(self, name: str, seed: int, *, hidden: int = 48) -> Path:
+        """Write a checkpoint, as the trainer does, and return its absolute path."""
+        directory = self.folder / "run" / name
+        (directory / "model.safetensors").unlink(missing_ok=True)
+        save(TinyModel(TinyConfig(hidden=hidden), seed=seed), directory)
+        return directory
+
+    def held(self) -> list[WeightsDescription]:
+        return [TinyClient(f"ipc://{self.folder}/front-{n}", timeout_s=20).weights() for n in range(len(self.engines))]
+
+    def digests(self) -> list[str]:
+        return [held.digest for held in self.held()]
+
+    def generates_on(self) -> list[int]:
+        """Version of the tokens that each replica generates now. It must do so within some seconds."""
+        versions = []
+        for n in range(len(self.engines)):
+            (completion,) = TinyClient(f"ipc://{self.folder}/front-{n}", timeout_s=10).generate([[1]], 4)
+            versions += sorted(set(completion.versions))
+        return versions
+
+    def concluded(self) -> list[Report | SyncReport]:
+        """Every report of the run so far."""
+        entries = [entry for entry in RunLog.read(self.folder / "run.db") if not entry.agent]
+        effects = [effect for entry in entries for effect in entry.typed_effects()]
+        return [effect.report for effect in effects if isinstance(effect, Conclude) and effect.report is not None]
+
+    def syncs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """How each sync ended, and who loaded it."""
+        return [(report.status, report.loaded) for report in self.concluded() if isinstance(report, SyncReport)]
+
+    def operations(self) -> list[str]:
+        """Every command that is no sync."""
+        commands = [report.command for report in self.concluded() if isinstance(report, Report)]
+        return [describe(command) for command in commands if not isinstance(command, WeightSync | EpochStart)]
+
+
+@contextmanager
+def gateway_fleet(
+    folder: Path,
+    *,
+    replicas: int = 2,
+    engines: Sequence[str] = (),
+    agents: bool = True,
+    roots: Sequence[Path] = (),
+    **options: Any,
+) -> Iterator[GatewayFleet]:
+    """A bus, agents, tiny engines and a gateway; the log is verified at the end.
+
+    Args:
+        folder: Root of the checkpoints, and place of everything else.
+        engines: HTTP servers that requests are passed on to.
+        agents: Whether agents run.
+        roots: Root of the checkpoints of each replica, where it is not the trainer's.
+        options: Of the gateway.
+    """
+    places = [Identity(replica=n, node_rank=0) for n in range(replicas)]
+    made = [
+        GatedEngine(
+            place,
+            checkpoints=roots[n] if roots else folder / "run",
+            traces=folder / "traces",
+            serve=f"ipc://{folder}/front-{n}",
+            seed=100 + n,
+        )
+        for n, place in enumerate(places)
+    ]
+    (folder / "run").mkdir(exist_ok=True)
+    state = folder / "state"
+    state.mkdir()
+    config = AgentConfig(hello_retry_ms=20, observe_ms=20)
+
+    async def run_agent(place: Identity, engine: GatedEngine, *, task_status: TaskStatus[None]) -> None:
+        traces = NodeTraces(folder / "traces", place)
+        async with Agent(
+            bus=plane.address, identity=place, engine=engine, state_dir=state, traces=traces, config=config
+        ) as agent:
+            task_status.started()
+            await agent.run()
+
+    plane = ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK, checkpoints=folder / "run")
+    pairs = list(zip(places, made, strict=True)) if agents else []
+    with plane, on_a_thread(*(partial(run_agent, *pair) for pair in pairs)):
+        plane.wait_for_agents(len(pairs), timeout=30).wait()
+        fleet = GatewayFleet(folder, plane, made)
+        fleet.gateway = Gateway(
+            plane, replicas=replicas, checkpoints=folder / "run", engines=engines, timeout_s=20, **options
+        )
+        with on_a_thread(fleet.gateway.serve):
+            yield fleet
+    assert list(verify(RunLog.read(folder / "run.db"))) == []
+
+
+def digest_of(seed: int) -> str:
+    """What an engine says of the weights of a seed."""
+    return digest(weights(TinyModel(TinyConfig(), seed=seed)))

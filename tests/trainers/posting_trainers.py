@@ -1,0 +1,260 @@
+"""Clients that post to engines as trainers do: the same requests, order, retries, time-outs and status codes.
+
+Written anew after reading the trainers' code; each names the file, the functions and the commit that taught it. What a
+trainer waits between two attempts is left out, and its time-outs are arguments.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import httpx
+
+
+class PrimeRL:
+    """prime-rl's orchestrator, 559b44772, `src/prime_rl/utils/client.py`.
+
+    `setup_admin_clients`, `check_health`, `maybe_check_has_model`, `update_weights` with its pauses and resumes, and
+    `_admin_post`: a 5xx and a time-out are tried again up to ten times, a 4xx ends at once. `asyncio.gather` raises the
+    first error, and the resume follows while other posts may still wait.
+    """
+
+    def __init__(self, urls: Sequence[str], timeout_s: float = 30.0) -> None:
+        self._urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._timeout_s = timeout_s
+        self.attempts: list[tuple[str, str]] = []
+        """What each attempt came to, by path."""
+
+    async def update_weights(self, weight_dir: Path | None) -> None:
+        async with self._clients() as clients:
+            pause = {"mode": "keep", "clear_cache": "false"}
+            await asyncio.gather(*[self._post(client, "/pause", params=pause) for client in clients])
+            try:
+                if weight_dir is not None:
+                    marker = weight_dir / "NCCL_READY"
+                    marker.parent.mkdir(parents=True, exist_ok=True)
+                    marker.touch()
+                body = {"weight_dir": weight_dir.as_posix() if weight_dir is not None else None}
+                await asyncio.gather(*[self._post(client, "/update_weights", json=body) for client in clients])
+            finally:
+                await asyncio.gather(*[self._post(client, "/resume") for client in clients])
+
+    async def wait_for_ready(self, model: str | None = None) -> None:
+        async with self._clients() as clients:
+            for response in await asyncio.gather(*[client.get("/health") for client in clients]):
+                if response.status_code != 404:
+                    response.raise_for_status()
+            if model is not None:
+                for response in await asyncio.gather(*[client.get("/v1/models") for client in clients]):
+                    assert any(entry["id"] == model for entry in response.json()["data"])
+
+    def _clients(self) -> "_Clients":
+        return _Clients(self._urls, self._timeout_s)
+
+    async def _post(self, client: httpx.AsyncClient, path: str, **arguments: Any) -> None:
+        for attempt in range(1, 11):
+            try:
+                response = await client.post(path, **arguments)
+                self.attempts.append((path, str(response.status_code)))
+                response.raise_for_status()
+                return
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code < 500 or attempt == 10:
+                    raise
+            except httpx.TransportError as error:
+                self.attempts.append((path, type(error).__name__))
+                if attempt == 10:
+                    raise
+
+
+class SkyRL:
+    """SkyRL's delta transport, a9564572, `skyrl/backends/skyrl_train`.
+
+    `inference_servers/remote_inference_client.py` (`_call_all_servers`, `get_world_size`,
+    `init_weight_update_communicator`, `fetch_weights`, `pause`, `resume`, …) and `weight_sync/delta_strategy.py`
+    (`DeltaInitInfo.to_api_payload`, `_apply_receiver_update`). No attempt is repeated, and nothing has a time-out.
+    """
+
+    def __init__(self, urls: Sequence[str], local_checkpoint_dir: Path) -> None:
+        self._urls, self._local = urls, local_checkpoint_dir
+        self.world_sizes: list[int] = []
+
+    async def init_weight_update_communicator(self) -> None:
+        info = {
+            "base_model_path": "base",
+            "local_checkpoint_dir": str(self._local),
+            "cloud_download_workers": 4,
+            "checkpoint_load_format": "vllm_multi_thread_safetensors",
+            "multi_thread_safetensors_max_workers": 8,
+        }
+        answers = await self._all("/get_world_size", {}, method="GET")
+        self.world_sizes = [answer["world_size"] for answer in answers]
+        await self._all("/init_weight_transfer_engine", {"init_info": info})
+
+    async def send(self, version: int, sync_dir: str, reset_prefix_cache: bool = True) -> None:
+        update = {"target_version": version, "version": version, "sync_dir": sync_dir, "uri": f"{sync_dir}/delta"}
+        await self._all("/fetch_weights", {"target_version": version, "sync_dir": sync_dir, "uri": update["uri"]})
+        await self._all("/pause", params={"mode": "keep", "clear_cache": "false"})
+        try:
+            if reset_prefix_cache:
+                await self._all("/reset_prefix_cache", {"reset_running_requests": True})
+            start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}
+            await self._all("/collective_rpc", start)
+            await self._all("/update_weights", {"update_info": update})
+            await self._all("/collective_rpc", {"method": "skyrl_finish_weight_update"})
+        finally:
+            await self._all("/resume")
+
+    async def _all(
+        self, endpoint: str, body: object = None, method: str = "POST", params: dict[str, str] | None = None
+    ) -> list[Any]:
+        async with httpx.AsyncClient(timeout=None) as client:
+            calls = [client.request(method, f"{url}{endpoint}", json=body, params=params) for url in self._urls]
+            answers = []
+            for response in await asyncio.gather(*calls):
+                answers.append(response.json() if int(response.headers.get("content-length", 0)) else None)
+                response.raise_for_status()
+            return answers
+
+
+class Slime:
+    """slime, 624b824a8, with external engines and weights by disk.
+
+    `slime/ray/actor_group.py` (`_reload_rollout_weights_from_disk`), and in `slime/backends/sglang_utils` the files
+    `sglang_engine.py` (one Ray actor for each engine: here a thread) and `external.py` (`discover_external_engines`).
+    Nothing is tried again but the flush, nothing has a time-out, and there is no `finally`.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, keep_files: bool = False, ci_test: bool = False) -> None:
+        self._urls = [f"http://{address}" for address in addresses]
+        self._keep_files, self._ci_test = keep_files, ci_test
+
+    def discover(self) -> list[dict[str, Any]]:
+        """Topology of the engines."""
+        infos = []
+        for url in self._urls:
+            response = httpx.get(f"{url}/server_info", timeout=30)
+            response.raise_for_status()
+            infos.append(response.json())
+        return infos
+
+    def reload(self, directory: Path, weight_version: str) -> None:
+        self._all("POST", "pause_generation", {})
+        self._flush()
+        self._all("POST", "update_weights_from_disk", {"model_path": str(directory), "weight_version": weight_version})
+        if self._ci_test:
+            versions = [answer["weight_version"] for answer in self._all("GET", "get_weight_version")]
+            assert all(str(version) == weight_version for version in versions), versions
+        if not self._keep_files:
+            rmtree(directory, ignore_errors=True)
+        self._all("POST", "continue_generation", {})
+
+    def _flush(self) -> None:
+        for url in self._urls:
+            for _ in range(60):
+                if httpx.get(f"{url}/flush_cache", timeout=None).status_code == 200:
+                    break
+            else:
+                raise TimeoutError("Timeout while flushing cache.")
+
+    def _all(self, method: str, endpoint: str, body: object = None) -> list[Any]:
+        def call(url: str) -> Any:
+            response = httpx.request(method, f"{url}/{endpoint}", json=body, timeout=None)
+            response.raise_for_status()
+            return response.json()
+
+        with ThreadPoolExecutor() as actors:
+            return list(actors.map(call, self._urls))
+
+
+class Miles(Slime):
+    """miles, 31f1ca961, with weights by disk-delta: `…/update_weight_from_distributed/delta.py` (`_reload_engines`).
+
+    Each engine pulls into its host's local checkpoint before the pause, the mode of the pause is named, and the results
+    must say `success` (`_check_weight_sync_results`).
+    """
+
+    def __init__(self, addresses: Sequence[str], local_checkpoint_dir: Path, mode: str = "retract") -> None:
+        super().__init__(addresses, keep_files=True, ci_test=True)
+        self._local, self._mode = local_checkpoint_dir, mode
+
+    def reload(self, directory: Path, weight_version: str) -> None:
+        local = str(self._local)
+        pull = {"local_checkpoint_dir": local, "source_dir": str(directory), "target_version": int(weight_version)}
+        self._all("POST", "pull_weights", pull)
+        self._all("POST", "pause_generation", {"mode": self._mode})
+        if self._mode != "in_place":
+            self._flush()
+        body = {"model_path": local, "weight_version": weight_version}
+        results = self._all("POST", "update_weights_from_disk", body)
+        assert all(result["success"] for result in results), results
+        self._all("POST", "continue_generation", {})
+
+
+class AReaL:
+    """AReaL, 4aef98d8d, with weights by disk.
+
+    `areal/engine/fsdp_engine.py` (`_update_weights_from_disk`: the pause comes before the files are written),
+    `areal/infra/remote_inf_engine.py` (`pause_generation`, `_update_weights_from_disk`, `clear_checkpoint_after_load`),
+    `areal/infra/utils/http.py` (`arequest_with_retry`: any error is tried again, a 4xx too, three times in all), and
+    the routes of `areal/engine/sglang_remote.py` or `vllm_remote.py`.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, vllm: bool = False) -> None:
+        self._addresses, self._prefix = addresses, "areal_" if vllm else ""
+        self._vllm = vllm
+        self.attempts: list[tuple[str, int]] = []
+
+    async def initialize(self) -> None:
+        for address in self._addresses:
+            async with httpx.AsyncClient() as client:
+                response = await client.request("GET", f"http://{address}/health", json={}, timeout=30)
+                assert response.status_code == 200, response.text
+
+    async def update_weights(self, directory: Path, save: Callable[[], object]) -> None:
+        await self._all(f"/{self._prefix}pause_generation", {})
+        save()
+        if self._vllm:
+            await self._all("/areal_update_weights", {"model_path": str(directory)})
+        else:
+            body = {"model_path": str(directory), "abort_all_requests": True}
+            await self._all("/update_weights_from_disk", body)
+        rmtree(directory, ignore_errors=True)
+        await self._all(f"/{self._prefix}continue_generation", {})
+
+    async def _all(self, endpoint: str, body: object) -> None:
+        async with httpx.AsyncClient(timeout=3600) as client:
+            await asyncio.gather(*[self._post(client, address, endpoint, body) for address in self._addresses])
+
+    async def _post(self, client: httpx.AsyncClient, address: str, endpoint: str, body: object) -> None:
+        for _ in range(3):
+            try:
+                response = await client.post(f"http://{address}{endpoint}", json=body)
+                self.attempts.append((endpoint, response.status_code))
+                response.raise_for_status()
+                return
+            except httpx.HTTPError as error:
+                last = error
+        raise RuntimeError(f"Failed after 3 retries each. Endpoint: {endpoint}. Last error: {last!r}")
+
+
+class _Clients:
+    """One client for each URL, as prime-rl has."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        self._urls, self._timeout_s, self._stack = urls, timeout_s, AsyncExitStack()
+
+    async def __aenter__(self) -> list[httpx.AsyncClient]:
+        timeout = httpx.Timeout(connect=10.0, read=self._timeout_s, write=60.0, pool=10.0)
+        limits = httpx.Limits(max_connections=4, max_keepalive_connections=1)
+        return [
+            await self._stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits))
+            for url in self._urls
+        ]
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()

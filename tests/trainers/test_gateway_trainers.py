@@ -1,0 +1,221 @@
+"""The gateway, as five trainers use it: their own order, retries and status codes, over HTTP, against tiny engines."""
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engines.http_servers import HttpRequest, HttpServer, Reply
+from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet
+from tests.trainers.posting_trainers import AReaL, Miles, PrimeRL, SkyRL, Slime
+from tests.waiting import until, wait_until
+
+MODEL = "policy"
+
+
+def engine(request: HttpRequest) -> Reply:
+    """An engine server's routes that are passed on."""
+    match request.verb, request.path.partition("?")[0]:
+        case "GET", "/v1/models":
+            return 200, {"data": [{"id": MODEL}]}
+        case "GET", "/server_info":
+            return 200, {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "disaggregation_mode": "null"}
+        case "GET", "/get_world_size":
+            return 200, {"world_size": 1}
+        case "GET", "/health":
+            return 200, b""
+        case "GET", "/model_info" | "/get_weight_version":
+            return 200, {"weight_version": "3", "model_path": "/m"}
+        case "POST", "/fetch_weights" | "/pull_weights" | "/init_weight_transfer_engine":
+            return 200, {"success": True, "status": "ok"}
+        case "POST", "/generate":
+            return 200, {"text": request.body.decode()}
+    return 404, {"detail": "Not Found"}
+
+
+@pytest.fixture
+def servers() -> Iterator[list[HttpServer]]:
+    with HttpServer(engine) as first, HttpServer(engine) as second:
+        yield [first, second]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, servers: list[HttpServer]) -> Iterator[GatewayFleet]:
+    """With a path for each replica."""
+    with gateway_fleet(tmp_path, engines=[server.url for server in servers]) as made:
+        yield made
+
+
+@pytest.fixture
+def ports(tmp_path: Path, servers: list[HttpServer]) -> Iterator[GatewayFleet]:
+    """With a port for each replica."""
+    with gateway_fleet(tmp_path, engines=[server.url for server in servers], ports=True) as made:
+        yield made
+
+
+# --- prime-rl ---------------------------------------------------------------------------------------------------------
+
+
+def test_prime_rl_moves_the_fleet_step_by_step(fleet: GatewayFleet) -> None:
+    trainer = PrimeRL([f"{url}/v1" for url in fleet.urls])
+    asyncio.run(trainer.wait_for_ready(MODEL))
+    for step in (1, 2):
+        asyncio.run(trainer.update_weights(fleet.write(f"step_{step}", step)))
+        assert fleet.digests() == [digest_of(step)] * 2
+        assert fleet.generates_on() == [step, step]
+    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
+    assert {status for _, status in trainer.attempts} == {"200"}
+
+
+def test_prime_rl_is_told_at_once_of_a_checkpoint_that_cannot_be_loaded(fleet: GatewayFleet) -> None:
+    trainer = PrimeRL(fleet.urls)
+    asyncio.run(trainer.update_weights(fleet.write("step_1", 1)))
+    with pytest.raises(httpx.HTTPStatusError, match="409"):
+        asyncio.run(trainer.update_weights(fleet.folder / "run" / "step_2"))  # its marker, and no weights
+    refused = [status for path, status in trainer.attempts if path == "/update_weights"][2:]
+    assert set(refused) == {"409"} and len(refused) <= 2
+    assert fleet.generates_on() == [1, 1]
+
+
+def test_a_time_out_of_prime_rl_joins_the_sync_that_is_under_way(fleet: GatewayFleet) -> None:
+    for gated in fleet.engines:
+        gated.may_load.clear()
+    trainer, directory = PrimeRL(fleet.urls, timeout_s=0.5), fleet.write("step_1", 1)
+
+    async def update() -> None:
+        updating = asyncio.create_task(trainer.update_weights(directory))
+        await until(lambda: [path for path, _ in trainer.attempts].count("/update_weights") >= 4)
+        for gated in fleet.engines:
+            gated.may_load.set()
+        await updating
+
+    asyncio.run(update())
+    assert ("/update_weights", "ReadTimeout") in trainer.attempts
+    assert fleet.syncs() == [("committed", (0, 1))] and fleet.generates_on() == [1, 1]
+
+
+def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> None:
+    trainer = PrimeRL(fleet.urls)
+    with pytest.raises(httpx.HTTPStatusError):
+        asyncio.run(trainer.update_weights(None))
+    assert [status for path, status in trainer.attempts if path == "/update_weights"][0] == "400"
+    answer = httpx.post(f"{fleet.urls[0]}/update_weights", json={"weight_dir": None})
+    assert "filesystem" in answer.json()["message"] and fleet.syncs() == []
+
+
+# --- SkyRL ------------------------------------------------------------------------------------------------------------
+
+
+def test_skyrl_fetches_deltas_on_its_engines_and_loads_them_by_a_sync(
+    fleet: GatewayFleet, servers: list[HttpServer]
+) -> None:
+    local = fleet.folder / "run" / "local"
+    trainer = SkyRL(fleet.urls, local)
+    asyncio.run(trainer.init_weight_update_communicator())
+    asyncio.run(trainer.send(1, "s3://bucket/run"))  # no tensor has changed: there is no patched checkpoint yet
+    assert fleet.syncs() == []
+    for version in (2, 3):
+        fleet.write("local/weights", version)  # what the engines' fetch leaves on their hosts
+        asyncio.run(trainer.send(version, "s3://bucket/run"))
+        assert fleet.digests() == [digest_of(version)] * 2
+    assert fleet.syncs() == [("committed", (0, 1))] * 2
+    for server in servers:
+        paths = [request.path for request in server.requests]
+        assert paths == ["/get_world_size", "/init_weight_transfer_engine", *["/fetch_weights"] * 3]
+    assert trainer.world_sizes == [1, 1]
+
+
+def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
+    init = {"init_info": {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 3}}
+    answer = httpx.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
+    assert answer.status_code == 400 and "delta" in answer.json()["message"]
+    answer = httpx.post(f"{fleet.urls[0]}/collective_rpc", json={"method": "update_weights_nccl"})
+    assert answer.status_code == 400 and "skyrl_start_weight_update" in answer.json()["message"]
+    assert servers[0].requests == []
+
+
+# --- slime and miles --------------------------------------------------------------------------------------------------
+
+
+def test_slime_reloads_from_disk_and_removes_the_files(ports: GatewayFleet) -> None:
+    trainer = Slime(ports.addresses, ci_test=True)
+    assert [info["tp_size"] for info in trainer.discover()] == [1, 1]
+    for version in (1, 2):
+        directory = ports.write(f"weight_v{version:06d}", version)
+        trainer.reload(directory, str(version))
+        assert ports.digests() == [digest_of(version)] * 2 and not directory.exists()
+    assert ports.syncs() == [("committed", (0, 1))] * 2 and ports.operations() == []
+
+
+def test_slime_is_told_of_an_abort_and_its_engines_generate_on(ports: GatewayFleet) -> None:
+    trainer = Slime(ports.addresses)
+    trainer.reload(ports.write("weight_v000001", 1), "1")
+    with pytest.raises(httpx.HTTPStatusError, match="409"):
+        trainer.reload(ports.write("weight_v000002", 2, hidden=32), "2")
+    # slime has no `finally`: its continue_generation never comes, and nothing is paused
+    assert ports.syncs()[-1][0] == "aborted" and ports.generates_on() == [1, 1]
+
+
+def test_miles_pulls_on_its_engines_and_loads_the_local_checkpoint(
+    ports: GatewayFleet, servers: list[HttpServer]
+) -> None:
+    local = ports.folder / "run" / "local"
+    trainer = Miles(ports.addresses, local)
+    for version in (4, 5):  # whatever it counts, and whatever the run counts
+        ports.write("local", version)
+        trainer.reload(ports.folder / "deltas", str(version))
+        assert ports.digests() == [digest_of(version)] * 2
+    assert [request.path for request in servers[0].requests].count("/pull_weights") == 2
+
+
+# --- AReaL ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vllm", [False, True], ids=["sglang", "vllm"])
+def test_areal_pauses_before_it_writes_and_nothing_stands_meanwhile(ports: GatewayFleet, vllm: bool) -> None:
+    trainer = AReaL(ports.addresses, vllm=vllm)
+    asyncio.run(trainer.initialize())
+    seen: list[list[int]] = []
+
+    def save(version: int) -> None:
+        seen.append(ports.generates_on())  # paused by the trainer, and generating
+        ports.write(f"weight_update_v{version}", version)
+
+    for version in (1, 2):
+        directory = ports.folder / "run" / f"weight_update_v{version}"
+        asyncio.run(trainer.update_weights(directory, partial(save, version)))
+        assert ports.digests() == [digest_of(version)] * 2 and not directory.exists()
+    assert seen == [[0, 0], [1, 1]]
+    assert ports.syncs() == [("committed", (0, 1))] * 2
+
+
+def test_areal_tries_an_abort_again_and_then_ends(ports: GatewayFleet) -> None:
+    trainer = AReaL(ports.addresses)
+    asyncio.run(trainer.update_weights(ports.folder / "run" / "v1", partial(ports.write, "v1", 1)))
+    with pytest.raises(RuntimeError, match="Failed after 3 retries"):
+        asyncio.run(trainer.update_weights(ports.folder / "run" / "v2", partial(ports.write, "v2", 2, hidden=32)))
+    statuses = [status for endpoint, status in trainer.attempts if endpoint == "/update_weights_from_disk"]
+    assert statuses[:2] == [200, 200] and set(statuses[2:]) == {409}
+    assert ports.generates_on() == [1, 1]
+
+
+# --- one replica fails ------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_cannot_load_is_quarantined_and_the_trainer_goes_on(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    roots = [tmp_path / "run", tmp_path / "run", tmp_path / "elsewhere"]
+    engines = [servers[0].url, servers[1].url, servers[1].url]
+    with gateway_fleet(tmp_path, replicas=3, engines=engines, roots=roots) as fleet:
+        trainer = PrimeRL(fleet.urls)
+        asyncio.run(trainer.update_weights(fleet.write("step_1", 1)))
+        assert fleet.syncs() == [("committed", (0, 1))]
+        assert {status for _, status in trainer.attempts} == {"200"}
+        wait_until(lambda: httpx.get(f"{fleet.urls[2]}/health").status_code == 503)
+        assert "quarantined" in httpx.get(f"{fleet.urls[2]}/health").json()["message"]
+        assert httpx.post(f"{fleet.urls[2]}/generate", json={}).status_code == 503
+        assert httpx.post(f"{fleet.urls[1]}/generate", json={}).status_code == 200
