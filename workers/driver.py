@@ -169,7 +169,7 @@ class EngineDriver:
         if isinstance(observation, Fault):
             return None
         known = observation == self._observed
-        return observation if known or _readable(EngineObserved(at_ms=0, observation=observation)) else None
+        return observation if known or is_readable(EngineObserved(at_ms=0, observation=observation)) else None
 
     def _warn_of_trouble(self, observation: Observation) -> None:
         """Log an engine that can't be used from here, at once and then now and then: somebody has to act."""
@@ -194,7 +194,7 @@ def recordable(result: Returned | Fault) -> Returned | Fault:
     if result == _DONE:
         return result
     event = EngineReturned(at_ms=0, call_id=1, result=result)
-    if not _readable(event):
+    if not is_readable(event):
         return Fault("engine_error", "the engine's adapter returned what cannot be recorded.")
     if (size := len(encode(event))) > RESULT_BYTES:
         return Fault("engine_error", f"the engine's adapter returned {size} bytes; the limit is {RESULT_BYTES}.")
@@ -216,8 +216,8 @@ async def _or_fault(call: Awaitable[T]) -> T | Fault:
         return Fault("engine_error", f"{type(error).__name__}: {error}"[:MESSAGE_MAX])
 
 
-def _readable(event: Event) -> bool:
-    """Whether an adapter's value can be decoded again: a struct is checked when it is decoded, not when it is built."""
+def is_readable(event: Event) -> bool:
+    """Return whether an adapter's value can be decoded again: a struct is checked then, not when it is built."""
     try:
         return event_decoder.decode(encode(event)) == event
     except DECODE_ERRORS + (TypeError,):

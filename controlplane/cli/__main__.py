@@ -16,6 +16,7 @@ from schemas.formatting import printable
 
 COMMANDS = {
     "agent": "controlplane.cli.agent:agent",
+    "conform": "controlplane.cli.conform:conform",
     "demo": "controlplane.cli.demo:demo",
     "engine": "controlplane.cli.engine:engine",
     "gateway": "controlplane.cli.gateway:gateway",

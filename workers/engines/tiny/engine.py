@@ -7,11 +7,12 @@ It starts paused: the agent learns the desired state only some moments later, an
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
+import anyio
 from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from workers.engines.tiny.scheduler import Scheduler
 
+POLL_S: Final = 0.001
 NAME: Final = "tiny 1"
 """Kind and version, as outcomes name it."""
 
@@ -92,6 +94,25 @@ class TinyEngine:
         with CancelScope(shield=True):
             await to_thread.run_sync(self._resources.close)
         self._scheduler = None
+
+    async def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
+        """Yield greedy tokens as they are made (`workers.conformance.kit.GenerationClient`)."""
+        scheduler, made = self._require_scheduler(), 0
+        message = server.Generate(prompts=[list(prompt)], max_tokens=max_tokens, temperature=0.0)
+        request = await to_thread.run_sync(scheduler.begin, message)
+        while True:
+            over = request.answer.done()
+            for token in request.made(made):
+                made += 1
+                yield token
+            if over:
+                return
+            await anyio.sleep(POLL_S)
+
+    async def memory_bytes(self) -> int:
+        """Return the bytes that it holds and can release."""
+        scheduler = self._require_scheduler()
+        return await to_thread.run_sync(scheduler.run, scheduler.memory_bytes)
 
     # --- in a worker thread -------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ MAX_KEPT_PROMPTS: Final = 64
 T = TypeVar("T")
 
 
-class _Request:
+class TinyRequest:
     """The prompts of one request, and their completions so far.
 
     Attributes:
@@ -76,6 +76,11 @@ class _Request:
         self.logprobs = torch.cat([self.logprobs, logprobs.gather(-1, drawn)], dim=1)
         self.versions.append(version)
 
+    def made(self, start: int) -> list[int]:
+        """Tokens of the first completion so far, from `start` on. Any thread may ask."""
+        tokens: list[int] = self.tokens[0, len(self.prompts[0]) + start :].tolist()
+        return tokens
+
     def completions(self) -> list[Completion]:
         generated = self.tokens[:, len(self.prompts[0]) :].tolist()
         return [
@@ -107,7 +112,7 @@ class Scheduler:
         self._kept: dict[tuple[tuple[int, ...], ...], Tensor] = {}
         self._backup: dict[str, Tensor] = {}
         self._profile: ForwardProfile | None = None
-        self._requests: list[_Request] = []
+        self._requests: list[TinyRequest] = []
         self._thread = ThreadPoolExecutor(1, "tiny-engine", initializer=lambda: torch.set_grad_enabled(False))
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -126,9 +131,18 @@ class Scheduler:
 
     def generate(self, message: Generate) -> list[Completion]:
         """Queue a request and wait for its completions. Raises EngineError for one that can't be served."""
-        request = _Request(message, self.model.config)
+        return self.begin(message).answer.result()
+
+    def begin(self, message: Generate) -> TinyRequest:
+        """Queue a request. Raises EngineError for one that can't be served."""
+        request = TinyRequest(message, self.model.config)
         self.run(self._accept, request)
-        return request.answer.result()
+        return request
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of the weights and of all caches."""
+        caches = [*self._kept.values(), *(request.cache for request in self._requests if request.cache is not None)]
+        return sum(tensor.nbytes for tensor in (*weights(self.model).values(), *caches))
 
     def close(self) -> None:
         """End the profile, the thread and all requests. Waits for at most one forward, or the export of a trace."""
@@ -239,18 +253,18 @@ class Scheduler:
 
     # --- requests, on the thread --------------------------------------------------------------------------------------
 
-    def _accept(self, request: _Request) -> None:
+    def _accept(self, request: TinyRequest) -> None:
         self._requests.append(request)
         self._take_turn(request)
 
-    def _take_turn(self, request: _Request) -> None:
+    def _take_turn(self, request: TinyRequest) -> None:
         """Compute one forward of a request, then queue its next turn. Pausing ends the turns, `resume` begins them."""
         if self.observation.generating and request in self._requests:
             self._step(request)
             with suppress(RuntimeError):  # the engine closes, and will answer the request
                 self._thread.submit(self._take_turn, request)
 
-    def _step(self, request: _Request) -> None:
+    def _step(self, request: TinyRequest) -> None:
         """Generate one token for each prompt of a request, and answer it if that was the last one."""
         try:
             self._forward(request)
@@ -261,7 +275,7 @@ class Scheduler:
         if request.finished:
             self._answer([request])
 
-    def _forward(self, request: _Request) -> None:
+    def _forward(self, request: TinyRequest) -> None:
         past = request.cache if request.versions else self._kept.get(request.prompts)
         recorded = self._profile.forward() if self._profile is not None else nullcontext()
         with recorded, torch.profiler.record_function(FORWARD):
@@ -275,13 +289,13 @@ class Scheduler:
         request.cache = cache
         request.append(logits[:, -1], self.observation.version or 0, self._random)
 
-    def _answer(self, requests: list[_Request]) -> None:
+    def _answer(self, requests: list[TinyRequest]) -> None:
         """Answer requests with what they have, and forget them."""
         for request in requests:
             self._requests.remove(request)
             request.answer.set_result(request.completions())
 
-    def _begun(self) -> list[_Request]:
+    def _begun(self) -> list[TinyRequest]:
         return [request for request in self._requests if request.versions]
 
     @property

@@ -1,0 +1,161 @@
+"""`rolloutctl conform`: an acceptance test of an engine's adapter, or of a server, by what the engine then does."""
+
+import inspect
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from schemas.errors import ConfigError, EngineError
+from schemas.formatting import markup
+from schemas.identity import Identity
+from workers.conformance.bench import GenerationClient, Setup, opened, serves_others
+from workers.conformance.kit import Kit, Row
+from workers.engine import Engine
+from workers.engines.factory import EngineOptions, make_engine
+
+_PATH = click.Path(path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
+
+
+@click.command(short_help="Test an engine's adapter, or a server, by its effects.")
+@click.option("--engine", "name", required=True, help="As for `agent`: a name, or MODULE:CLASS.")
+@click.option("--url", help="Address of the engine's server.")
+@click.option("--api-key-file", type=_PATH, help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
+@click.option("--checkpoints", type=_FOLDER, default=".", help="Root of the checkpoints.  [default: .]")
+@click.option(
+    "--load",
+    "paths",
+    multiple=True,
+    help="A checkpoint of its model, relative to --checkpoints. Give two, with different weights.",
+)
+@click.option("--traces", type=_FOLDER, default="traces", show_default=True, help="Folder for traces.")
+@click.option("--up-within", type=click.FloatRange(0), default=10.0, show_default=True, help="Seconds to be ready.")
+@click.option("--yes", is_flag=True, help="The engine is nobody's: it may be paused, loaded and put to sleep.")
+def conform(
+    name: str,
+    url: str | None,
+    api_key_file: Path | None,
+    checkpoints: Path,
+    paths: tuple[str, ...],
+    traces: Path,
+    up_within: float,
+    yes: bool,
+) -> None:
+    """Make every call that an agent makes, and judge each by what the engine does then.
+
+    Requests of others are aborted and delayed, other weights are loaded, and memory is released: never run it beside a
+    training run. Afterwards the engine runs, and holds the first checkpoint of --load.
+
+    Exit codes: 0 all that is offered works; 1 something is wrong; 2 bad usage; 3 the engine can't be reached.
+
+    \b
+    An adapter of your own, which has a method `generate` for this test:
+      rolloutctl conform --engine mine:Engine --checkpoints ckpt --load a --load b --yes
+    A server:
+      rolloutctl conform --engine vllm --url http://127.0.0.1:8000 --checkpoints ckpt --load a --load b --yes
+    """
+    with ExitStack() as stack:
+        if name == "tiny" and not paths:
+            checkpoints, paths = _tiny_checkpoints(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        two = _two_checkpoints(paths)
+        options = EngineOptions(
+            identity=Identity(replica=0, node_rank=0),
+            checkpoints=checkpoints,
+            traces=traces,
+            url=url,
+            key_file=api_key_file,
+        )
+        engine = make_engine(name, options)
+        client = _client(name, options, engine)
+        setup = Setup(root=checkpoints, checkpoints=two, traces=traces, up_within_s=up_within)
+        rows = anyio.run(_run, engine, client, setup, yes or name == "tiny")
+    Console().print(_table(rows))
+    if any(row.verdict == "failed" for row in rows):
+        click.get_current_context().exit(1)
+
+
+async def _run(engine: Engine, client: GenerationClient, setup: Setup, told: bool) -> list[Row]:
+    async with opened(engine, setup.up_within_s) as observed:
+        if not told:
+            busy = await serves_others(engine)
+            state = "serves requests now" if busy else "may be somebody's"
+            raise ConfigError(
+                f"{observed.engine} {state}, and this test pauses it, aborts its requests, loads other weights and "
+                "releases its memory. Say --yes if it is nobody's."
+            )
+        async with anyio.create_task_group() as tasks:
+            rows = await Kit(engine, client, setup, tasks).run(_tell)
+            tasks.cancel_scope.cancel()
+    return rows
+
+
+def _tell(row: Row) -> None:
+    click.echo(f"{row.operation}: {row.verdict} ({row.seconds:.1f} s)", err=True)
+
+
+def _two_checkpoints(paths: tuple[str, ...]) -> tuple[str, str] | None:
+    if not paths:
+        return None
+    if len(paths) != 2 or paths[0] == paths[1]:
+        raise ConfigError(f"--load was given for {', '.join(paths)}: give two checkpoints with different weights.")
+    return paths[0], paths[1]
+
+
+def _tiny_checkpoints(folder: Path) -> tuple[Path, tuple[str, str]]:
+    """Write two checkpoints of the tiny engine's model. Raises EngineError without torch."""
+    try:
+        from workers.engines.tiny.model import TinyConfig, TinyModel, save
+    except ModuleNotFoundError as error:
+        raise EngineError(f"the tiny engine needs {error.name}: pip install 'rolloutctl[torch]'") from error
+    for seed in (1, 2):
+        save(TinyModel(TinyConfig(), seed), folder / str(seed))
+    return folder, ("1", "2")
+
+
+def _client(name: str, options: EngineOptions, engine: Engine) -> GenerationClient:
+    """The client of a server; for any other engine, what its adapter brings along."""
+    if name in ("vllm", "sglang"):
+        from workers.engines.generation import ServerClient
+        from workers.engines.http import api_key
+
+        return ServerClient(name, options.url or "", api_key(options.key_file))
+    return _AdapterClient(name, engine)
+
+
+class _AdapterClient:
+    """What an adapter has for this test, beside the calls of an agent."""
+
+    def __init__(self, name: str, engine: Any) -> None:
+        self._generate: Any = getattr(engine, "generate", None)
+        self._memory: Any = getattr(engine, "memory_bytes", None)
+        if not inspect.isasyncgenfunction(self._generate):
+            raise ConfigError(
+                f"--engine {name}: nothing can be judged without tokens. Give the adapter an async generator "
+                "`async def generate(self, prompt, max_tokens)` that yields greedy tokens. See docs/adapters.md."
+            )
+
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
+        tokens: AsyncIterator[int] = self._generate(prompt, max_tokens)
+        return tokens
+
+    async def memory_bytes(self) -> int | None:
+        return None if self._memory is None else int(await self._memory())
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("operation", "verdict", "what was seen", "seconds"):
+        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    for row in rows:
+        colour = COLOURS[row.verdict]
+        table.add_row(row.operation, f"[{colour}]{row.verdict}[/{colour}]", markup(row.seen), f"{row.seconds:.1f}")
+    return table

@@ -1,0 +1,360 @@
+"""The acceptance kit finds each fault of an adapter, and none in the adapter of docs/adapters.md."""
+
+import re
+from collections.abc import Awaitable, Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from click.testing import CliRunner
+from msgspec.structs import replace
+from safetensors.torch import save_file
+
+from controlplane.cli.conform import conform
+from schemas.errors import ConfigError, EngineError, UnsupportedError
+from schemas.events import (
+    Abort,
+    CheckSource,
+    EngineCall,
+    Flush,
+    Load,
+    Observation,
+    Pause,
+    Resume,
+    Returned,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Wake,
+)
+from schemas.identity import Identity, Operation
+from tests.pages import module_of
+from tests.running import rolloutctl
+from workers.conformance.bench import Setup, opened
+from workers.conformance.kit import Kit, Row
+
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapter of the page, and two checkpoints of its model."""
+    folder = tmp_path_factory.mktemp("echo")
+    module_of("docs/adapters.md", "echo", folder)
+    for name, value in (("a", 1), ("b", 2)):
+        (folder / "ckpt" / name).mkdir(parents=True)
+        tensor = torch.full((64,), value, dtype=torch.uint8)
+        save_file({"echo": tensor}, folder / "ckpt" / name / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def echo(folder: Path) -> ModuleType:
+    spec = spec_from_file_location("echo", folder / "echo.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def judged(engine: Any, folder: Path, *only: str) -> dict[str, Row]:
+    """The rows of a run. One with faults may wait for requests that never end."""
+    times = {"silence_s": 0.03, "call_s": 10.0, "request_s": 2.0 if only else 30.0}
+    setup = Setup(root=folder / "ckpt", checkpoints=("a", "b"), traces=folder / "traces", **times)
+    async with opened(engine, 1), anyio.create_task_group() as tasks:
+        rows = await Kit(engine, engine, setup, tasks).run(lambda row: None, only)
+        tasks.cancel_scope.cancel()
+    return {row.operation: row for row in rows}
+
+
+def made(echo: ModuleType, folder: Path) -> Any:
+    engine = echo.Echo(Identity(replica=0, node_rank=0), folder / "ckpt", folder / "traces")
+    engine.state = "running"
+    return engine
+
+
+def test_the_adapter_of_the_page_conforms_on_the_command_line(folder: Path) -> None:
+    words = ("--engine", "echo:Echo", "--checkpoints", folder / "ckpt", "--load", "a", "--load", "b", "--yes")
+    done = rolloutctl("conform", *words, cwd=folder, env={"PYTHONPATH": f"{Path.cwd()}:{folder}"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") == 16 and "cancelled call" in done.stdout
+
+
+# --- one fault at a time ----------------------------------------------------------------------------------------------
+
+
+def answer(
+    engine: Any, kind: type | tuple[type, ...], way: Callable[[Any, Callable[[], Awaitable[Returned]]], Any]
+) -> None:
+    """Have the engine answer calls of one kind in another way."""
+    right = engine.perform
+
+    async def perform(call: EngineCall, timeout_s: float) -> Returned:
+        if not isinstance(call, kind):
+            return await right(call, timeout_s)  # type: ignore[no-any-return]
+        returned = await way(call, lambda: right(call, timeout_s))
+        return returned if isinstance(returned, Returned) else Returned()
+
+    engine.perform = perform
+
+
+async def ignored(call: Any, right: Any) -> None:
+    """Report success, and do nothing."""
+
+
+def then(effect: Callable[[Any], None]) -> Callable[[Any], Callable[[Any, Any], Awaitable[Returned]]]:
+    """Do it right, and something more."""
+
+    def bound(engine: Any) -> Callable[[Any, Any], Awaitable[Returned]]:
+        async def way(call: Any, right: Any) -> Returned:
+            returned: Returned = await right()
+            effect(engine)
+            return returned
+
+        return way
+
+    return bound
+
+
+def instead(mode: str) -> Callable[[Any], Callable[[Any, Any], Awaitable[None]]]:
+    """Pause in another mode than asked."""
+
+    def bound(engine: Any) -> Callable[[Any, Any], Awaitable[None]]:
+        async def way(call: Any, right: Any) -> None:
+            await engine.pause(mode)
+
+        return way
+
+    return bound
+
+
+def raising(error: Exception) -> Callable[[Any, Any], Awaitable[None]]:
+    async def way(call: Any, right: Any) -> None:
+        raise error
+
+    return way
+
+
+def second_fails(engine: Any) -> Callable[[Any, Any], Awaitable[Returned]]:
+    async def way(call: Any, right: Any) -> Returned:
+        if engine.state == "paused":
+            raise EngineError("paused already")
+        return await right()  # type: ignore[no-any-return]
+
+    return way
+
+
+def gives_up(engine: Any) -> Callable[[Any, Any], Awaitable[None]]:
+    """Return at the deadline, as if the requests had ended."""
+
+    async def way(call: Any, right: Any) -> None:
+        with anyio.move_on_after(0.01):
+            await right()
+        engine.state = "paused"
+
+    return way
+
+
+def wedges(engine: Any) -> Callable[[Any, Any], Awaitable[Returned]]:
+    """Once cancelled, refuse everything."""
+
+    async def way(call: Any, right: Any) -> Returned:
+        if getattr(engine, "wedged", False):
+            raise EngineError("another call is under way")
+        try:
+            return await right()  # type: ignore[no-any-return]
+        except BaseException:
+            engine.wedged = True
+            raise
+
+    return way
+
+
+def sets(**values: Any) -> Callable[[Any], None]:
+    return lambda engine: engine.__dict__.update(values)
+
+
+def observes(**values: Any) -> Callable[[Any], None]:
+    """Report something that is not so."""
+
+    def wrong(engine: Any) -> None:
+        right = engine.observe
+
+        async def observe() -> Observation:
+            seen: Observation = await right()
+            return replace(seen, **{name: call() for name, call in values.items()})
+
+        engine.observe = observe
+
+    return wrong
+
+
+def observing_raises_asleep(engine: Any) -> None:
+    right = engine.observe
+
+    async def observe() -> Observation:
+        if engine.asleep:
+            raise EngineError("no answer")
+        seen: Observation = await right()
+        return seen
+
+    engine.observe = observe
+
+
+def unrecorded(engine: Any) -> None:
+    async def way(call: Any, right: Any) -> Returned:
+        await right()
+        return Returned()
+
+    answer(engine, StopProfile, way)
+
+
+def elsewhere(engine: Any) -> None:
+    async def way(call: Any, right: Any) -> Returned:
+        returned: Returned = await right()
+        moved = tuple(replace(trace, path="other/echo.trace.json") for trace in returned.traces)
+        return replace(returned, traces=moved)
+
+    answer(engine, StopProfile, way)
+
+
+def unstable(engine: Any) -> None:
+    right, turns = engine.generate, iter(range(1000))
+
+    async def generate(prompt: Any, max_tokens: int) -> Any:
+        shift = next(turns)
+        async for token in right(prompt, max_tokens):
+            yield token + shift
+
+    engine.generate = generate
+
+
+def ids() -> Callable[[], str]:
+    turns = iter(range(1000))
+    return lambda: f"launch {next(turns)}"
+
+
+def does(kind: type | tuple[type, ...], way: Any) -> Callable[[Any], None]:
+    return lambda engine: answer(engine, kind, way)
+
+
+def bound(kind: type | tuple[type, ...], make: Any) -> Callable[[Any], None]:
+    return lambda engine: answer(engine, kind, make(engine))
+
+
+running = then(sets(state="running"))
+bad = raising(EngineError("it broke"))
+
+FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
+    "tokens at random": ("generate", "other tokens the second time", unstable),
+    "abort ignored": ("abort", "not aborted", does(Abort, ignored)),
+    "abort that pauses": ("abort", "must not do", bound(Abort, then(sets(state="paused")))),
+    "pause ignored": ("pause (abort)", "still generates", does(Pause, ignored)),
+    "pause that lets run on": ("pause (abort)", "got 8 tokens", bound(Pause, running)),
+    "abort that waits": ("pause (abort)", "got all", bound(Pause, instead("wait"))),
+    "wait that aborts": ("pause (wait)", "did not wait", bound(Pause, instead("abort"))),
+    "wait that freezes": ("pause (wait)", "did not wait", bound(Pause, instead("keep"))),
+    "keep that aborts": ("pause (keep)", "it ended the running request", bound(Pause, instead("abort"))),
+    "resume ignored": ("resume", "still paused", does(Resume, ignored)),
+    "pause that can't be repeated": ("calls made twice", "a second pause failed", bound(Pause, second_fails)),
+    "flush ignored": ("flush", "used again after the flush", does(Flush, ignored)),
+    "load ignored": ("load", "same tokens", does(Load, ignored)),
+    "load without a label": ("load", "reports version 0", bound(Load, then(sets(version=0)))),
+    "load that resumes": ("load", "without a resume", bound(Load, running)),
+    "load that raises": ("load", "EngineError: it broke", does(Load, bad)),
+    "unchecked": ("bad checkpoint", "missing: the check was accepted", does(CheckSource, ignored)),
+    "checked with another error": ("bad checkpoint", "the load raised EngineError", does(Load, bad)),
+    "sleep ignored": ("sleep", "reports as asleep: nothing", does(Sleep, ignored)),
+    "sleep that keeps the memory": (
+        "sleep",
+        "no memory was released",
+        bound(Sleep, then(lambda engine: engine.__dict__.update(weights=engine.backup * 9))),
+    ),
+    "sleepwalking": ("sleep", "asleep, it made 8 tokens", bound(Sleep, running)),
+    "wake ignored": ("wake", "reports as asleep", does(Wake, ignored)),
+    "wake without the weights": ("wake", "other tokens", bound(Wake, then(sets(weights=b"zeros")))),
+    "wake that resumes": ("wake", "generates before the resume", bound(Wake, running)),
+    "no traces": ("profile", "left no trace", unrecorded),
+    "traces elsewhere": ("profile", "not on the disk", elsewhere),
+    "a session that stays open": ("profile", "a session after the stop", bound(StopProfile, then(sets(session=[])))),
+    "a start ignored": ("profile", "no session while one was open", does(StartProfile, ignored)),
+    "giving up at the deadline": ("late call", "before the running request had ended", bound(Pause, gives_up)),
+    "wedged by a cancellation": ("cancelled call", "another call is under way", bound((Pause, Abort), wedges)),
+    "observe raises": ("observe", "asleep: observe raised EngineError", observing_raises_asleep),
+    "observe finds new launches": ("observe", "`instance` changed", observes(instance=ids())),
+    "observe lies about pausing": (
+        "pause (abort)",
+        "reports that it still generates",
+        observes(generating=lambda: True),
+    ),
+    "observe lists nothing": ("observe", "lists no operations", observes(operations=frozenset)),
+    "observe can't be recorded": ("observe", "no log can record", observes(version=lambda: -1)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_each_fault_is_found(name: str, echo: ModuleType, folder: Path) -> None:
+    row, text, break_it = FAULTS[name]
+    engine = made(echo, folder)
+    break_it(engine)
+    found = (await judged(engine, folder, "generate", *({row, "sleep"} if row == "observe" else {row})))[row]
+    assert found.verdict == "failed" and text in found.seen, found
+
+
+async def test_what_is_not_listed_or_refused_as_unsupported_is_not_offered(echo: ModuleType, folder: Path) -> None:
+    engine = made(echo, folder)
+    listed = frozenset(Operation) - {Operation.SLEEP, Operation.PROFILE}
+    observes(operations=lambda: listed)(engine)
+
+    async def no_freezing(call: Any, right: Any) -> Returned:
+        if call.mode == "keep":
+            raise UnsupportedError("it can't freeze requests")
+        return await right()  # type: ignore[no-any-return]
+
+    answer(engine, Pause, no_freezing)
+    rows = await judged(engine, folder)
+    verdicts = {name: row.verdict for name, row in rows.items() if row.verdict != "passed"}
+    assert verdicts == dict.fromkeys(("pause (keep)", "sleep", "wake", "profile"), "not offered")
+    assert rows["pause (keep)"].seen == "it can't freeze requests"
+
+
+async def test_an_engine_that_is_lost_is_judged_no_further(echo: ModuleType, folder: Path) -> None:
+    engine = made(echo, folder)
+
+    def die(engine: Any) -> None:
+        async def generate(prompt: Any, max_tokens: int) -> Any:
+            raise EngineError("connection refused")
+            yield
+
+        engine.generate = generate
+
+    answer(engine, Load, then(die)(engine))
+    rows = await judged(engine, folder)
+    assert "connection refused" in rows["load"].seen
+    assert rows["profile"].verdict == "failed" and rows["profile"].seen.startswith("not judged: the engine serves no")
+
+
+# --- bad usage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "reason"),
+    [
+        (("--engine", "echo:Echo"), ConfigError, "echo 1 may be somebody's.* Say --yes if it is nobody's"),
+        (("--engine", "echo:Echo", "--load", "a"), ConfigError, "give two checkpoints"),
+        (("--engine", "tests.unit.test_factory:Whole"), ConfigError, "Give the adapter an async generator"),
+        (("--engine", "vlm"), ConfigError, "Did you mean vllm?"),
+        (("--engine", "sglang", "--url", "http://127.0.0.1:9", "--up-within", "0"), EngineError, "can't be commanded"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    folder: Path, words: tuple[str, ...], kind: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    result = CliRunner().invoke(conform, words)
+    assert isinstance(result.exception, kind) and re.search(reason, str(result.exception)), result
+    assert "\n" not in str(result.exception)
