@@ -6,24 +6,29 @@ the signal. A loop that waits on the descriptor after somebody else touched the 
 there. These rules make waiting safe:
 
 Rule 1  Try first. On "would block" read EVENTS; wait for the descriptor only if the flag is not set.
-Rule 2  One task of the loop, the leader, waits for the descriptors of all sockets; the others follow, each waiting for
-        an event of its own. Whoever touches a socket that has waiters reads EVENTS afterwards and wakes those whose
-        flag is set, including the leader. A task that stops waiting, for any reason, makes sure that there is a leader.
+Rule 2  One waits for the descriptors of all sockets of a loop: asyncio itself, which calls back for every edge, or
+        under trio a task, the leader. The others follow, each waiting for an event of its own. Whoever touches a socket
+        that has waiters reads EVENTS afterwards and wakes those whose flag is set, including the leader. A leader that
+        stops waiting, for any reason, resumes another.
 Rule 3  After BURST messages without a pause the task yields, so that a flood can't starve the loop.
 Rule 4  One thread and one event loop per socket, checked. Waiters are woken before the descriptor is closed.
 Rule 5  While waiting, read EVENTS every SAFETY_POLL_S. What is found without an edge is counted in `safety_polls`. That
         number must stay 0; a fault then costs latency instead of a hang.
 
+Two ways to receive. `recv` suits a task that waits for one message now and then. `serve` passes every message to a
+function, and under asyncio no task wakes up for it: the loop calls it (0.6 µs instead of 25).
+
 Cancellation. A message is received or sent after the last `await` of a call, so a cancelled call has done neither.
 """
 
+import asyncio
 import contextlib
 import errno
 import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import Final, Self
@@ -34,6 +39,7 @@ from anyio.lowlevel import RunVar, checkpoint
 from zmq.backend import Socket as PlainSocket
 
 from schemas.carriers.forks import forks, used_after_fork
+from schemas.carriers.wakeup import callback_context, under_asyncio
 from schemas.errors import BusError
 
 BURST: Final = 64  # messages that a task sends and receives before it yields to the loop
@@ -98,6 +104,23 @@ class EdgeSocket:
         while (frames := self.recv_nowait()) is None:
             await self._wait(_POLLIN)
         return frames
+
+    async def serve(self, receive: Callable[[list[bytes]], None]) -> None:
+        """Pass the frames of each message to `receive`, in order, until cancelled. No `recv` beside it.
+
+        Raises:
+            ClosedResourceError: The socket was closed.
+            Exception: Whatever `receive` raises.
+        """
+        self._check()
+        if isinstance(watch := self._join_watch(), _LoopWatch):
+            server = _Server(self, receive, watch)
+            try:
+                await server.ended
+            finally:
+                server.end()
+        while True:
+            receive(await self.recv())
 
     def recv_nowait(self) -> list[bytes] | None:
         """Return the frames of the next message, or None if there is none now.
@@ -242,15 +265,19 @@ class EdgeSocket:
         self._burst = 0
         if self._read_events() & flag:
             return
-        if self._watch is None:
-            self._watch = _watch_of_loop()
-            self._watch.add(self._fd, self._waiters)
+        watch = self._join_watch()
         waiter = _Waiter(self, flag)
         self._waiters.append(waiter)
         try:
-            await self._watch.wait(waiter)
+            await watch.wait(waiter)
         finally:
             self._waiters.remove(waiter)
+
+    def _join_watch(self) -> "_Watch":
+        if self._watch is None:
+            self._watch = _watch_of_loop()
+            self._watch.add(self._fd, self._waiters)
+        return self._watch
 
     def _safety_poll(self, waiter: "_Waiter") -> None:
         try:
@@ -312,11 +339,52 @@ class _Waiter:
             self.event.set()
 
 
+class _Server(_Waiter):
+    """Takes the place of a task that waits for messages: under asyncio, the loop itself takes them."""
+
+    __slots__ = ("_context", "_loop", "_receive", "_watch", "ended")
+
+    def __init__(self, sock: EdgeSocket, receive: Callable[[list[bytes]], None], watch: "_LoopWatch") -> None:
+        super().__init__(sock, _POLLIN)
+        self._receive, self._watch = receive, watch
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._context = callback_context()
+        sock._waiters.append(self)
+        watch.enter(self)
+        self.wake()
+
+    def end(self) -> None:
+        self.ended.cancel()
+        self._watch.leave(self)
+        self.sock._waiters.remove(self)
+
+    def resume(self) -> None:
+        self._loop.call_soon(self._take, context=self._context)
+
+    def _take(self) -> None:
+        """Take messages until there are none, or BURST of them."""
+        if self.ended.done():
+            return
+        sock = self.sock
+        try:
+            for _ in range(BURST):
+                if (frames := sock.recv_nowait()) is None:
+                    break
+                self._receive(frames)
+                if self.ended.done():
+                    return
+            self.woken = False
+            sock._read_events()  # wakes this one again, if need be
+        except Exception as error:
+            self.ended.set_exception(error)
+
+
 class _Watch:
     """All sockets of one event loop behind one epoll descriptor, and all tasks that wait for them.
 
-    Waiting for a descriptor costs a loop far more than waking a task does. One task therefore waits for all sockets,
-    and one wake-up serves many of them, such as a command to 256 agents in one process.
+    Waiting for a descriptor costs a loop far more than waking a task does. One therefore waits for all sockets, and one
+    wake-up serves many of them, such as a command to 256 agents in one process.
 
     epoll is edge-triggered, so each edge is reported once, read or not. That is enough, since every waiter reads EVENTS
     before it waits; level-triggered, it would keep the loop awake for a socket that nobody wants to read.
@@ -327,8 +395,6 @@ class _Watch:
         self._epoll = select.epoll()
         self._sockets: dict[int, list[_Waiter]] = {}
         self._waiting: dict[_Waiter, None] = {}
-        self._leader: _Waiter | None = None
-        self._next_poll = 0.0
 
     def add(self, fd: int, waiters: list[_Waiter]) -> None:
         self._sockets[fd] = waiters
@@ -341,12 +407,72 @@ class _Watch:
             self._epoll.unregister(fd)
         if not self._sockets:
             self.closed = True
-            if self._leader is not None:
-                anyio.notify_closing(self._epoll.fileno())
+            self._stop_waiting()
             self._epoll.close()
 
     async def wait(self, waiter: _Waiter) -> None:
         """Return when the waiter has been woken."""
+        raise NotImplementedError
+
+    def _stop_waiting(self) -> None:
+        """Let go of the epoll descriptor, which is about to close."""
+        raise NotImplementedError
+
+    def _wake_at_edges(self) -> None:
+        for fd, _ in self._epoll.poll(0):
+            for waiter in self._sockets[fd]:
+                waiter.wake()
+
+    def _safety_poll(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.woken:
+                waiting.sock._safety_poll(waiting)
+
+
+class _LoopWatch(_Watch):
+    """Under asyncio the loop calls back for every edge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._epoll.fileno(), self._wake_at_edges)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def enter(self, waiter: _Waiter) -> None:
+        self._waiting[waiter] = None
+        if self._timer is None:
+            self._timer = self._loop.call_later(SAFETY_POLL_S, self._on_timer)
+
+    def leave(self, waiter: _Waiter) -> None:
+        del self._waiting[waiter]
+
+    async def wait(self, waiter: _Waiter) -> None:
+        self.enter(waiter)
+        waiter.event = anyio.Event()
+        try:
+            await waiter.event.wait()
+        finally:
+            self.leave(waiter)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waiting and not self.closed:
+            self._safety_poll()
+            self._timer = self._loop.call_later(SAFETY_POLL_S, self._on_timer)
+
+    def _stop_waiting(self) -> None:
+        self._loop.remove_reader(self._epoll.fileno())
+
+
+class _TaskWatch(_Watch):
+    """Under trio, which has no callbacks, one of the waiting tasks leads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leader: _Waiter | None = None
+        self._next_poll = 0.0
+
+    async def wait(self, waiter: _Waiter) -> None:
         if not self._waiting:
             self._next_poll = anyio.current_time() + SAFETY_POLL_S
         self._waiting[waiter] = None
@@ -377,14 +503,14 @@ class _Watch:
         if self.closed:
             return
         if edge:
-            for fd, _ in self._epoll.poll(0):
-                for woken in self._sockets[fd]:
-                    woken.wake()
+            self._wake_at_edges()
         if anyio.current_time() >= self._next_poll:
             self._next_poll = anyio.current_time() + SAFETY_POLL_S
-            for waiting in self._waiting:
-                if not waiting.woken:
-                    waiting.sock._safety_poll(waiting)
+            self._safety_poll()
+
+    def _stop_waiting(self) -> None:
+        if self._leader is not None:
+            anyio.notify_closing(self._epoll.fileno())
 
 
 _watches = RunVar[_Watch]("rolloutctl.sockets.watch")
@@ -394,6 +520,6 @@ def _watch_of_loop() -> _Watch:
     """Return the watch of the running loop."""
     watch = _watches.get(None)
     if watch is None or watch.closed:
-        watch = _Watch()
+        watch = _LoopWatch() if under_asyncio() else _TaskWatch()
         _watches.set(watch)
     return watch

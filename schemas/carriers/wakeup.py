@@ -1,19 +1,38 @@
 """Wakes a task of an event loop from another thread."""
 
+import asyncio
+import contextlib
+import contextvars
 import os
 import threading
+from collections.abc import Callable
 
 import anyio
 
 from schemas.carriers.forks import forks, used_after_fork
 
 
+def under_asyncio() -> bool:
+    """Whether the running event loop is asyncio's, which can call a function without waking a task."""
+    return anyio.get_cancelled_exc_class() is asyncio.CancelledError
+
+
+def callback_context() -> contextvars.Context:
+    """Return a context for asyncio's callbacks. With sniffio, anyio finds no loop without it where no task runs."""
+    context = contextvars.copy_context()
+    with contextlib.suppress(ImportError):
+        from sniffio import current_async_library_cvar
+
+        context.run(current_async_library_cvar.set, "asyncio")
+    return context
+
+
 class Wakeup:
     """Wakes one task of the loop from any thread, in about 2 us and without a call into the loop.
 
     A thread puts its work where the task will look, then calls `notify`. The task returns from `wait` and takes all
-    work that is there: several notifications before it looks count as one. In a fork, which would wake its parent,
-    `notify` and `wait` raise BusError.
+    work that is there: several notifications before it looks count as one. `serve` calls a function instead, and under
+    asyncio wakes no task for it. In a fork, which would wake its parent, all of them raise BusError.
     """
 
     def __init__(self) -> None:
@@ -23,6 +42,7 @@ class Wakeup:
         self._notified = False
         self._waiting = False
         self._closed = False
+        self._ended: asyncio.Future[None] | None = None  # of `serve` under asyncio
         self._process, self._generation = os.getpid(), len(forks)
 
     def notify(self) -> None:
@@ -50,6 +70,39 @@ class Wakeup:
             self._waiting = False
         if self._closed:
             raise anyio.ClosedResourceError
+        self._take()
+
+    async def serve(self, notified: Callable[[], None]) -> None:
+        """Call `notified` after every notification, until cancelled or closed. Raises what it raises, or as `wait`."""
+        if not under_asyncio():
+            while True:
+                await self.wait()
+                notified()
+        if self._generation != len(forks):
+            raise used_after_fork("wakeup", self._process)
+        if self._closed:
+            raise anyio.ClosedResourceError
+        loop = asyncio.get_running_loop()
+        self._ended = ended = loop.create_future()
+        context = callback_context()
+
+        def on_readable() -> None:
+            self._take()
+            try:
+                context.run(notified)
+            except Exception as error:
+                loop.remove_reader(self._fd)
+                ended.set_exception(error)
+
+        loop.add_reader(self._fd, on_readable)
+        try:
+            await ended
+        finally:
+            self._ended = None
+            if not self._closed:
+                loop.remove_reader(self._fd)
+
+    def _take(self) -> None:
         # Empty the descriptor first and clear the flag second. In the other order, a notification in between would be
         # read away and leave the flag set over an empty descriptor for ever.
         os.read(self._fd, 8)
@@ -63,4 +116,8 @@ class Wakeup:
             self._closed = True
             if self._waiting:
                 anyio.notify_closing(self._fd)
+            if self._ended is not None:
+                self._ended.get_loop().remove_reader(self._fd)
+                if not self._ended.done():
+                    self._ended.set_exception(anyio.ClosedResourceError())
             os.close(self._fd)

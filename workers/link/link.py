@@ -6,10 +6,10 @@ Either connection may be half open: it looks alive, and carries nothing. A bus t
 new subscription. A bus that answers nothing is asked on a new connection beside the old one. If only the new one is
 answered, the old one is given up. A bus that is merely busy answers on the old one too, and then nothing has changed.
 
-Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, in the task that
-read it. Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either:
-a message that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not
-answered, the next head shows a hole again, and an upload continues from where the bus says.
+Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, where it was read.
+Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either: a message
+that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not answered, the
+next head shows a hole again, and an upload continues from where the bus says.
 
 Nothing about commands or engines is decided here: only when to say hello, and when the bus has been silent for a lease.
 """
@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, assert_never
 
 import anyio
@@ -272,7 +273,7 @@ class Link:
                 agent_subscriber(self._context, address, topics, self._credentials()) as subscriber,
                 anyio.create_task_group() as tasks,
             ):
-                tasks.start_soon(self._read_publications, subscriber, session)
+                tasks.start_soon(subscriber.serve, partial(self._on_publication, session))
                 await self._heads_stopped(session.welcome.head_interval_ms)
                 tasks.cancel_scope.cancel()
             logger.warning("agent %s: the bus answers, and %s publishes nothing: dialling anew", self._agent, address)
@@ -388,38 +389,37 @@ class Link:
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
-    async def _read_publications(self, subscriber: EdgeSocket, session: _Session) -> None:
-        while True:
-            frames = await subscriber.recv()
-            received_ms = self._published_ms = now_ms()
-            try:
-                event = read_publication(frames, session.welcome.run, received_ms)
-            except WireError as error:
-                self._malformed.add(frames, error)
-                continue
-            self._renew_lease(event.epoch, received_ms)
-            session.subscribed.set()
-            self._handle(event)
+    def _on_publication(self, session: _Session, frames: list[bytes]) -> None:
+        received_ms = self._published_ms = now_ms()
+        try:
+            event = read_publication(frames, session.welcome.run, received_ms)
+        except WireError as error:
+            self._malformed.add(frames, error)
+            return
+        self._renew_lease(event.epoch, received_ms)
+        session.subscribed.set()
+        self._handle(event)
 
     async def _read_control(self) -> None:
         while True:
             dealer = self._dealer
             try:
-                frames = await dealer.recv()
+                await dealer.serve(self._on_control)
             except anyio.ClosedResourceError:
                 if dealer is self._dealer:
                     raise
-                continue
-            received_ms = self._answered_ms = now_ms()
-            self._unanswered = 0
-            if self._asking is not None:
-                self._asking.cancel()
-            try:
-                head, message = read_control(frames)
-                self._renew_lease(head.epoch, received_ms)
-                self._handle_control(head, message, received_ms)
-            except WireError as error:
-                self._malformed.add(frames, error)
+
+    def _on_control(self, frames: list[bytes]) -> None:
+        received_ms = self._answered_ms = now_ms()
+        self._unanswered = 0
+        if self._asking is not None:
+            self._asking.cancel()
+        try:
+            head, message = read_control(frames)
+            self._renew_lease(head.epoch, received_ms)
+            self._handle_control(head, message, received_ms)
+        except WireError as error:
+            self._malformed.add(frames, error)
 
     def _handle_control(self, head: wire.Header, message: wire.Received, received_ms: int) -> None:
         match message:
