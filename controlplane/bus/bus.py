@@ -182,7 +182,7 @@ class Bus:
         """Return the first state, from now on, for which `holds` is true. Raises BusFaulted or BusClosed."""
         while not holds(self.state):
             self._check()
-            await self._turns.changed.wait()
+            await self._turns.change()
         return self.state
 
     def _hand_over(self, ticket: Ticket[Any], order: Order) -> None:
@@ -217,8 +217,9 @@ class Bus:
             stack.push_async_callback(self._end)
             stack.callback(tasks.cancel_scope.cancel)
             stack.push_async_callback(self._drain)
-            for task in (turns.read_router, turns.keep_time, self._read_subscriptions, self._read_orders):
+            for task in (turns.read_router, turns.keep_time, turns.finish_turns, self._read_subscriptions):
                 tasks.start_soon(task)
+            tasks.start_soon(self._wakeup.serve, turns.begin)
             if self._access is not None:
                 tasks.start_soon(self._access.serve, self._handler)
                 tasks.start_soon(self._watch_keys, self._access)
@@ -270,7 +271,7 @@ class Bus:
         )
         at_us, at_ns = self._turns.now_us(), time.time_ns()
         opened = events.Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
-        await self._turns.process([opened], at_us, at_ns)
+        await self._turns.run([opened], at_us, at_ns)
         if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
@@ -290,7 +291,7 @@ class Bus:
             if self.fault is None:
                 at_us, at_ns = self._turns.now_us(), time.time_ns()
                 orders = self._callers.take_orders(at_us, at_ns)
-                await self._turns.process([*orders, events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+                await self._turns.run([*orders, events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
     def _fail_all(self) -> None:
         self._turns.fail_all(self.fault or _closed(self.address))
@@ -316,11 +317,6 @@ class Bus:
                 continue
             if subscription[1:] not in (wire.TOPIC_COMMAND, wire.TOPIC_HEAD):
                 publisher.cut_off_sender()
-
-    async def _read_orders(self) -> None:
-        while True:
-            await self._wakeup.wait()
-            await self._turns.turn()
 
     async def _watch_keys(self, access: Access) -> None:
         """Shut out peers whose key was revoked, within a head interval."""

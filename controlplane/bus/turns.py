@@ -3,7 +3,8 @@
 Theory of operation. Whatever wakes the bus (a message, a command from the trainer's thread, a timer) begins a turn. A
 turn takes in all there is, makes events of it, lets the coordinator decide them one after the other, records the
 decisions as one group, and then performs their effects in order. A peer that proves unreachable is another event of the
-same turn.
+same turn. A turn is a generator: it stops where its group must reach the disk (durability `disk`), and goes on when it
+has. Whatever wakes the bus meanwhile begins one more turn after it. Otherwise a turn runs to its end within a callback.
 
 Rule 1  Recorded first. Nothing is sent, and no caller gets an answer, before the decisions that led to it are in the
         log. Decisions without effects are written with the next that have some, or a moment later.
@@ -14,6 +15,8 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
 
 import time
 from collections import Counter, deque
+from collections.abc import Generator
+from functools import partial
 from typing import Final, assert_never
 
 import anyio
@@ -29,6 +32,7 @@ from controlplane.machine.fleet import UNKNOWN_PEER, begin_turn, end_turn, membe
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
+from schemas.carriers.alarm import Alarm
 from schemas.carriers.edge_socket import EdgeSocket, Sent
 from schemas.config import BusConfig
 from schemas.errors import BusFaulted, LogError
@@ -47,6 +51,9 @@ STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
 _NIL: Final = b"\xc0"
 
+Steps = Generator[None, None, None]
+"""A turn. It yields where its group must reach the disk before it goes on."""
+
 
 class Turns:
     """The turns of one life of a bus, on sockets that the bus owns.
@@ -58,6 +65,7 @@ class Turns:
         state: What the coordinator knows.
         fault: Why the bus has stopped, if it has.
         closed: The bus takes no orders: it is not open yet, or closes.
+        over: Every ticket has ended.
         callers: Who waits for the bus.
         router: Connections of agents and operators.
         publisher: Subscriptions of agents. A new one may take its place at any time.
@@ -72,7 +80,7 @@ class Turns:
     def __init__(self, log: RunLog, config: BusConfig) -> None:
         self.state = log.state
         self.fault: BusFaulted | None = None
-        self.closed = True
+        self.closed, self.over = True, False
         self.callers = Callers(config.queue, self._reply)
         self.insecure = False
         self._log, self._config = log, config
@@ -84,7 +92,13 @@ class Turns:
         self._descriptors = Descriptors()
         self._next_head_us = 0
         self._flush_us: int | None = None
-        self._planned_us = 0
+        self._alarm = Alarm(self._on_time)
+        self._under_way: Steps | None = None  # a turn that waits for the disk, or is at work
+        self._again = False  # another turn is due when that has ended
+        self._begun = self._ended = 0  # turns
+        self._suspended: anyio.Event | None = None  # for the task that goes on with turns
+        self._turned: anyio.Event | None = None  # while somebody waits for the end of a turn
+        self._changed: anyio.Event | None = None  # while somebody waits for a state
 
     def prepare(self, inbox: Inbox, *, keyed: bool) -> None:
         """Make ready for the first turn, in the loop of the bus.
@@ -94,8 +108,6 @@ class Turns:
         """
         # Under uvloop, the loop's clock has a resolution of one millisecond, which is too coarse for a latency.
         self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
-        self._turning = anyio.Lock(fast_acquire=True)
-        self.changed, self._sooner = anyio.Event(), anyio.Event()
         self.inbox, self._keyed = inbox, keyed
         self._next_head_us = self.now_us()
 
@@ -108,9 +120,16 @@ class Turns:
         fleet = fleet_status(self.state, self.now_us(), str(self._log.path), self.inbox.last_heard_us)
         return replace(fleet, insecure=self.insecure, descriptors=self._descriptors.warning)
 
+    async def change(self) -> None:
+        """Wait until the state may have changed, or the bus has ended."""
+        self._changed = self._changed or anyio.Event()
+        await self._changed.wait()
+
     def fail_all(self, error: BaseException) -> None:
         """End every ticket with an error."""
-        self.closed = True
+        self.closed = self.over = True
+        if self._turned is not None:
+            self._turned.set()
         self.callers.fail_all(error)
         self._wake_watchers()
 
@@ -118,20 +137,23 @@ class Turns:
 
     async def read_router(self) -> None:
         """Begin a turn with each message."""
-        while True:
-            # Kept where any turn finds it: this task may have to wait for one that goes on to read what came after it.
-            self._arrived.append(await self.router.recv())
-            await self.turn()
+        await self.router.serve(self._on_message)
 
     async def keep_time(self) -> None:
         """Begin a turn whenever one is due."""
-        while True:
-            self._sooner = anyio.Event()
-            self._planned_us = self._due_us()
-            with CancelScope(deadline=self._planned_us / 1_000_000):
-                await self._sooner.wait()
-                continue
-            await self.turn()
+        self._alarm.set(self._due_us() / 1_000_000)
+        await self._alarm.serve()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        # Kept where any turn finds it: this one may have to wait for another, which goes on to read what came after it.
+        self._arrived.append(frames)
+        self.begin()
+
+    def _on_time(self) -> None:
+        if self.now_us() >= (due_us := self._due_us()):
+            self.begin()
+        else:
+            self._alarm.set(due_us / 1_000_000)
 
     def _due_us(self) -> int:
         """When the next turn is due, whatever arrives. A bus that has stopped has no deadlines."""
@@ -141,23 +163,88 @@ class Turns:
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Take a turn: at once, or after the one that waits for the disk."""
+        if self._under_way is not None:
+            self._again = True
+            return
+        self._under_way = steps = self._turn()
+        for _ in steps:
+            if self._suspended is not None:
+                self._suspended.set()
+            return
+        self._end_turn()
+
     async def turn(self) -> None:
-        """One turn at a time: with durability `disk`, a commit awaits in the middle of it."""
-        async with self._turning:
-            at_us, at_ns = self.now_us(), time.time_ns()
-            drained = self._receive(at_us, at_ns)
-            if self.fault is not None:
-                self._next_head_us = at_us + self._config.head_interval_ms * 1000
-                return
-            self._send_time_replies()
-            self._turn_strangers_away()
-            if at_us >= self._next_head_us:
-                self._beat(at_us, drained)
-            batch = self.inbox.take_events()
-            batch += self.callers.take_orders(at_us, at_ns)
-            if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
-                batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
-            await self.process(batch, at_us, at_ns)
+        """Take a turn that begins after this call, and wait for its end."""
+        number = self._begun + 1
+        self.begin()
+        while self._ended < number and not self.over:
+            self._turned = self._turned or anyio.Event()
+            await self._turned.wait()
+
+    async def finish_turns(self) -> None:
+        """Go on with each turn that waits for the disk, until cancelled."""
+        while True:
+            self._suspended = anyio.Event()
+            await self.finish_turn()
+            await self._suspended.wait()
+
+    async def finish_turn(self) -> None:
+        """Go on with the turn that waits for the disk, if one does, to its end."""
+        while self._under_way is not None:
+            await self._to_the_disk(self._under_way)
+            self._end_turn()
+
+    async def run(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
+        """Take a turn with these events alone, to its end."""
+        await self.finish_turn()
+        self._under_way = steps = self._process(batch, at_us, at_ns)
+        for _ in steps:
+            await self._to_the_disk(steps)
+        self._end_turn()
+
+    async def _to_the_disk(self, steps: Steps) -> None:
+        """Commit for a turn that waits for it, and go on with it, until it has ended."""
+        with CancelScope(shield=True):
+            while True:
+                try:
+                    await to_thread.run_sync(self._log.commit)
+                except LogError as error:
+                    go_on = partial(steps.throw, error)
+                else:
+                    go_on = partial(next, steps)
+                try:
+                    go_on()
+                except StopIteration:
+                    return
+
+    def _end_turn(self) -> None:
+        self._under_way, self._ended = None, self._begun
+        self._alarm.set(self._due_us() / 1_000_000)
+        if self._turned is not None:
+            self._turned.set()
+            self._turned = None
+        if self._again:
+            self._again = False
+            self.begin()
+
+    def _turn(self) -> Steps:
+        self._begun += 1
+        at_us, at_ns = self.now_us(), time.time_ns()
+        drained = self._receive(at_us, at_ns)
+        if self.fault is not None:
+            self._next_head_us = at_us + self._config.head_interval_ms * 1000
+            return
+        self._send_time_replies()
+        self._turn_strangers_away()
+        if at_us >= self._next_head_us:
+            self._beat(at_us, drained)
+        batch = self.inbox.take_events()
+        batch += self.callers.take_orders(at_us, at_ns)
+        if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
+            batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
+        yield from self._process(batch, at_us, at_ns)
 
     def _receive(self, at_us: int, at_ns: int) -> bool:
         """Pass what has arrived to the inbox, and answer operators. Returns whether that was all."""
@@ -198,16 +285,15 @@ class Turns:
             self.inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000)
         self._descriptors.check(at_us, len(self.inbox.last_heard_us))
 
-    async def process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
+    def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> Steps:
         """Decide, record and perform; and again for peers that prove unreachable by that."""
         while True:
             state, effects = self._decide(batch, at_ns)
-            if (effects or self.inbox.acks) and not await self._commit():
+            if effects and not (yield from self._commit()):
                 return
             changed, self.state = state is not self.state, state
             for effect in effects:
                 self._perform(effect)
-            self._send_acks()
             if changed:
                 self._wake_watchers()
             # The goodbye of a peer that is gone may lie on the socket, and tells more than its absence.
@@ -218,10 +304,10 @@ class Turns:
                 events.PeerLost(at_us=at_us, at_ns=at_ns, peer=peer, reason="unreachable") for peer in self._unreachable
             ]
             self._unreachable.clear()
-        if self._flush_due(at_us):
-            await self._commit()
-        if self._due_us() < self._planned_us:
-            self._sooner.set()
+        if self._flush_due(at_us) and not (yield from self._commit()):
+            return
+        if not self._log.pending:  # so what the acks are for is written
+            self._send_acks()
 
     def _decide(
         self, batch: list[events.CoordinatorEvent], at_ns: int
@@ -244,12 +330,11 @@ class Turns:
             self._flush_us = at_us + FLUSH_US
         return self._flush_us is not None and at_us >= self._flush_us
 
-    async def _commit(self) -> bool:
+    def _commit(self) -> Generator[None, None, bool]:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
         try:
             if self._config.durability == "disk" or self.closed:  # the first group of a life goes to the disk too
-                with CancelScope(shield=True):
-                    await to_thread.run_sync(self._log.commit)
+                yield
             else:
                 self._log.commit()
         except LogError as error:
@@ -289,9 +374,14 @@ class Turns:
                 assert_never(effect)
 
     def _send(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
-        sent = self.router.send_nowait([connection_of(peer), wire.encode_header(epoch, 0, seq), wire.encode(message)])
+        """Send what was decided. A peer that is gone is lost."""
+        sent = self._answer(peer, epoch, seq, message)
         if sent is Sent.GONE and member_at(self.state, peer) is not None and peer not in self._unreachable:
             self._unreachable.append(peer)
+
+    def _answer(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> Sent:
+        """Answer a message. If its connection broke meanwhile, the peer may have a new one already."""
+        return self.router.send_nowait([connection_of(peer), wire.encode_header(epoch, 0, seq), wire.encode(message)])
 
     def _ping(self, peer: str) -> None:
         """Send an ack that acknowledges nothing: the socket tells whether the peer is reachable."""
@@ -302,13 +392,13 @@ class Turns:
 
     def _send_acks(self) -> None:
         for peer, ack in self.inbox.acks:
-            self._send(peer, self.state.epoch, self.state.seq, ack)
+            self._answer(peer, self.state.epoch, self.state.seq, ack)
         self.inbox.acks.clear()
 
     def _send_time_replies(self) -> None:
         """First of all: anything else that the turn does would lengthen the round trip."""
         for peer, reply in self.inbox.time_replies:
-            self._send(peer, self.state.epoch, self.state.seq, replace(reply, replied_ns=time.time_ns()))
+            self._answer(peer, self.state.epoch, self.state.seq, replace(reply, replied_ns=time.time_ns()))
         self.inbox.time_replies.clear()
 
     def _turn_strangers_away(self) -> None:
@@ -339,5 +429,6 @@ class Turns:
             self.router.send_nowait([connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:
-        self.changed.set()
-        self.changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -190,16 +190,13 @@ async def test_an_answer_counts_before_the_goodbye_that_follows_it(
     def commit() -> None:  # in the middle of a turn, on a thread of its own
         monkeypatch.setattr(bus._log, "commit", original)
         original()
-        waiting_turns(1)  # the next head is due
+        wait_until(lambda: bus._turns._again)  # the next head is due
         answer = wire.CommandOutcome(outcome=Acted(calls=()), rule=10)
         dealer.send_multipart([wire.encode_header(1, 1, 2), wire.encode(answer)])
-        waiting_turns(2)
+        wait_until(lambda: len(bus._turns._arrived) == 1)
         dealer.send_multipart([wire.encode_header(1), wire.encode(wire.Goodbye())])
         dealer.close()
         assert monitor.poll(10_000)
-
-    def waiting_turns(count: int) -> None:
-        wait_until(lambda: bus._turns._turning.statistics().tasks_waiting >= count)
 
     config = msgspec.structs.replace(QUICK, durability="disk")
     async with opened(tmp_path, context, config=config) as bus:
@@ -459,11 +456,11 @@ async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_com
     def full() -> None:
         raise errors.LogFull("no space left")
 
-    async def turn() -> None:
+    def begin() -> None:
         moments.append(anyio.current_time())
         if len(moments) == 4:
             enough.set()
-        await original()
+        original()
 
     log, moments, enough = RunLog.open(tmp_path / "run.db"), list[float](), anyio.Event()
     async with Bus("tcp://127.0.0.1:0", log, QUICK, context=context) as bus:
@@ -476,8 +473,8 @@ async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_com
                 await ticket  # its end can't be recorded, so its deadline stays in the past
             gate.set()
         assert bus.state.open
-        original = bus._turns.turn
-        monkeypatch.setattr(bus._turns, "turn", turn)
+        original = bus._turns.begin
+        monkeypatch.setattr(bus._turns, "begin", begin)
         with anyio.fail_after(20):
             await enough.wait()
     assert moments[3] - moments[0] > 2 * QUICK.head_interval_ms / 1000

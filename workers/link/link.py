@@ -8,8 +8,8 @@ answered, the old one is given up. A bus that is merely busy answers on the old 
 
 Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, where it was read.
 Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either: a message
-that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not answered, the
-next head shows a hole again, and an upload continues from where the bus says.
+that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not answered,
+the next head shows a hole again, and an upload continues from where the bus says.
 
 Nothing about commands or engines is decided here: only when to say hello, and when the bus has been silent for a lease.
 """
@@ -29,7 +29,6 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas import wire
-from schemas.carriers.edge_socket import EdgeSocket
 from schemas.carriers.handshakes import DialledSocket
 from schemas.carriers.keys import Credentials, KeySource
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber

@@ -1,0 +1,66 @@
+"""An alarm rings at the moment that was set last, or earlier, under every event loop."""
+
+import anyio
+import pytest
+
+from schemas.carriers.alarm import Alarm
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_it_rings_at_the_earliest_moment_that_was_set() -> None:
+    rung: list[float] = []
+    done = anyio.Event()
+
+    def ring() -> None:
+        rung.append(anyio.current_time())
+        if len(rung) < 3:
+            alarm.set(anyio.current_time() + 0.01)
+        else:
+            done.set()
+
+    alarm = Alarm(ring)
+    started = anyio.current_time()
+    alarm.set(started + 0.05)
+    async with anyio.create_task_group() as group:
+        group.start_soon(alarm.serve)
+        alarm.set(started + 3600)
+        await anyio.sleep(0)
+        alarm.set(started + 0.02)
+        with anyio.fail_after(10):
+            await done.wait()
+        group.cancel_scope.cancel()
+    assert rung[0] >= started + 0.02
+    assert rung == sorted(rung)
+
+
+async def test_it_can_be_set_again_while_it_serves_with_no_moment() -> None:
+    rung = anyio.Event()
+    alarm = Alarm(rung.set)
+    async with anyio.create_task_group() as group:
+        group.start_soon(alarm.serve)
+        await anyio.sleep(0.01)
+        alarm.set(anyio.current_time())
+        with anyio.fail_after(10):
+            await rung.wait()
+        group.cancel_scope.cancel()
+
+
+async def test_what_the_function_raises_ends_serving() -> None:
+    def ring() -> None:
+        raise ValueError("late")
+
+    alarm = Alarm(ring)
+    alarm.set(anyio.current_time())
+    with pytest.raises(ValueError, match="late"), anyio.fail_after(10):
+        await alarm.serve()
+
+
+async def test_a_cancelled_alarm_does_not_ring() -> None:
+    rung: list[None] = []
+    alarm = Alarm(lambda: rung.append(None))
+    with anyio.move_on_after(0.01):
+        await alarm.serve()
+    alarm.set(anyio.current_time())
+    await anyio.sleep(0.02)
+    assert not rung
