@@ -2,6 +2,7 @@
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from schemas.carriers.alarm import Alarm
 
@@ -25,12 +26,12 @@ async def test_it_rings_at_the_earliest_moment_that_was_set() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(alarm.serve)
         alarm.set(started + 3600)
-        await anyio.sleep(0)
+        await checkpoint()
         alarm.set(started + 0.02)
         with anyio.fail_after(10):
             await done.wait()
         group.cancel_scope.cancel()
-    assert rung[0] >= started + 0.02
+    assert rung[0] >= started + 0.015  # a loop may round to milliseconds
     assert rung == sorted(rung)
 
 
