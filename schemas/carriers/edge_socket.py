@@ -114,11 +114,11 @@ class EdgeSocket:
         """
         self._check()
         if isinstance(watch := self._join_watch(), _LoopWatch):
-            server = _Server(self, receive, watch)
+            receiver = _Receiver(self, receive, watch)
             try:
-                await server.ended
+                await receiver.ended
             finally:
-                server.end()
+                receiver.end()
         while True:
             receive(await self.recv())
 
@@ -339,7 +339,7 @@ class _Waiter:
             self.event.set()
 
 
-class _Server(_Waiter):
+class _Receiver(_Waiter):
     """Takes the place of a task that waits for messages: under asyncio, the loop itself takes them."""
 
     __slots__ = ("_context", "_loop", "_receive", "_watch", "ended")
