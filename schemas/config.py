@@ -16,6 +16,20 @@ _Kept = Annotated[int, Meta(ge=1, le=65_536)]
 """Messages or records that are kept in memory."""
 
 
+class ObservePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long replicas that are only observed may be in a state before that is a finding.
+
+    Attributes:
+        torn_ms: Replicas that serve are on different weights, as while a trainer updates one after the other.
+        paused_ms: A replica is paused, and does not resume.
+        profiling_ms: A profiling session is open, and is not stopped.
+    """
+
+    torn_ms: Milliseconds = 60_000
+    paused_ms: Milliseconds = 600_000
+    profiling_ms: Milliseconds = 600_000
+
+
 class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the bus in the trainer.
 
@@ -34,6 +48,8 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             operating system, so a power cut may lose the last groups.
         log_bytes_max: Size to which the log is kept, about: its oldest records are dropped. None keeps all.
         log_age_max_s: Age from which records are dropped, about. None keeps all.
+        observe: This bus observes a run that somebody else drives: it lets in observing agents only. None for a bus
+            that commands.
     """
 
     head_interval_ms: _Interval = 1_000
@@ -48,6 +64,7 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     durability: Literal["disk", "os"] = "os"
     log_bytes_max: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] | None = None
     log_age_max_s: Annotated[int, Meta(ge=60, le=1 << 32)] | None = None
+    observe: ObservePolicy | None = None
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

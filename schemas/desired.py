@@ -108,6 +108,8 @@ def desired_after(desired: Desired, command: Command | UnknownCommand, targeted:
     """
     if identity.role != ROLLOUT and not isinstance(command, ProfileCommand | EpochStart):
         return desired
+    if identity.mode is RolloutMode.OBSERVED:
+        return desired
     match command:
         case EngineCommand():
             ignored = desired.sync is not None or not targeted

@@ -58,6 +58,7 @@ class RolloutMode(StrEnum):
     HYBRID = "hybrid"  # same GPUs, weights are synced
     STANDALONE = "standalone"  # own GPUs, weights are synced
     COLOCATED = "colocated"  # same GPUs, never synced: a judge or reward model
+    OBSERVED = "observed"  # somebody else commands it: its agent reads, and calls nothing
 
 
 class Operation(StrEnum):
@@ -101,6 +102,11 @@ class Identity(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"a rank of role {self.role} is one process with one GPU: leave nnodes, gpus_per_node at 1"
             )
+
+    @property
+    def syncs(self) -> bool:
+        """Whether weight syncs are for this replica: it is no training rank, no judge, and not merely observed."""
+        return self.role == ROLLOUT and self.mode not in (RolloutMode.COLOCATED, RolloutMode.OBSERVED)
 
     @property
     def unit(self) -> int | str:

@@ -16,6 +16,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     NOT_TARGETED = "not_targeted"
     NOT_AN_ENGINE = "not_an_engine"  # a training rank, and the command is for engines
+    OBSERVING = "observing"  # the agent only observes an engine that somebody else commands
     NOT_PRIMARY = "not_primary"
     DISABLED = "disabled"
     STEP_NOT_SELECTED = "step_not_selected"

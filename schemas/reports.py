@@ -22,7 +22,7 @@ from schemas.formatting import (
     group_outcomes,
     is_trouble,
 )
-from schemas.identity import ROLLOUT, Count, Moment, Name, Nanoseconds, Positive, Text, identity_of
+from schemas.identity import ROLLOUT, Count, Label, Moment, Name, Nanoseconds, Positive, Text, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 
 
@@ -42,6 +42,26 @@ class Clock(Struct, frozen=True, kw_only=True):
     error_ns: Nanoseconds
 
 
+class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an agent that only observes last saw of its engine; None where the engine can't tell.
+
+    Attributes:
+        label: The engine's own label of its weights.
+        generating: False when paused.
+        profiling: A session is open.
+    """
+
+    label: Label | None = None
+    generating: bool | None = None
+    profiling: bool | None = None
+
+    def condition(self) -> str:
+        """Return it in a few words."""
+        weights = f"weights {self.label}" if self.label else "weights unknown"
+        generating = {True: "generating", False: "paused", None: "unknown whether paused"}[self.generating]
+        return ", ".join(["observed", weights, generating, *(["profiling"] if self.profiling else [])])
+
+
 class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
     """The heartbeat: what an agent and its engine are doing. The header's seq is the last command applied.
 
@@ -55,6 +75,8 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
         clock: The newest estimate of the agent's clocks; None before the first.
         wedged: Its engine runs requests and has generated nothing for too long.
         trouble: What keeps the replica from serving, and what it waits for; empty if nothing but a command does.
+        observed: What an agent that only observes saw; None for one that commands. Of such an agent, `generating` and
+            `version` mean nothing where this has None.
     """
 
     ready: bool
@@ -73,6 +95,7 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
     clock: Clock | None = None
     wedged: bool = False
     trouble: Text = ""
+    observed: Observed | None = None
 
     @property
     def held(self) -> bool:
@@ -92,6 +115,8 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
             parts += ["training"]
         elif self.tokenizer == "absent":
             parts += ["follower"]
+        elif self.observed is not None:
+            parts += [self.observed.condition()]
         else:
             parts += [f"v{self.version}", "generating" if self.generating else "paused"]
         parts += [f"asleep {' '.join(self.asleep)}"] if self.asleep else []
@@ -269,7 +294,7 @@ class AgentOutcome(Struct, frozen=True, kw_only=True):
     latency_us: Count = 0
 
 
-_NOT_MEANT: Final = (Skipped(Reason.NOT_TARGETED), Skipped(Reason.NOT_AN_ENGINE))
+_NOT_MEANT: Final = (Skipped(Reason.NOT_TARGETED), Skipped(Reason.NOT_AN_ENGINE), Skipped(Reason.OBSERVING))
 
 
 class Report(Printable, frozen=True, kw_only=True, tag="report"):

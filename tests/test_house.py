@@ -26,6 +26,7 @@ PURE = (
     "controlplane/machine/*.py",
     *("controlplane/record/entries.py", "controlplane/record/log_lines.py", "controlplane/record/replay.py"),
     *("controlplane/record/invariants.py", "controlplane/record/proof.py", "controlplane/record/marks.py"),
+    "controlplane/record/findings.py",
     *("controlplane/report/model.py", "controlplane/report/fleet_history.py", "controlplane/report/totals.py"),
     "controlplane/report/collect.py",
     *("controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),

@@ -28,12 +28,12 @@ from schemas import events
 from schemas.carriers.keys import KeySource, PeerKeys, StrPath
 from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig, within_bounds
-from schemas.errors import RolloutctlError
-from schemas.identity import Identity
+from schemas.errors import ConfigError, RolloutctlError
+from schemas.identity import Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.outcomes import Acted, Failed, Skipped
 from workers.driver import EngineDriver
-from workers.engine import Engine
+from workers.engine import Engine, EngineView
 from workers.link.journal import Journal, archive_journal
 from workers.link.link import Link, RunChanged, now_ms
 from workers.machine.decide import decide, next_deadline
@@ -74,7 +74,8 @@ class Agent:
     Args:
         bus: Address of the bus, e.g. tcp://10.0.0.1:5555; the only address that an agent must know.
         identity: The place of this node. Two live agents cannot hold the same.
-        engine: What the agent commands; opened on entering and closed on leaving.
+        engine: What the agent commands; opened on entering and closed on leaving. With an identity of mode `observed`
+            the agent only observes it: it opens, reads and closes it, and has no way to make a call.
         state_dir: Directory of the journal. It must outlive the process, on a disk of this machine.
         traces: What profiling sessions leave on this node's disk; None if no session leaves anything.
         config: Intervals and limits.
@@ -85,6 +86,7 @@ class Agent:
         wall_ns: The node's wall clock, which is compared with the bus's.
 
     Raises:
+        ConfigError: The engine offers no calls, and the identity is not one that only observes.
         KeyFileError: The keys can't be used.
         BusAddressError: On entering: the address cannot be dialled.
         LogLocked: On entering: another process runs this agent.
@@ -101,7 +103,7 @@ class Agent:
         *,
         bus: str,
         identity: Identity,
-        engine: Engine,
+        engine: Engine | EngineView,
         state_dir: Path,
         traces: NodeTraces | None = None,
         config: AgentConfig | None = None,
@@ -112,6 +114,7 @@ class Agent:
         self.identity = within_bounds(identity)
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
         self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
+        self._commanded = None if identity.mode is RolloutMode.OBSERVED else _commandable(engine)
         self._path = state_dir / f"agent-{identity.agent}.db"
         self._keys = KeySource.find(keys)
         self._resources = AsyncExitStack()
@@ -193,7 +196,9 @@ class Agent:
             wall_ns=self._wall_ns,
             keys=self._keys,
         )
-        driver = EngineDriver(self._engine, self._traces, self._config.observe_ms, lambda: self.state, self._step)
+        driver = EngineDriver(
+            self._engine, self._commanded, self._traces, self._config.observe_ms, lambda: self.state, self._step
+        )
         self._life = _Life(link, driver)
         settings = events.MachineSettings(
             reconcile_timeout_ms=self._config.reconcile_timeout_ms,
@@ -321,6 +326,12 @@ class Agent:
                 continue
             if next_deadline(self.state) == due_ms:
                 self._step(events.Tick(at_ms=max(due_ms, now_ms())))
+
+
+def _commandable(engine: Engine | EngineView) -> Engine:
+    if not isinstance(engine, Engine):
+        raise ConfigError("this engine can only be observed: give the agent an identity of mode observed")
+    return engine
 
 
 def _own_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -32,7 +32,7 @@ from schemas.events import (
 )
 from schemas.logs import logger_of
 from schemas.wire import DECODE_ERRORS, encode, event_decoder
-from workers.engine import Engine
+from workers.engine import Engine, EngineView
 from workers.link.link import now_ms
 from workers.machine.progress import is_news, stalls_after
 from workers.machine.state import AgentState
@@ -60,7 +60,8 @@ class EngineDriver:
     """Drives the engine of one agent during one incarnation.
 
     Args:
-        engine: The engine.
+        engine: The engine, to observe it.
+        commanded: The same engine, to call it; None if this agent only observes. Then nothing here can call it.
         traces: What profiling sessions leave on this node's disk, if they do.
         observe_ms: Time between two observations.
         state: Returns the agent's state.
@@ -69,13 +70,15 @@ class EngineDriver:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineView,
+        commanded: Engine | None,
         traces: NodeTraces | None,
         observe_ms: int,
         state: Callable[[], AgentState],
         handle: Callable[[Event], None],
     ) -> None:
-        self._engine, self._traces, self._observe_s = engine, traces, observe_ms / 1000
+        self._engine, self._commanded = engine, commanded
+        self._traces, self._observe_s = traces, observe_ms / 1000
         self._state, self._handle = state, handle
         self._requested: Perform | None = None
         self._wanted = anyio.Event()
@@ -154,12 +157,14 @@ class EngineDriver:
         self._handle(event)
 
     async def _perform(self, call: Call) -> Returned:
+        if self._commanded is None:
+            raise UnsupportedError("this agent only observes: it makes no calls.")
         if isinstance(call, ReadWeights | AwaitPush):
             return _DONE  # the observation that follows is what was asked for
         if not isinstance(call, DiskCall):
             activity = self._state().activity
             timeout_s = (activity.deadline_ms - now_ms()) / 1000 if activity is not None else 0.0
-            return await self._engine.perform(call, max(0.0, timeout_s))
+            return await self._commanded.perform(call, max(0.0, timeout_s))
         if self._traces is None:
             raise UnsupportedError("this agent was started without a traces root, so it knows of no traces.")
         return await self._traces.perform(call)

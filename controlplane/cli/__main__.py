@@ -22,6 +22,7 @@ COMMANDS = {
     "gateway": "controlplane.cli.gateway:gateway",
     "keys": "controlplane.cli.keys:keys",
     "log": "controlplane.cli.log:log",
+    "observe": "controlplane.cli.observe:observe",
     "timeline": "controlplane.cli.timeline:timeline",
     "report": "controlplane.cli.report:report",
     **{

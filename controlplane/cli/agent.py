@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 from anyio import CancelScope
+from click.core import ParameterSource
 from msgspec.structs import replace
 
 from schemas.commands import ProfilePlan
@@ -17,8 +18,8 @@ from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identit
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
 from workers.agent import Agent
-from workers.engine import Engine
-from workers.engines.factory import EngineOptions, make_engine
+from workers.engine import Engine, EngineView
+from workers.engines.factory import EngineOptions, make_engine, view_engine
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ logger = logger_of("agent")
 
 
 _PATH = click.Path(path_type=Path)
+MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSERVED)
+OBSERVING = frozenset(
+    {
+        *("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "observe", "kind", "url", "api_key_file"),
+        *("state_dir", "wedged_after"),
+    }
+)
+"""Parameters that go with `--observe`. All others are about commands."""
 
 
 def _state_home() -> str:
@@ -45,11 +54,15 @@ def _state_home() -> str:
 @click.option(
     "--gpus-per-node", type=click.IntRange(1, GPUS_PER_NODE_MAX), default=1, show_default=True, help="On each node."
 )
-@click.option("--mode", type=click.Choice([mode.value for mode in RolloutMode]), default="hybrid", show_default=True)
+@click.option("--mode", type=click.Choice(MODES), default="hybrid", show_default=True)
+@click.option("--observe", is_flag=True, help="Only observe an engine that somebody else commands; change nothing.")
 @click.option(
     "--engine", "kind", required=True, help="tiny, sglang, vllm, an installed adapter's name, or MODULE:CLASS of one."
 )
-@click.option("--url", help="Address of this node's engine server, http://HOST:PORT.")
+@click.option(
+    "--url",
+    help="Address of this node's engine server, http://HOST:PORT; with --observe, also ipc://PATH of a tiny engine.",
+)
 @click.option("--api-key-file", type=_PATH, help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
@@ -102,6 +115,7 @@ def agent(
     nnodes: int,
     gpus_per_node: int,
     mode: str,
+    observe: bool,
     state_dir: Path,
     **options: Any,
 ) -> None:
@@ -113,27 +127,39 @@ def agent(
     \b
     Beside a running server:
       rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine vllm --url http://127.0.0.1:8000
+    Beside a server that somebody else commands, which it never changes (`rolloutctl observe` is its bus):
+      rolloutctl agent --observe --bus tcp://host:5555 --replica 0 --engine sglang --url http://127.0.0.1:30000
     With a server that it launches:
       rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine sglang --url http://127.0.0.1:30000 \\
         --launch -- python -m sglang.launch_server --model-path /models/m --port 30000
     """
     try:
         identity = Identity(
-            replica=replica, node_rank=node_rank, nnodes=nnodes, gpus_per_node=gpus_per_node, mode=RolloutMode(mode)
+            replica=replica,
+            node_rank=node_rank,
+            nnodes=nnodes,
+            gpus_per_node=gpus_per_node,
+            mode=RolloutMode.OBSERVED if observe else RolloutMode(mode),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    profiler = _profiler(options)
-    traces = NodeTraces(Path(profiler.save_path), identity, profiler.finish_hook_cmd)
-    engine = _engine(identity, options, Path(profiler.save_path))
-    if options["launch"]:
-        engine = _launched(identity, state_dir, options, engine, profiler)
-    uvloop = find_spec("uvloop") is not None
-    router = _router(options)
+    engine: Engine | EngineView
+    traces, router = None, None
+    if observe:
+        _require_observing(click.get_current_context())
+        engine = view_engine(options["kind"], _engine_options(identity, options, Path()))
+    else:
+        profiler = _profiler(options)
+        traces = NodeTraces(Path(profiler.save_path), identity, profiler.finish_hook_cmd)
+        engine = _engine(identity, options, Path(profiler.save_path))
+        if options["launch"]:
+            engine = _launched(identity, state_dir, options, engine, profiler)
+        router = _router(options)
     config = AgentConfig(on_lost_bus=options["on_lost_bus"], wedged_after_s=options["wedged_after"])
     node = Agent(
         bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces, config=config, keys=keys
     )
+    uvloop = find_spec("uvloop") is not None
     interrupted = anyio.run(_serve, node, bus, router, backend_options={"use_uvloop": uvloop})
     if interrupted:
         raise click.Abort
@@ -189,18 +215,28 @@ def _engine(identity: Identity, options: dict[str, Any], traces: Path) -> Engine
     """The engine that the options name, without its launch."""
     if options["command"] and not options["launch"]:
         raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
-    return make_engine(
-        options["kind"],
-        EngineOptions(
-            identity=identity,
-            checkpoints=options["checkpoints"],
-            traces=traces,
-            url=options["url"],
-            key_file=options["api_key_file"],
-            serve=options["serve"],
-            seed=options["seed"],
-        ),
+    return make_engine(options["kind"], _engine_options(identity, options, traces))
+
+
+def _engine_options(identity: Identity, options: dict[str, Any], traces: Path) -> EngineOptions:
+    return EngineOptions(
+        identity=identity,
+        checkpoints=options["checkpoints"],
+        traces=traces,
+        url=options["url"],
+        key_file=options["api_key_file"],
+        serve=options["serve"],
+        seed=options["seed"],
     )
+
+
+def _require_observing(context: click.Context) -> None:
+    """Refuse options that are about commands."""
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "")
+        if option.name not in OBSERVING and given is not None and given is not ParameterSource.DEFAULT:
+            named = option.opts[0] if isinstance(option, click.Option) else "a server's command"
+            raise ConfigError(f"--observe does not go with {named}: an observing agent changes nothing.")
 
 
 def _launched(

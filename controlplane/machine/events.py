@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from schemas.commands import Command, Manifest, Source, Target
+from schemas.config import ObservePolicy
 from schemas.identity import Count, InFlight, Milliseconds, Name, Port, Positive, Text
 from schemas.outcomes import Outcome
 from schemas.reports import AgentStatus, Report, SyncReport
@@ -30,6 +31,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     publish_port: Port | None = None
     head_interval_ms: Milliseconds | None = None
     agents_max: Positive = 8_192
+    observe: ObservePolicy | None = None
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -201,6 +201,9 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
     if name in state.retired:
         send(state, event.peer, Rejoin(reason=_retired(name), give_up=True), effects)
         return state
+    if settings.observe is not None and hello.identity.mode is not RolloutMode.OBSERVED:
+        send(state, event.peer, Rejoin(reason=_would_command(name), give_up=True), effects)
+        return state
     same = holder is not None and holder.hello.incarnation == hello.incarnation
     if holder is not None and same and hello.attempt < holder.hello.attempt:
         return state  # it waited in the queue of a connection that the agent has replaced
@@ -230,6 +233,10 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         away_us=away_us,
     )
     return replace(state, members=with_entry(state.members, name, member), claims=claims)
+
+
+def _would_command(name: str) -> str:
+    return f"this bus only observes, and agent {name} would command its engine: start the agent with --observe"
 
 
 def _full(state: CoordinatorState) -> str:
@@ -287,7 +294,7 @@ def _leave_quarantine(desired: Desired, default_desired: Desired, identity: Iden
     """A restart ends the quarantine: the agent loads the committed weights before its engine may serve."""
     if desired.quarantined == 0:
         return desired
-    sync = None if identity.mode is RolloutMode.COLOCATED else default_desired.sync
+    sync = default_desired.sync if identity.syncs else None
     return replace(desired, quarantined=0, sync=sync)
 
 
@@ -295,9 +302,9 @@ def _first_desired(default_desired: Desired, identity: Identity) -> Desired:
     """The desired state of a unit seen for the first time. A training rank takes part from the next session on."""
     if identity.role != ROLLOUT:
         return Desired()
-    if identity.mode is RolloutMode.COLOCATED:
-        return replace(default_desired, committed=None, sync=None)
-    return default_desired
+    if identity.mode is RolloutMode.OBSERVED:
+        return Desired()
+    return default_desired if identity.syncs else replace(default_desired, committed=None, sync=None)
 
 
 def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Effects) -> CoordinatorState:

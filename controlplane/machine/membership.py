@@ -10,7 +10,7 @@ from controlplane.machine import events
 from controlplane.machine.fleet import CoordinatorState, Effects, Member
 from schemas.commands import Target
 from schemas.formatting import agent_order, format_agents, format_list
-from schemas.identity import ROLLOUT, RolloutMode, replica_and_node
+from schemas.identity import ROLLOUT, replica_and_node
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome
 
@@ -65,11 +65,7 @@ def _agents_at(state: CoordinatorState, place: str) -> frozenset[str]:
 def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
     """Return the known replicas that a sync with this target is for."""
     identities = (member.hello.identity for member in state.members.values() if member.joined)
-    return frozenset(
-        identity.replica
-        for identity in identities
-        if identity.role == ROLLOUT and identity.mode is not RolloutMode.COLOCATED and target.includes(identity)
-    )
+    return frozenset(identity.replica for identity in identities if identity.syncs and target.includes(identity))
 
 
 def whole_target(state: CoordinatorState, target: Target) -> Target:

@@ -15,11 +15,10 @@ from controlplane.machine.membership import speaks_for_replica, syncing_replicas
 from schemas.commands import Command, EngineCommand, Target, WeightSync
 from schemas.desired import Desired
 from schemas.formatting import agent_order, format_duration
-from schemas.identity import RolloutMode
 from schemas.outcomes import Acted, Conclusion, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome
 
-_SAYS_NOTHING: Final = (Skipped(Reason.NOT_TARGETED), Skipped(Reason.MODE_NEVER_SYNCS))
+_SAYS_NOTHING: Final = tuple(map(Skipped, (Reason.NOT_TARGETED, Reason.MODE_NEVER_SYNCS, Reason.OBSERVING)))
 
 
 def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
@@ -55,17 +54,12 @@ def _carried_out(conclusion: Conclusion) -> bool:
 
 
 def serving_replicas(state: CoordinatorState) -> dict[int, int]:
-    """Return the replicas that are proven to serve, each with its version. A judge, which never syncs, has none."""
+    """Return the replicas that are proven to serve, each with its version. One that never syncs has none."""
     waiting = frozenset[str]().union(*(command.waiting for command in state.open if _lets_serve(command.command)))
     serving: dict[int, int] = {}
     for name, member in state.members.items():
         identity = member.hello.identity
-        if (
-            member.state != "live"
-            or name in waiting
-            or not speaks_for_replica(member)
-            or identity.mode is RolloutMode.COLOCATED
-        ):
+        if member.state != "live" or name in waiting or not speaks_for_replica(member) or not identity.syncs:
             continue
         desired = _desired(state, member)
         if desired.serving and _generates(member) and not _in_doubt(member, desired):
@@ -131,8 +125,7 @@ def _wrong_weights(member: Member, desired: Desired) -> str:
         return f"quarantined since v{status.quarantined}"
     if status.torn:
         return "its weights are torn"
-    syncs = member.hello.identity.mode is not RolloutMode.COLOCATED
-    if syncs and status.version != desired.version:
+    if member.hello.identity.syncs and status.version != desired.version:
         return f"it holds v{status.version}, and v{desired.version} is committed"
     return ""
 

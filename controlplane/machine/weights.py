@@ -23,7 +23,7 @@ from schemas.identity import Count, replica_and_node
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome, Report, SyncReport
 
-_TAKES_NO_PART: Final = (Skipped(Reason.MODE_NEVER_SYNCS), Skipped(Reason.NOT_TARGETED))
+_TAKES_NO_PART: Final = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
 _AWAY: Final = ("absent", "gone", "restarted", "engine_down")
 """Why a replica that did not answer is left out, and not quarantined."""
 

@@ -13,6 +13,9 @@
                             that is out of reach: what it did then is seen once its agent is back
     I13 readable            what an agent sent for the log is a decision. The bus takes it as it comes
 
+Of replicas that are only observed, O1 to O3 are checked (`controlplane.record.findings`): a torn fleet, a pause and a
+session that never ended.
+
 I9, that a replay decides the same, is checked by `controlplane.record.replay`. I10, that control never waits behind an
 engine call, can't be seen in a log, which holds only what arrived: the agent's tests check it.
 
@@ -34,13 +37,14 @@ from msgspec.structs import replace
 from controlplane.machine import events as bus_events
 from controlplane.machine.fleet import CoordinatorState, OpenCommand
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
+from controlplane.record.findings import ObservedFleet
 from controlplane.record.marks import decode_state
 from controlplane.record.proof import Proofs
 from schemas import events
 from schemas.commands import Pushed, WeightSync
 from schemas.desired import Desired, desired_after, orphaned
 from schemas.errors import DecisionUnreadable
-from schemas.identity import agent_of, identity_of
+from schemas.identity import RolloutMode, agent_of, identity_of
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import Downward, Rejoin, Snapshot, Welcome, decode_command
@@ -74,15 +78,20 @@ def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
     bus: _Bus | None = None
     agents: dict[tuple[str, str], _Agent] = {}
     interned: _Interned = {}
+    observed = ObservedFleet()
     for entry in entries:
         if isinstance(entry, AgentMark):
             continue
         if isinstance(entry, LogMark):
-            bus = bus or _Bus(decode_state(entry))
+            if bus is None:
+                begin = decode_state(entry)
+                bus, observed = _Bus(begin), ObservedFleet(begin)
             continue
         bus = bus or _Bus(CoordinatorState())
         if not entry.agent:
-            yield from bus.check(entry, entry.typed_event(), entry.typed_effects())  # type: ignore[arg-type]
+            bus_event, bus_effects = entry.typed_event(), entry.typed_effects()
+            observed.follow_bus(entry, bus_event, bus_effects)  # type: ignore[arg-type]
+            yield from bus.check(entry, bus_event, bus_effects)  # type: ignore[arg-type]
             continue
         key = (entry.agent, entry.journal)
         if key not in agents:
@@ -92,7 +101,9 @@ def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
         except DecisionUnreadable as error:
             yield from agents[key].unreadable(entry, error)
         else:
+            observed.follow_agent(entry, event)  # type: ignore[arg-type]
             yield from agents[key].check(entry, event, effects)  # type: ignore[arg-type]
+    yield from (Violation(*finding) for finding in observed.findings())
 
 
 # --- the bus ----------------------------------------------------------------------------------------------------------
@@ -373,7 +384,7 @@ class _Agent:
     def _left_at(self, position: int, observed: events.Observation) -> Iterator[Violation]:
         """The agent observed this, and neither calls its engine nor reports a failure."""
         desired = self._desired
-        if self._identity.node_rank > 0 or not self._joined:
+        if self._identity.node_rank > 0 or not self._joined or self._identity.mode is RolloutMode.OBSERVED:
             return
         if observed.profiling and desired.profile is None:
             yield self._violation("I7", position, "goes on profiling, and nobody wants it any more")

@@ -6,7 +6,7 @@ from controlplane.machine import events
 from controlplane.machine.fleet import CoordinatorState
 from schemas.commands import Target, WeightSync
 from schemas.formatting import format_replicas
-from schemas.identity import ROLLOUT, Identity, RolloutMode, replica_and_node
+from schemas.identity import Identity, replica_and_node
 from schemas.outcomes import Acted, Reason, Skipped
 from schemas.reports import SyncReport
 from schemas.wire import Welcome, decode_command
@@ -48,5 +48,5 @@ class Proofs:
         return {
             place.replica
             for place in (self._places[name] for name in known)
-            if place.role == ROLLOUT and place.mode is not RolloutMode.COLOCATED and self._target.includes(place)
+            if place.syncs and self._target.includes(place)
         }

@@ -9,16 +9,19 @@ from contextlib import suppress
 from typing import Final
 
 from controlplane.machine import events as bus_events
-from controlplane.record.entries import LogEntry, LogItem
+from controlplane.record.entries import LogEntry, LogItem, LogMark
+from controlplane.record.findings import ObservedFleet
 from controlplane.record.invariants import verify
 from controlplane.record.log_lines import format_observation
+from controlplane.record.marks import decode_state
 from controlplane.report.fleet_history import FleetHistory
 from controlplane.report.model import CommandSummary, FailureGroup, LatencyHistogram
 from controlplane.report.totals import MAX_FAILURES, RunReport, Totals
 from schemas.commands import EpochStart, WeightSync
 from schemas.errors import DecisionUnreadable, LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
-from schemas.formatting import describe, format_replicas, is_trouble
+from schemas.formatting import agent_order, describe, format_replicas, is_trouble
+from schemas.identity import identity_of
 from schemas.outcomes import Failed, Missing
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
@@ -49,6 +52,7 @@ class _Collector:
         self.totals = Totals(self.report)
         self._fleet = FleetHistory()
         self._engines = _Engines(self._fleet)
+        self._observed = ObservedFleet()
         self._at_us = 0
 
     def pass_through(self, entries: Iterable[LogItem]) -> Iterator[LogItem]:
@@ -56,6 +60,8 @@ class _Collector:
         for entry in entries:
             if isinstance(entry, LogEntry):
                 self._add(entry)
+            elif isinstance(entry, LogMark) and not self.report.records:
+                self._observed = ObservedFleet(decode_state(entry))
             yield entry
 
     def add_readable(self, entries: Iterator[LogItem]) -> None:
@@ -78,6 +84,8 @@ class _Collector:
         report.start_ns, report.end_ns, report.version = fleet.start_ns, fleet.now_ns, fleet.version
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.calls = self._engines.calls
+        observed = self._observed.replicas()
+        report.observed = {identity_of(agent).replica: observed[agent] for agent in sorted(observed, key=agent_order)}
         return report
 
     def _add(self, entry: LogEntry) -> None:
@@ -85,10 +93,13 @@ class _Collector:
         if entry.agent:
             with suppress(DecisionUnreadable):  # `verify` reports it
                 self._engines.add(entry)
+                if entry.kind in ("started", "observed", "stopping"):
+                    self._observed.follow_agent(entry, entry.typed_event())  # type: ignore[arg-type]
             return
         self._fleet.advance(entry.at_ns)
         event, effects = entry.typed_event(), entry.typed_effects()
         self._at_us = event.at_us  # type: ignore[union-attr]
+        self._observed.follow_bus(entry, event, effects)  # type: ignore[arg-type]
         self._add_event(event, effects)  # type: ignore[arg-type]
         for effect in effects:
             self._add_effect(effect)  # type: ignore[arg-type]

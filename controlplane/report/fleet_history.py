@@ -198,7 +198,9 @@ class FleetHistory:
             return
         status = agent.status = event.status
         agent.heard_ns, agent.engine = self.now_ns, status.engine
-        if status.tokenizer == "present":
+        if status.observed is not None:
+            self._update(agent, None, status.observed.generating is False)
+        elif status.tokenizer == "present":
             self._update(agent, status.version, not status.generating or bool(status.asleep))
         self._note_service(agent, status)
 

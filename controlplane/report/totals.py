@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeVar
 
 from msgspec import Struct, field
 
+from controlplane.record.findings import OBSERVED, ObservedReplica
 from controlplane.record.invariants import Violation
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
@@ -54,6 +55,7 @@ class RunReport(Struct, kw_only=True):
         unconcluded: Commands without a report.
         latencies: By kind of command, of the agents that acted; `calls` by kind of engine call.
         replicas: By index.
+        observed: Replicas of a run that somebody else drives, by index.
     """
 
     run: str = ""
@@ -79,6 +81,12 @@ class RunReport(Struct, kw_only=True):
     calls: dict[str, LatencyHistogram] = {}
     stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
+    observed: dict[int, ObservedReplica] = {}
+
+    @property
+    def findings(self) -> list[Violation]:
+        """What went wrong in a run that was only observed."""
+        return [violation for violation in self.violations if violation.invariant in OBSERVED]
 
     @property
     def out_now(self) -> list[Quarantine]:
@@ -122,7 +130,8 @@ class RunReport(Struct, kw_only=True):
             "not concluded": len(self.unconcluded),
             "without a trace": self.untraced,
             "refused": len(self.refused) + self.left_out["refused"],
-            "broken invariants": len(self.violations) + self.left_out["violations"],
+            "found in the observed run": len(self.findings),
+            "broken invariants": len(self.violations) - len(self.findings) + self.left_out["violations"],
             "damaged": int(bool(self.damage)),
         }
         return ", ".join(f"{count:,} {text}" for text, count in amounts.items() if count) or "nothing failed"

@@ -370,7 +370,7 @@ def test_the_page_has_ten_rules_in_order() -> None:
         (1, {Reason.STALE_EPOCH}),
         (2, {Reason.SUPERSEDED}),
         (4, {Reason.EXPIRED}),
-        (5, {Reason.NOT_TARGETED, Reason.NOT_AN_ENGINE}),
+        (5, {Reason.NOT_TARGETED, Reason.OBSERVING, Reason.NOT_AN_ENGINE}),
         (6, {Reason.NOT_PRIMARY}),
         (7, {ErrorKind.ENGINE_NOT_READY}),
         (8, {ErrorKind.TOKENIZER_MISSING}),

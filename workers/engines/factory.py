@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from schemas.errors import ConfigError
 from schemas.identity import Identity
-from workers.engine import Engine
+from workers.engine import Engine, EngineView
 
 OURS: Final = ("tiny", "sglang", "vllm")
 """Engines that an agent can command from another process, or that it brings along."""
@@ -79,6 +79,35 @@ def make_engine(name: str, options: EngineOptions) -> Engine:
         )
     adapter: Engine = engine
     return adapter
+
+
+def view_engine(name: str, options: EngineOptions) -> EngineView:
+    """Return the engine of that name for an agent that only observes.
+
+    Ours come without the calls that change an engine. Of an adapter of somebody else's such an agent calls `open`,
+    `observe` and `close` alone.
+
+    Raises:
+        ConfigError: As `make_engine` does, or it needs an address.
+    """
+    if name not in OURS:
+        return make_engine(name, options)
+    from workers.engines.http import api_key
+    from workers.engines.observed import ObservedEngine
+    from workers.engines.sglang.launch import SGLANG
+    from workers.engines.sglang.server import SGLangReader
+    from workers.engines.tiny.observed import ObservedTiny
+    from workers.engines.vllm.launch import VLLM
+    from workers.engines.vllm.server import VLLMReader
+
+    identity, url, key = options.identity, options.url, api_key(options.key_file)
+    if url is None and identity.node_rank == 0:
+        raise ConfigError(f"--observe --engine {name} on node rank 0 needs --url of its server.")
+    if name == "vllm":
+        return ObservedEngine(VLLM, identity, VLLMReader(url, key) if url else None)
+    if name == "sglang":
+        return ObservedEngine(SGLANG, identity, SGLangReader(url, key) if url else None)
+    return ObservedTiny(url)
 
 
 def protocol_faults(engine: object) -> Iterator[str]:

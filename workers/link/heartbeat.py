@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import anyio
 
-from schemas.reports import AgentStatus, Clock
+from schemas.events import Observation
+from schemas.reports import AgentStatus, Clock, Observed
 from schemas.wire import TimeReply, TimeRequest
 from workers.link.clocks import Clocks
 from workers.machine.readiness import is_ready, is_wedged, trouble
@@ -82,4 +83,11 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
         clock=clock,
         wedged=is_wedged(state),
         trouble=trouble(state),
+        observed=_observed(engine.seen),
     )
+
+
+def _observed(seen: Observation | None) -> Observed | None:
+    if seen is None:
+        return None
+    return Observed(label=seen.label, generating=seen.generating, profiling=seen.profiling)

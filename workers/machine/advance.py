@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, Pushed, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.events import Answer, AwaitPush, Call, CommandReceived, Effect, Pause, Perform, Returned
+from schemas.identity import RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import calls_for, finish_call, needs_no_engine
 from workers.machine.gate import expiry, is_targeted, must_wait, refusal
@@ -98,7 +99,9 @@ def _adopted(state: AgentState) -> AgentState:
 
 
 def _own_calls(state: AgentState) -> tuple[Call, ...]:
-    """Return the calls that an idle machine makes by itself."""
+    """Return the calls that an idle machine makes by itself. One that only observes makes none, whatever it saw."""
+    if state.identity.mode is RolloutMode.OBSERVED:
+        return ()
     if state.joined and state.deferred_finish is not None:
         return (state.deferred_finish,)
     if state.reconcile_blocked or state.identity.node_rank > 0 or state.engine.tokenizer != "present":

@@ -48,6 +48,7 @@ from schemas.events import (
     Stopping,
     Tick,
 )
+from schemas.identity import RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.advance import (
     Effects,
@@ -62,7 +63,14 @@ from workers.machine.advance import (
 )
 from workers.machine.commands import stranded
 from workers.machine.gate import must_wait
-from workers.machine.observe import apply_interruption, apply_observation, apply_result, relaunched, with_engine_state
+from workers.machine.observe import (
+    apply_interruption,
+    apply_observation,
+    apply_result,
+    only_observed,
+    relaunched,
+    with_engine_state,
+)
 from workers.machine.order import apply_head, drain_buffer, enter_epoch, is_next, take_in
 from workers.machine.progress import apply_time, progress_after, wedged_at
 from workers.machine.reconcile import (
@@ -142,6 +150,8 @@ def in_sync(state: AgentState) -> bool:
         return False
     if state.identity.node_rank > 0:
         return True
+    if state.identity.mode is RolloutMode.OBSERVED:
+        return state.engine.tokenizer == "present"
     desired, engine = still_desired(state.desired, state.suppressed), state.engine
     held = holds_committed(desired, engine)
     if not engine.operations >= PAUSE_AND_RESUME and not (held and may_serve(desired, engine)):
@@ -360,7 +370,7 @@ def _on_started(state: AgentState, event: Started) -> AgentState:
         settings=event.settings,
         epoch=state.epoch,
         seq=state.seq,
-        engine=replace(state.engine, tokenizer="unknown", progress=None, trouble=None),
+        engine=replace(state.engine, tokenizer="unknown", progress=None, trouble=None, seen=None),
         calls_made=state.calls_made,
         answers=state.answers,
         deferred_finish=state.deferred_finish,
@@ -371,6 +381,9 @@ def _on_started(state: AgentState, event: Started) -> AgentState:
 def _on_observed(state: AgentState, event: EngineObserved, effects: Effects) -> AgentState:
     """Correct what is believed about the engine. After a restart, first resolve the call that was cut off."""
     observation = event.observation
+    if state.identity.mode is RolloutMode.OBSERVED:
+        engine = _with_progress(only_observed(state.engine, observation), observation, event.at_ms)
+        return proceed(replace(state, engine=engine), event.at_ms, effects)
     if state.interrupted is not None and observation.tokenizer != "unknown":
         return _resolve_interruption(state, state.interrupted, event, effects)
     engine = _with_progress(apply_observation(state.engine, observation), observation, event.at_ms)

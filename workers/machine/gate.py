@@ -6,7 +6,7 @@ answers it once it has expired (4, or 7 if the engine is still launching). `refu
 
 from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived
-from schemas.identity import ROLLOUT
+from schemas.identity import ROLLOUT, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import is_disk_command, missing_operation, needs_no_engine
 from workers.machine.state import AgentState
@@ -16,6 +16,7 @@ from workers.machine.state import AgentState
 _EXPIRED = Skipped(Reason.EXPIRED)
 _NOT_TARGETED = Skipped(Reason.NOT_TARGETED)
 _NOT_AN_ENGINE = Skipped(Reason.NOT_AN_ENGINE)
+_OBSERVING = Skipped(Reason.OBSERVING)
 _NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
 
 
@@ -47,6 +48,8 @@ def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
     identity, command = state.identity, event.command
     if not is_targeted(state, event):
         return _answer(event, _NOT_TARGETED, 5)
+    if identity.mode is RolloutMode.OBSERVED:
+        return _answer(event, _OBSERVING, 5)
     if identity.role != ROLLOUT and isinstance(command, WeightSync | EngineCommand):
         return _answer(event, _NOT_AN_ENGINE, 5)
     if identity.node_rank > 0:
@@ -82,6 +85,8 @@ def _answer(event: CommandReceived, outcome: Outcome, rule: int) -> Answer:
 
 def _awaits_launch(state: AgentState, event: CommandReceived) -> bool:
     """Whether the command needs an engine that may still be launching."""
+    if state.identity.mode is RolloutMode.OBSERVED:
+        return False
     if state.engine.tokenizer != "unknown" or state.identity.node_rank > 0 or not is_targeted(state, event):
         return False
     return not (is_disk_command(event.command) or needs_no_engine(event.command, state.engine, state.identity))

@@ -71,6 +71,11 @@ def _relabelled(engine: EngineState, observation: Observation) -> EngineState:
     return replace(engine, label=label, version_label=label, version=version)
 
 
+def only_observed(engine: EngineState, observation: Observation) -> EngineState:
+    """Return the engine of an agent that only observes: what it saw now, and nothing of what it saw before."""
+    return replace(apply_observation(EngineState(progress=engine.progress), observation), seen=observation)
+
+
 def relaunched(before: EngineState, after: EngineState) -> bool:
     """Whether the engine was relaunched in between, and has lost everything it was given."""
     return before.instance is not None and before.instance != after.instance

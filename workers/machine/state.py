@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from msgspec import Struct
 
 from schemas.desired import Committed, Desired, ProfileSession
-from schemas.events import Answer, Call, CommandReceived, FinishProfile, MachineSettings, Returned
+from schemas.events import Answer, Call, CommandReceived, FinishProfile, MachineSettings, Observation, Returned
 from schemas.identity import Count, Identity, Operation, Positive, Tag
 
 REMEMBERED = 16
@@ -56,6 +56,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         requests_kept: The last pause froze the requests. They will continue, so their cache must not be flushed.
         progress: Progress of the running requests; None if none run, or the engine does not count.
         trouble: Why the engine can't be used from here.
+        seen: The last observation as it was, if the agent only observes: then nothing else is believed.
     """
 
     name: str = "unknown"
@@ -77,6 +78,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     requests_kept: bool = False
     progress: Progress | None = None
     trouble: str | None = None
+    seen: Observation | None = None
 
     @property
     def foreign(self) -> bool:

@@ -153,6 +153,8 @@ class TinyEngine:
         scheduler = self._require_scheduler()
         if isinstance(request, server.Generate):
             return server.Completions(scheduler.generate(request))
+        if isinstance(request, server.DescribeEngine):
+            return server.EngineDescription(scheduler.counted())
         held = scheduler.observation
         return server.WeightsDescription(version=held.version or 0, digest=held.digest or "", label=held.label or "")
 

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from schemas.errors import EngineError
+from schemas.events import Observation
 from schemas.identity import Count, Label, Name, Positive
 from schemas.wire import DECODE_ERRORS
 
@@ -43,6 +44,10 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
 
 class DescribeWeights(Struct, frozen=True, tag="describe_weights"):
     """Ask which weights the engine holds. Answered even while it is paused."""
+
+
+class DescribeEngine(Struct, frozen=True, tag="describe_engine"):
+    """Ask what the engine is and does. Answered even while it is paused, and changes nothing."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -76,14 +81,20 @@ class WeightsDescription(Struct, frozen=True, kw_only=True, tag="weights"):
     label: Label = ""
 
 
+class EngineDescription(Struct, frozen=True, tag="engine"):
+    """The answer to `DescribeEngine`."""
+
+    observation: Observation
+
+
 class RequestRefused(Struct, frozen=True, tag="refused"):
     """The engine did not serve the request; the message says why."""
 
     message: str
 
 
-Request = Generate | DescribeWeights
-Answer = Completions | WeightsDescription | RequestRefused
+Request = Generate | DescribeWeights | DescribeEngine
+Answer = Completions | WeightsDescription | EngineDescription | RequestRefused
 
 _request_decoder = msgspec.json.Decoder(Request)
 _answer_decoder = msgspec.json.Decoder(Answer)
@@ -165,6 +176,10 @@ class TinyClient:
     def weights(self) -> WeightsDescription:
         """Return which weights the engine holds now. Raises EngineError when it does not answer in time."""
         return self._ask(DescribeWeights(), WeightsDescription)
+
+    def describe(self) -> Observation:
+        """Return what the engine is and does now. Raises EngineError when it does not answer in time."""
+        return self._ask(DescribeEngine(), EngineDescription).observation
 
     def _ask(self, request: Request, kind: type[T]) -> T:
         try:

@@ -118,7 +118,7 @@ class VerlEngine:
         if self._identity.node_rank > 0:
             return events.Observation(engine=self._kind, tokenizer="absent")
         try:
-            snapshot = await self._inspect()
+            snapshot = await self.inspect()
         except EngineError:
             return events.Observation(engine=self._kind, tokenizer="unknown", operations=self._operations(None))
         return events.Observation(
@@ -133,7 +133,7 @@ class VerlEngine:
         if self._identity.node_rank > 0:
             raise EngineError("this node's server has no front end to call: node rank 0 of its replica has it.")
         with CancelScope(shield=True):
-            returned = await self._perform(call, await self._inspect(), timeout_s)
+            returned = await self._perform(call, await self.inspect(), timeout_s)
         return returned
 
     async def close(self) -> None:
@@ -178,12 +178,12 @@ class VerlEngine:
         answer = await self._call("abort_all_requests")
         if isinstance(answer, Mapping) and answer.get("error"):
             raise EngineError(f"{self._kind}.abort_all_requests failed: {answer['error']}")
-        if (await self._inspect()).paused is False:
+        if (await self.inspect()).paused is False:
             raise EngineError(f"{self._kind} accepted abort_all_requests, but is not paused.")
 
     async def _resume(self) -> None:
         await self._call("resume_generation")
-        if (await self._inspect()).paused:
+        if (await self.inspect()).paused:
             raise EngineError(f"{self._kind} accepted resume_generation, but is still paused.")
 
     async def _sleep(self, call: events.Sleep, snapshot: ServerSnapshot) -> None:
@@ -219,7 +219,7 @@ class VerlEngine:
         until = anyio.current_time() + timeout_s
         while snapshot.running and anyio.current_time() < until:
             await anyio.sleep(POLL_S)
-            snapshot = await self._inspect()
+            snapshot = await self.inspect()
         if snapshot.running:
             raise EngineError(
                 f"{self._kind} would silently refuse to drop its cache while {snapshot.running} requests run, and they "
@@ -260,7 +260,7 @@ class VerlEngine:
         offered = frozenset(dir(self._handle))
         return tuple(tags for tags in restorable(snapshot) if offered.issuperset(_MEMORY_METHODS[tags]))
 
-    async def _inspect(self) -> ServerSnapshot:
+    async def inspect(self) -> ServerSnapshot:
         """Inspect the actor. Raises EngineError if it is not there, or does not answer."""
         answer = await to_thread.run_sync(self._ask, "__ray_call__", (inspector(),), {}, INSPECT_TIMEOUT_S)
         try:

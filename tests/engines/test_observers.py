@@ -1,0 +1,308 @@
+"""Observing agents beside engines that somebody else drives: what they find, and that they change nothing.
+
+The driver posts to its engines itself, as today's trainers do, and gets it wrong. The bus and the agents only look on.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from io import StringIO
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from controlplane import ControlPlane
+from controlplane.bus.bus import Bus
+from controlplane.record.invariants import Violation, verify
+from controlplane.record.log import RunLog
+from controlplane.report.collect import collect
+from controlplane.report.page import write_page
+from schemas import events
+from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan
+from schemas.config import AgentConfig, BusConfig, ObservePolicy
+from schemas.desired import ProfileSession
+from schemas.errors import ConfigError, EngineError
+from schemas.events import Observation
+from schemas.identity import Identity, RolloutMode
+from schemas.outcomes import Reason, Skipped
+from tests.engines.http_servers import HttpRequest, HttpServer, Reply
+from tests.running import rolloutctl
+from tests.waiting import until
+from workers.agent import Agent
+from workers.engine import EngineView
+from workers.engines.observed import ObservedEngine
+from workers.engines.sglang.launch import SGLANG
+from workers.engines.sglang.server import ROUTES as SGLANG_ROUTES
+from workers.engines.sglang.server import SGLangReader
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+from workers.engines.tiny.observed import ObservedTiny
+from workers.engines.vllm.launch import VLLM
+from workers.engines.vllm.server import ROUTES as VLLM_ROUTES
+from workers.engines.vllm.server import VLLMReader
+
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+
+AT_ONCE = ObservePolicy(torn_ms=1, paused_ms=1, profiling_ms=1)
+REPLICAS = (0, 1)
+
+
+def observer(replica: int) -> Identity:
+    return Identity(replica=replica, node_rank=0, mode=RolloutMode.OBSERVED)
+
+
+class CountedTiny(ObservedTiny):
+    """Counts how often it was looked at."""
+
+    looks = 0
+
+    async def observe(self) -> Observation:
+        self.looks += 1
+        return await super().observe()
+
+
+class Driver:
+    """A trainer that posts to its engines itself."""
+
+    def __init__(self, folder: Path, engines: list[TinyEngine], views: list[CountedTiny], agents: list[Agent]) -> None:
+        self.engines, self._views, self.agents = engines, views, agents
+        for version in (1, 2):
+            save(TinyModel(TinyConfig(), seed=version), folder / f"v{version}")
+
+    async def post(self, replica: int, *calls: events.EngineCall) -> None:
+        for call in calls:
+            await self.engines[replica].perform(call, 10.0)
+
+    async def update(self, version: int, *replicas: int) -> None:
+        """Pause all, load into these, resume all: what trainers do, without asking whether everybody has loaded."""
+        for replica in REPLICAS:
+            await self.post(replica, events.Pause("abort"))
+        for replica in replicas:
+            await self.post(replica, events.Load(version, Checkpoint(f"v{version}"), None), events.Flush())
+        for replica in REPLICAS:
+            await self.post(replica, events.Resume())
+
+    async def go_on(self) -> None:
+        """Let the agents look at their engines a few times more, so that time passes."""
+        wanted = [view.looks + 3 for view in self._views]
+        await until(lambda: all(view.looks > looks for view, looks in zip(self._views, wanted, strict=True)))
+
+    async def observed(self, replica: int, **what: object) -> None:
+        """Wait until the agent has seen this."""
+
+        def sees(seen: Observation | None) -> bool:
+            return seen is not None and all(getattr(seen, name) == value for name, value in what.items())
+
+        with anyio.fail_after(20):
+            await self.agents[replica].wait_until(lambda state: sees(state.engine.seen))
+
+
+@asynccontextmanager
+async def driven(folder: Path, policy: ObservePolicy) -> AsyncIterator[Driver]:
+    """Two engines that somebody drives, and agents that look on. They serve v1 at first."""
+    async with AsyncExitStack() as stack:
+        quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, observe=policy)
+        bus = await stack.enter_async_context(Bus("tcp://127.0.0.1:0", RunLog.open(folder / "run.db"), quick))
+        engines, views, agents = [], [], []
+        for replica in REPLICAS:
+            place, front = Identity(replica=replica, node_rank=0), f"ipc://{folder}/engine-{replica}"
+            engine = TinyEngine(place, checkpoints=folder, traces=folder / "traces", serve=front)
+            await engine.open()
+            stack.push_async_callback(engine.close)
+            engines.append(engine)
+            views.append(CountedTiny(front))
+            agents.append(await stack.enter_async_context(observing(bus.address, folder, replica, views[-1])))
+        driver = Driver(folder, engines, views, agents)
+        await driver.update(1, *REPLICAS)
+        for replica in REPLICAS:
+            await driver.observed(replica, version=1, generating=True)
+        yield driver
+        await driver.go_on()
+
+
+@asynccontextmanager
+async def observing(bus: str, folder: Path, replica: int, engine: EngineView) -> AsyncIterator[Agent]:
+    config = AgentConfig(hello_retry_ms=20, observe_ms=20)
+    agent = Agent(bus=bus, identity=observer(replica), engine=engine, state_dir=folder / "state", config=config)
+    async with agent, anyio.create_task_group() as tasks:
+        tasks.start_soon(agent.run)
+        with anyio.fail_after(20):
+            await agent.wait_until(lambda state: state.joined and state.engine.seen is not None)
+        yield agent
+        tasks.cancel_scope.cancel()
+
+
+def page(folder: Path) -> str:
+    """The report of the run."""
+    text = StringIO()
+    write_page(text, collect(RunLog.walk(folder / "run.db")), "run", "run.db")
+    return text.getvalue()
+
+
+def found(folder: Path) -> list[Violation]:
+    return list(verify(RunLog.walk(folder / "run.db")))
+
+
+async def test_a_run_that_goes_well_has_no_findings(tmp_path: Path) -> None:
+    async with driven(tmp_path, ObservePolicy()) as driver:
+        await driver.update(2, *REPLICAS)
+        for replica in REPLICAS:
+            await driver.observed(replica, version=2, generating=True)
+    assert found(tmp_path) == []
+    report = collect(RunLog.walk(tmp_path / "run.db"))
+    assert report.tone == "ok", report.verdict
+    assert rolloutctl("log", "verify", tmp_path / "run.db").returncode == 0
+    assert rolloutctl("log", "replay", tmp_path / "run.db").returncode == 0
+
+
+async def test_a_fleet_that_its_driver_tears_is_found(tmp_path: Path) -> None:
+    async with driven(tmp_path, AT_ONCE) as driver:
+        await driver.update(2, 0)  # the load into replica 1 failed, and all are resumed
+        await driver.observed(0, version=2, generating=True)
+    (torn,) = (finding for finding in found(tmp_path) if finding.invariant == "O1")
+    assert "2 on replica 0" in torn.text and "1 on replica 1" in torn.text
+    verified = rolloutctl("log", "verify", tmp_path / "run.db")
+    assert verified.returncode == 1 and "replicas served different weights for " in verified.stdout
+    written = page(tmp_path)
+    assert written.index("The run that was observed went wrong") < written.index("Torn fleet") < written.index("<nav")
+    assert written.index("h-failures") < written.index("h-observed") < written.index("h-fleet")
+
+
+async def test_a_fleet_that_is_mended_was_torn_for_a_time(tmp_path: Path) -> None:
+    async with driven(tmp_path, AT_ONCE) as driver:
+        await driver.update(2, 0)
+        await driver.observed(0, version=2, generating=True)
+        await driver.go_on()
+        await driver.update(2, 1)
+        await driver.observed(1, version=2, generating=True)
+    assert "O1" in {finding.invariant for finding in found(tmp_path)}
+    assert not any("still" in finding.text for finding in found(tmp_path))
+
+
+async def test_replicas_that_pause_while_they_are_updated_one_by_one_are_not_torn(tmp_path: Path) -> None:
+    async with driven(tmp_path, AT_ONCE) as driver:
+        for replica in REPLICAS:
+            await driver.post(replica, events.Pause("abort"))
+            await driver.observed(replica, generating=False)
+        for replica in REPLICAS:
+            await driver.post(replica, events.Load(2, Checkpoint("v2"), None), events.Flush())
+            await driver.observed(replica, version=2)
+        await driver.go_on()
+        for replica in REPLICAS:
+            await driver.post(replica, events.Resume())
+            await driver.observed(replica, generating=True)
+    assert found(tmp_path) == []
+
+
+async def test_a_pause_that_never_ends_is_found(tmp_path: Path) -> None:
+    async with driven(tmp_path, AT_ONCE) as driver:
+        await driver.post(1, events.Pause("abort"))
+        await driver.observed(1, generating=False)
+    (pause,) = found(tmp_path)
+    assert (pause.invariant, pause.agents) == ("O2", ("1.0",))
+    replica = collect(RunLog.walk(tmp_path / "run.db")).observed[1]
+    assert replica.paused_ns > 0 and replica.pauses.current is not None
+    held = replica.weights.current
+    assert held is not None and held.what == "1"
+    assert pause.text.startswith("paused since ") and pause.text.endswith("and never seen to resume")
+
+
+async def test_a_session_that_leaks_is_found_and_left_open(tmp_path: Path) -> None:
+    async with driven(tmp_path, AT_ONCE) as driver:
+        await driver.post(0, events.StartProfile(ProfileSession(3, ProfilePlan()), "s3"))
+        await driver.observed(0, profiling=True)
+        assert (await driver.engines[0].observe()).profiling
+    (leak,) = found(tmp_path)
+    assert (leak.invariant, leak.agents) == ("O3", ("0.0",)) and leak.text.endswith("and never seen to stop")
+
+
+# --- what they touch --------------------------------------------------------------------------------------------------
+
+OBSERVED_ROUTES = {
+    "sglang": {"/openapi.json", "/server_info", "/model_info", "/ready", "/metrics"},
+    "vllm": {
+        *("/openapi.json", "/server_info?config_format=json", "/version", "/is_paused", "/is_sleeping"),
+        *("/weight_info", "/metrics"),
+    },
+}
+"""Everything that an observing agent asks of a server, and only by GET."""
+
+
+def server_of(kind: str, request: HttpRequest) -> Reply:
+    """A server that has every route, and is in a state that an agent who commands would not leave it in."""
+    routes = SGLANG_ROUTES if kind == "sglang" else VLLM_ROUTES
+    answers: dict[str, object] = {
+        "/openapi.json": {"paths": {route.path: {route.verb.lower(): {}} for route in routes.values()}},
+        "/model_info": {"weight_version": "step-9"},
+        "/weight_info": {"weight_version": "step-9"},
+        "/is_paused": {"is_paused": True},
+        "/is_sleeping": {"is_sleeping": True},
+        "/server_info": {"version": "0.5.23"},
+        "/version": {"version": "0.33.0"},
+    }
+    if request.path == "/ready":
+        return 503, ""
+    if request.path == "/metrics":
+        return 404, ""
+    return 200, answers.get(request.path, {})
+
+
+def view(kind: str, url: str) -> EngineView:
+    if kind == "sglang":
+        return ObservedEngine(SGLANG, observer(0), SGLangReader(url))
+    return ObservedEngine(VLLM, observer(0), VLLMReader(url))
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+async def test_an_agent_that_is_commanded_all_the_same_only_reads(tmp_path: Path, kind: str) -> None:
+    """It joins a bus that commands, is asked for everything there is, and loses its bus."""
+    resume, start = EngineCommand(operation="resume"), ProfileCommand(action="start", step=1, plan=ProfilePlan())
+    finish = ProfileCommand(action="finish", step=1, plan=ProfilePlan(), profiled_steps=(1,))
+    with HttpServer(lambda request: server_of(kind, request)) as server:
+        quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, lease_ms=200)
+        with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=quick) as plane:
+            async with observing(plane.address, tmp_path, 0, view(kind, server.url)) as agent:
+                seen = agent.state.engine.seen
+                assert seen is not None and (seen.label, seen.generating) == ("step-9", False)
+                for body in (resume, start, finish):
+                    report = await plane.publish(body)
+                    assert [outcome.conclusion for outcome in report.outcomes] == [Skipped(Reason.OBSERVING)]
+                await to_thread.run_sync(plane.close)
+                with anyio.fail_after(20):
+                    await agent.wait_until(lambda state: state.bus_lost)
+        assert {request.verb for request in server.requests} == {"GET"}
+        assert {request.path for request in server.requests} == OBSERVED_ROUTES[kind]
+
+
+@pytest.mark.parametrize(("reader", "routes"), [(SGLangReader, SGLANG_ROUTES), (VLLMReader, VLLM_ROUTES)])
+async def test_a_reader_has_no_way_to_call(reader: type[SGLangReader | VLLMReader], routes: dict[str, object]) -> None:
+    with HttpServer(lambda _: (200, {})) as server:
+        reads = reader(server.url)
+        public = {name for name in dir(reads) if not name.startswith("_")}
+        assert public == {"close", "get", "info", "methods", "open", "read", "where"}
+        for method in routes:
+            if routes[method].verb != "GET":  # type: ignore[attr-defined]
+                with pytest.raises(KeyError):
+                    await reads.read(method)
+        assert server.requests == []
+        await reads.close()
+
+
+def test_a_view_offers_nothing_but_to_look(tmp_path: Path) -> None:
+    for engine in (view("vllm", "http://h:1"), ObservedTiny("ipc:///tmp/e")):
+        assert {name for name in dir(engine) if not name.startswith("_")} - {"current_launch"} == {
+            *("open", "observe", "close")
+        }
+        with pytest.raises(ConfigError, match="can only be observed"):
+            Agent(bus="tcp://127.0.0.1:1", identity=Identity(replica=0, node_rank=0), engine=engine, state_dir=tmp_path)
+
+
+async def test_an_engine_that_could_be_called_is_not_by_an_agent_that_observes(tmp_path: Path) -> None:
+    """Also an adapter of somebody else's, which has `perform`, is given to no one who could use it."""
+    engine = TinyEngine(Identity(replica=0, node_rank=0), checkpoints=tmp_path, traces=tmp_path)
+    agent = Agent(bus="tcp://127.0.0.1:1", identity=observer(0), engine=engine, state_dir=tmp_path / "state")
+    async with agent:
+        driver = agent._life.driver
+        with pytest.raises(EngineError, match="only observes: it makes no calls"):
+            await driver._perform(events.Pause("abort"))
