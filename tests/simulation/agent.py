@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from schemas import events
 from schemas.carriers.sockets import FRAME_BYTES_MAX
 from schemas.commands import UnknownCommand
@@ -271,6 +273,10 @@ class Process:
 
     def call(self, perform: events.Perform) -> None:
         engine = self.slot.engine
+        if engine is not None and isinstance(perform.call, events.AwaitPush | events.ReadWeights):
+            self.world.promises.performing(self, perform)
+            self.world.at(1, self.read, perform, 10)
+            return
         if engine is None and isinstance(perform.call, events.DiskCall):
             self.world.at(self.world.rng.choice((1, 50, 3000)), self.collected, perform.call_id)
             return
@@ -280,6 +286,26 @@ class Process:
         self.world.promises.performing(self, perform)
         attempt, duration_ms = engine.begin(perform.call, perform.call_id)
         self.world.at(duration_ms, self.returned, attempt)
+
+    def read(self, perform: events.Perform, delay_ms: int) -> None:
+        """Observe the engine, for as long as the machine waits for a label; as `workers.driver` does."""
+        activity, engine, call = self.state.activity, self.slot.engine, perform.call
+        if not self.alive or engine is None or activity is None or activity.call_id != perform.call_id:
+            return
+        seen = engine.observe()
+        if isinstance(call, events.AwaitPush) and not self.world.mechanisms.label_proves:
+            seen = replace(seen, label=call.source.label)
+        if not isinstance(call, events.AwaitPush) or seen.label == call.source.label:
+            self.looked = seen
+            returned = events.Returned()
+            self.feed(
+                events.EngineReturned(at_ms=self.clock_ms, call_id=perform.call_id, result=returned, observation=seen)
+            )
+            return
+        if seen != self.looked:
+            self.looked = seen
+            self.feed(events.EngineObserved(at_ms=self.clock_ms, observation=seen))
+        self.world.at(delay_ms, self.read, perform, min(2 * delay_ms, 500))
 
     def collected(self, call_id: int) -> None:
         """A node without an engine has collected the traces on its disk."""

@@ -212,6 +212,7 @@ class Bus:
             case events.Publish():
                 self.world.say(f"bus {self.life} publishes {effect.seq}: {bytes(effect.envelope.body)!r}")
                 self.publish(effect.epoch, effect.epoch, effect.seq, effect.envelope)
+                self.world.trainer.on_published(self, effect)
             case events.Send():
                 self.send(effect.peer, effect.epoch, effect.seq, effect.message)
             case events.Ping():

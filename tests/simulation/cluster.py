@@ -25,7 +25,7 @@ from schemas.wire import encode, event_decoder
 from tests.simulation.agent import Process, Slot
 from tests.simulation.bus import Bus, Log
 from tests.simulation.bus import event_decoder as bus_event_decoder
-from tests.simulation.engine import LAUNCHED, Engine, Temper
+from tests.simulation.engine import LAUNCH_LABEL, Engine, Temper, weights_of
 from tests.simulation.promises import Broken, Promises
 from tests.simulation.trainer import Trainer
 from workers.machine import decide as machine
@@ -53,6 +53,7 @@ class Mechanisms:
     redial_control: bool = True
     redial_subscription: bool = True
     bounds: bool = True
+    label_proves: bool = True
     drops_unreadable: bool = False
 
 
@@ -73,6 +74,7 @@ class Weather:
     tails: float = 0.0
     absences: float = 0.0
     retires: float = 0.0
+    pushes: float = 0.0  # share of syncs whose weights the trainer pushes
 
     @classmethod
     def draw(cls, rng: random.Random) -> Weather:
@@ -118,6 +120,11 @@ class World:
         lost_bus = random.Random(f"lost bus {seed}")
         for slot in self.slots:
             slot.on_lost_bus = lost_bus.choice(("serve", "serve", "pause"))
+        pushing = random.Random(f"pushes {seed}")
+        self.weather.pushes = pushing.choice((0.0, 0.0, 0.5))
+        for slot in self.slots:
+            if slot.engine is not None and pushing.random() < 0.9:
+                slot.engine.label = LAUNCH_LABEL
         self.by_name = {slot.name: slot for slot in self.slots}
         self.trainer = Trainer(self)
 
@@ -356,7 +363,7 @@ class World:
             engine, desired = process.slot.engine, still_desired(process.state.desired, process.state.suppressed)
             if engine is None or not engine.ready or self.promises.misled(process):
                 continue
-            lost = desired.committed is None and engine.weights != LAUNCHED
+            lost = self.promises.stranded(engine, desired)
             lost = lost or (desired.committed is not None and engine.unable)
             kept = desired.asleep or desired.quarantined or process.state.reconcile_blocked or lost
             if process.slot.on_lost_bus == "pause":
@@ -370,7 +377,7 @@ class World:
         """Convergence: the fleet is as desired, and one more sync brings everybody back, whatever happened before."""
         self.run(self.now + 2000)
         self._converge("calm")
-        version = self.trainer.restore()
+        self.trainer.restore()
         self.run(self.now + 1000)
         self._converge("the last sync")
         for slot in self.slots:
@@ -378,7 +385,9 @@ class World:
             if engine is None or process is None or engine.unable or slot.name in self.promises.retired:
                 continue
             colocated = slot.identity.mode is RolloutMode.COLOCATED
-            if not engine.generating or (engine.version != version and not colocated):
+            committed = process.state.desired.committed
+            current = committed is not None and engine.weights == weights_of(committed.source)
+            if not engine.generating or not (current or colocated):
                 text = f"after the last sync {slot.name} holds {engine.weights}, generating: {engine.generating}"
                 self.promises.broken("convergence", text)
 
@@ -415,6 +424,7 @@ class World:
             if self.mechanisms.beacon and self.now - process.published_ms > 3000:
                 return f"{process.peer} hears no heads"
             stuck = state.reconcile_blocked or (slot.engine is not None and slot.engine.unable)
+            stuck = stuck or (slot.engine is not None and self.promises.stranded(slot.engine, state.desired))
             if state.activity is not None or not (machine.in_sync(state) or stuck):
                 return f"{process.peer} is not as desired"
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from schemas import events
+from schemas.commands import Pushed, Source
 from schemas.identity import Operation, Tag
 
 LAUNCHED = "as launched"
@@ -28,6 +29,15 @@ OPERATIONS = {
     "start_profile": Operation.PROFILE,
     "stop_profile": Operation.PROFILE,
 }
+
+
+LAUNCH_LABEL = "default"
+"""The label of what a fresh engine holds."""
+
+
+def weights_of(source: Source) -> str:
+    """Return the name of a source's weights. Those that are pushed are the same as in the checkpoint beside them."""
+    return source.path or f"pushed {source.label}" if isinstance(source, Pushed) else source.path
 
 
 def digest_of(weights: str) -> str:
@@ -60,7 +70,8 @@ class Temper:
 class Engine:
     """The engine of one replica. `kill(text)` breaks a promise: the machine asked for what no engine survives.
 
-    weights, version: what it really holds, and how it labels that.   called: every call that was begun, in order.
+    weights, version: what it really holds, and how it numbers that.   label: what it calls them; None if it reports
+    none.   called: every call that was begun, in order.
     resumed: asked before the engine generates again, so that what it holds can be judged.
     """
 
@@ -75,6 +86,7 @@ class Engine:
     session_step: int | None = None
     version: int = 0
     weights: str = LAUNCHED
+    label: str | None = None
     attempt: Attempt | None = None
     operations: frozenset[Operation] = frozenset()
     called: list[tuple[int, int, str]] = field(default_factory=list)
@@ -100,6 +112,7 @@ class Engine:
         self.generating, self.asleep = True, frozenset()
         self.session_step = None
         self.version, self.weights = 0, LAUNCHED
+        self.label = LAUNCH_LABEL if self.label is not None else None
         self.attempt = None
 
     def observe(self) -> events.Observation:
@@ -114,9 +127,24 @@ class Engine:
             generating=self.generating,
             asleep=self.asleep,
             profiling=self.session_step is not None,
-            version=self.version,
+            version=self._numbered(),
+            label=self.label,
             digest=digest_of(self.weights),
         )
+
+    def _numbered(self) -> int | None:
+        """The version that its label names: none if the trainer chose it."""
+        if self.label is None or self.label == LAUNCH_LABEL:
+            return self.version
+        return int(self.label) if self.label.isdecimal() else None
+
+    def push(self, source: Pushed, instance: int) -> bool:
+        """Take weights from the trainer's data plane, if this is still the launch that was prepared for it."""
+        fit = self.ready and self.instance == instance and self.label is not None and self.attempt is None
+        if not fit or self.generating or "weights" in self.asleep:
+            return False
+        self.weights, self.label = weights_of(source), source.label
+        return True
 
     def begin(self, call: events.Call, call_id: int) -> tuple[Attempt, int]:
         """Start a call. Returns it and its duration in ms."""
@@ -182,7 +210,8 @@ class Engine:
                 self._wake(call.tags)
             case events.Load():
                 self._check_loadable()
-                self.version, self.weights = call.version, call.source.path
+                self.version, self.weights = call.version, weights_of(call.source)
+                self.label = (call.label or str(call.version)) if self.label is not None else None
                 return events.Returned(digest=digest_of(self.weights))
             case events.StartProfile():
                 self._start_profile(call.session.step)

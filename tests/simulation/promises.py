@@ -23,7 +23,7 @@ from controlplane.machine.events import (
     Send,
 )
 from controlplane.machine.serving import serving_replicas
-from schemas.commands import Command, Target, UnknownCommand, WeightSync
+from schemas.commands import Command, Target, UnknownCommand, WeightSync, durable_source
 from schemas.desired import Desired, desired_after
 from schemas.events import (
     Answer,
@@ -46,7 +46,7 @@ from schemas.outcomes import Acted, Conclusion, Missing, Outcome, Reason, Skippe
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
 from tests.simulation.bus import COMMIT_MS
-from tests.simulation.engine import LAUNCHED, Engine
+from tests.simulation.engine import LAUNCHED, Engine, weights_of
 from tests.simulation.sessions import closing
 from workers.machine.decide import AgentState, in_sync
 from workers.machine.suppressed import still_desired
@@ -224,10 +224,8 @@ class Promises:
             return
         if process.slot.identity.replica in command.quarantine or self.misled(process):
             return
-        if engine.weights != command.source.path:
-            self.broken(
-                "I2 proof", f"{process.peer} acted on the commit of {command.source.path}, has {engine.weights}"
-            )
+        if engine.weights != (wanted := weights_of(command.source)):
+            self.broken("I2 proof", f"{process.peer} acted on the commit of {wanted}, has {engine.weights}")
 
     def _folded(self, process: Process, before: AgentState, event: Event) -> None:
         """P4: a snapshot equals the fold of the log, and committed versions never go back."""
@@ -236,7 +234,7 @@ class Promises:
         if isinstance(event, SnapshotReceived) and _taken(before, event):
             syncs = identity.mode is not RolloutMode.COLOCATED and identity.role == ROLLOUT
             newest = self.newest(identity.replica, event.seq) if syncs else None
-            held = event.desired.committed.source.path if event.desired.committed is not None else None
+            held = weights_of(event.desired.committed.source) if event.desired.committed is not None else None
             if not syncs and event.desired.sync is not None:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer}, which never syncs, holds a sync")
             if ledger.lost_epoch:  # sent before the log lost what it rests on
@@ -275,7 +273,7 @@ class Promises:
         if desired is None:
             return
         name = process.peer
-        committed = desired.committed.source.path if desired.committed is not None else LAUNCHED
+        committed = weights_of(desired.committed.source) if desired.committed is not None else LAUNCHED
         if state.desired != desired:
             self.broken("P4 late joiner", f"{name} wants {state.desired}, the log says {desired}")
         # What failed is not pursued: a replica that could not be paused continues to generate.
@@ -291,8 +289,14 @@ class Promises:
         colocated = process.slot.identity.mode is RolloutMode.COLOCATED
         if engine.generating and engine.weights != committed and not colocated:
             self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
-        lost = desired.committed is None and engine.weights != LAUNCHED
-        self._pursued(process, engine, lost)
+        self._pursued(process, engine, self.stranded(engine, desired))
+
+    def stranded(self, engine: Engine, desired: Desired) -> bool:
+        """Whether nobody can give the engine the committed weights before the next sync."""
+        if desired.committed is None:
+            return engine.weights != LAUNCHED
+        source = desired.committed.source
+        return durable_source(source) is None and engine.weights != weights_of(source)
 
     def paused(self, process: Process) -> None:
         """I1: an engine that may not serve without a bus is paused once its lease is over, unless a pause failed."""
@@ -340,7 +344,7 @@ class Promises:
                 continue
             targeted = published.target.replicas is None or replica in published.target.replicas
             if targeted and command.version > version:
-                newest, version = command.source.path, command.version
+                newest, version = weights_of(command.source), command.version
         return newest
 
     # --- around an engine call ----------------------------------------------------------------------------------------
@@ -373,9 +377,8 @@ class Promises:
         engine = slot.engine
         if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
             return
-        if any(
-            commit.source is not None and commit.source.path == engine.weights for commit in self.commits(lost=True)
-        ):
+        committed = {weights_of(commit.source) for commit in self.commits(lost=True) if commit.source is not None}
+        if engine.weights in committed:
             return
         self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
 
@@ -548,7 +551,7 @@ class Promises:
             if process is None or engine is None or process.peer != bus.state.members[slot.name].peer:
                 continue
             committed = bus.state.desired[replica].committed
-            weights = committed.source.path if committed is not None else LAUNCHED
+            weights = weights_of(committed.source) if committed is not None else LAUNCHED
             if engine.weights == LAUNCHED and engine.instance > 1:
                 continue  # it was relaunched, and the bus has yet to hear of it
             if engine.generating and not self.misled(process) and engine.weights != weights:

@@ -109,6 +109,12 @@ def resuming_by_itself(state: AgentState, event: Event) -> Decided:
     return state, effects
 
 
+def believing_unread(state: AgentState, event: Event) -> Decided:
+    """Believe that an engine holds what it held before a sync in which the trainer pushed weights."""
+    state, effects = machine.decide(replace(state, engine=replace(state.engine, unread=False)), event)
+    return replace(state, engine=replace(state.engine, unread=False)), effects
+
+
 def without(strip: Callable[[Report | SyncReport], Report | SyncReport]) -> BusDecide:
     """Tell less in each report."""
 
@@ -206,6 +212,10 @@ ABLATIONS = {
     "pause on a lost bus": Ablation(Mechanisms(agent=serving_without_a_bus), "I1 no torn serving"),
     # It pauses, and resumes before a bus has said what is committed.
     "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving"),
+    # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
+    "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving"),
+    # A push that did not arrive counts as a load.
+    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
     # What was published or answered before it was on the disk is not there after a crash.

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Final, Literal
 
 from controlplane.bus.callers import Order, checked_order
-from controlplane.machine.events import Issued, RetireRequested, SyncRequested
+from controlplane.machine.events import Issued, Publish, RetireRequested, SendFailed, SyncRequested
 from schemas.commands import (
     Checkpoint,
     Command,
@@ -15,12 +15,16 @@ from schemas.commands import (
     Manifest,
     ProfileCommand,
     ProfilePlan,
+    Pushed,
+    Source,
     Target,
+    WeightSync,
     Window,
 )
 from schemas.errors import CommandError
 from schemas.identity import REPLICAS_MAX, TIME_MAX_MS, Tag
-from tests.simulation.engine import digest_of
+from schemas.wire import decode_command
+from tests.simulation.engine import Engine, digest_of, weights_of
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -56,6 +60,7 @@ class Trainer:
         self.extreme = self.extremes.choice(
             (0.0, 0.0, 0.1)
         )  # chance of a target and a timeout at their bounds or beyond
+        self.pushing = random.Random(f"push {world.seed}")
         self.pace_ms = world.rng.choice((200, 800, 2500))
 
     def work(self) -> None:
@@ -109,14 +114,15 @@ class Trainer:
         bus.tickets += 1
         self.tries += 1
         version = 1 + max((commit.version for commit in self.world.promises.commits(lost=True)), default=0)
-        path = f"v{version}/try{self.tries}"
-        manifest = Manifest(tensors=1, nbytes=1, layout="l", content=digest_of(path)) if rng.random() < 0.5 else None
+        source = self._source(f"v{version}/try{self.tries}", quorum)
+        content = digest_of(weights_of(source))
+        manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content) if rng.random() < 0.5 else None
         order = SyncRequested(
             at_us=bus.now_us,
             at_ns=self.world.now,
             ticket=bus.tickets,
             version=version,
-            source=Checkpoint(path),
+            source=source,
             manifest=manifest,
             in_flight=rng.choice(("abort", "wait", "keep")),
             quorum=quorum,
@@ -125,6 +131,43 @@ class Trainer:
         )
         self.hand_over(bus, order)
         return version
+
+    def _source(self, path: str, quorum: int | None) -> Source:
+        pushes = self.world.weather.pushes
+        if not pushes or self.pushing.random() >= pushes:
+            return Checkpoint(path)
+        return Pushed(f"push {self.tries}", path if self.pushing.random() < 0.5 else "")
+
+    def on_published(self, bus: Bus, publish: Publish) -> None:
+        """Push the weights of a sync to its members once they may be loaded; now and then that fails."""
+        sync, command = bus.state.sync, decode_command(publish.envelope.body)
+        if sync is None or not isinstance(command, WeightSync) or command.phase != "load" or sync.seq != publish.seq:
+            return
+        source = sync.request.source
+        if not isinstance(source, Pushed):
+            return
+        fails = self.pushing.random() < 0.2
+        delay_ms = 0
+        for replica in sorted(sync.members - sync.lost):
+            engine = self.world.slot(f"{replica}.0").engine
+            if engine is None or (fails and self.pushing.random() < 0.5):
+                continue
+            delay_ms = self.pushing.choice((1, 50, 700))
+            self.world.at(delay_ms, self._push, bus, sync.request.ticket, engine, source, engine.instance)
+        if fails:
+            self.world.at(delay_ms + 1, self._send_fails, bus, sync.request.ticket)
+
+    def _push(self, bus: Bus, ticket: int, engine: Engine, source: Pushed, instance: int) -> None:
+        """A trainer that is gone pushes nothing, and a push has ended when the load phase has."""
+        sync = bus.state.sync
+        lives = bus is self.world.bus and bus.alive
+        if lives and sync is not None and sync.request.ticket == ticket and sync.phase == "load":
+            done = engine.push(source, instance)
+            self.world.say(f"the trainer pushes {source.label!r}: {done}")
+
+    def _send_fails(self, bus: Bus, ticket: int) -> None:
+        self.world.say(f"the trainer can't push the weights of the sync with ticket {ticket}")
+        self.hand_over(bus, SendFailed(at_us=bus.now_us, at_ns=self.world.now, ticket=ticket, reason="no"))
 
     def retire(self, bus: Bus, place: str) -> None:
         """Take a place out of the run. The bus refuses one whose agent runs, and one that the run does not know."""
