@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, TypeVar
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from schemas.errors import ConfigError
-from schemas.identity import TIME_MAX_MS, Milliseconds, OnLostBus, Port
+from schemas.identity import TIME_MAX_MS, Memory, Milliseconds, OnLostBus, Port
 
 _Interval = Annotated[int, Meta(ge=1, le=3_600_000)]
 """Of something that is done again and again: an hour at most, so that the bus or the agent is seen to live."""
@@ -78,6 +78,9 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         durability: Of the journal, as in `BusConfig`.
         on_lost_bus: What the engine does once its agent has heard nothing from the bus for a lease: `serve` continues
             on the committed weights, `pause` stops until a bus is back. The replica leaves its router in both cases.
+        memory: `trainer` if the trainer's own data plane releases the engine's memory and takes it back. Then sleep and
+            wake commands are `failed(unsupported)`. While the memory is released, the agent makes no call that was not
+            commanded, and the replica stays ready. The trainer takes the memory back before it commits.
         wedged_after_s: An engine whose running requests produce no token for this long is not ready.
     """
 
@@ -87,6 +90,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     batch: _Kept = 256
     durability: Literal["disk", "os"] = "os"
     on_lost_bus: OnLostBus = "serve"
+    memory: Memory = "agent"
     wedged_after_s: Annotated[int, Meta(ge=1, le=TIME_MAX_MS // 1000)] = 300
 
 

@@ -16,6 +16,7 @@ from schemas.identity import (
     Identity,
     InFlight,
     Label,
+    Memory,
     Milliseconds,
     MillisecondsLeft,
     Moment,
@@ -203,12 +204,14 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
         max_buffered: Most commands queued, and most commands buffered behind a hole.
         reconcile_timeout_ms: Deadline of an engine call that belongs to no command.
         on_lost_bus: What the engine does once the lease has expired: serve the committed weights, or pause.
+        memory: Who releases the engine's memory.
         wedged_after_ms: An engine whose running requests make no progress for this long is wedged.
     """
 
     max_buffered: Positive = 256
     reconcile_timeout_ms: Milliseconds = 600_000
     on_lost_bus: OnLostBus = "serve"
+    memory: Memory = "agent"
     wedged_after_ms: Milliseconds = 300_000
 
 

@@ -52,6 +52,10 @@ OnLostBus = Literal["serve", "pause"]
 """What an engine does while its agent is cut off from the bus for longer than the lease."""
 
 
+Memory = Literal["agent", "trainer"]
+"""Who releases an engine's memory and takes it back: the agent, on command, or the trainer's own data plane."""
+
+
 class RolloutMode(StrEnum):
     """How a replica shares GPUs and weights with the trainer."""
 

@@ -203,6 +203,7 @@ class Agent:
         settings = events.MachineSettings(
             reconcile_timeout_ms=self._config.reconcile_timeout_ms,
             on_lost_bus=self._config.on_lost_bus,
+            memory=self._config.memory,
             wedged_after_ms=self._config.wedged_after_s * 1000,
         )
         self._step(events.Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))

@@ -100,6 +100,13 @@ def _state_home() -> str:
     help="What the engine does while the bus is out of reach for longer than the lease.",
 )
 @click.option(
+    "--memory",
+    type=click.Choice(["agent", "trainer"]),
+    default="agent",
+    show_default=True,
+    help="Who releases the engine's memory: the agent, on command, or the trainer's own data plane.",
+)
+@click.option(
     "--wedged-after",
     type=click.IntRange(1, TIMEOUT_MAX_S),
     default=AgentConfig().wedged_after_s,
@@ -155,7 +162,9 @@ def agent(
         if options["launch"]:
             engine = _launched(identity, state_dir, options, engine, profiler)
         router = _router(options)
-    config = AgentConfig(on_lost_bus=options["on_lost_bus"], wedged_after_s=options["wedged_after"])
+    config = AgentConfig(
+        on_lost_bus=options["on_lost_bus"], memory=options["memory"], wedged_after_s=options["wedged_after"]
+    )
     node = Agent(
         bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces, config=config, keys=keys
     )

@@ -106,6 +106,8 @@ def _own_calls(state: AgentState) -> tuple[Call, ...]:
         return (state.deferred_finish,)
     if state.reconcile_blocked or state.identity.node_rank > 0 or state.engine.tokenizer != "present":
         return ()
+    if state.engine.memory == "released":  # a call could kill the engine, and the trainer is at work on it
+        return ()
     pausing = state.bus_lost and state.settings.on_lost_bus == "pause"
     if not state.joined:  # nothing is known to be desired
         pausable = state.engine.generating and state.engine.operations >= PAUSE_AND_RESUME

@@ -370,7 +370,9 @@ def _on_started(state: AgentState, event: Started) -> AgentState:
         settings=event.settings,
         epoch=state.epoch,
         seq=state.seq,
-        engine=replace(state.engine, tokenizer="unknown", progress=None, trouble=None, seen=None),
+        engine=replace(
+            state.engine, tokenizer="unknown", memory=event.settings.memory, progress=None, trouble=None, seen=None
+        ),
         calls_made=state.calls_made,
         answers=state.answers,
         deferred_finish=state.deferred_finish,

@@ -6,7 +6,7 @@ answers it once it has expired (4, or 7 if the engine is still launching). `refu
 
 from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived
-from schemas.identity import ROLLOUT, RolloutMode
+from schemas.identity import ROLLOUT, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import is_disk_command, missing_operation, needs_no_engine
 from workers.machine.state import AgentState
@@ -69,6 +69,11 @@ def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
             f"this agent can't read the command {command.tag!r}, and did nothing: {command.problem}."
             if command.problem
             else f"this agent does not know the command {command.tag!r}: it is older than its bus."
+        )
+    elif state.settings.memory == "trainer" and missing in (Operation.SLEEP, Operation.WAKE):
+        message = (
+            f"the trainer's own data plane releases the memory of replica {identity.replica} and takes it back: its "
+            f"agent was started with memory=trainer. Nothing was touched: {missing} it there."
         )
     else:
         available = ", ".join(sorted(state.engine.operations)) or "none"

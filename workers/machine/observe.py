@@ -39,7 +39,9 @@ from workers.machine.state import EngineState, call_name
 def apply_observation(engine: EngineState, observation: Observation) -> EngineState:
     """Return `engine` corrected by an observation. Of an engine that was relaunched only the observation is known."""
     if _other_instance(engine, observation):
-        engine = EngineState()
+        engine = EngineState(memory=engine.memory)
+    if engine.memory != "agent":
+        engine, observation = _without_memory(engine, observation)
     return replace(
         _relabelled(engine, observation),
         name=observation.engine,
@@ -52,6 +54,20 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         digest=engine.digest if observation.digest is None else observation.digest,
         trouble=observation.trouble,
     )
+
+
+def _without_memory(engine: EngineState, observation: Observation) -> tuple[EngineState, Observation]:
+    """Return both without the memory that the trainer's own data plane releases, and the pause that comes with it."""
+    asleep, generating = observation.asleep, observation.generating
+    paused_with_it = asleep is None and generating is False and engine.generating
+    released = bool(asleep) or paused_with_it
+    observation = replace(
+        observation,
+        asleep=frozenset(),
+        generating=None if released else generating,
+        operations=observation.operations - {Operation.SLEEP, Operation.WAKE},
+    )
+    return replace(engine, memory="released" if released else "trainer"), observation
 
 
 def _relabelled(engine: EngineState, observation: Observation) -> EngineState:

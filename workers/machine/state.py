@@ -41,7 +41,8 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         tokenizer: Whether this node has the request front end; unknown while the engine launches.
         operations: What the engine can be asked to do.
         generating: False while paused.
-        asleep: Memory that is released.
+        memory: Who releases its memory; `released` while the trainer's own data plane has done so.
+        asleep: Memory that is released. Always empty if the trainer releases it.
         session: The open profiling session.
         version: Version of the weights in the engine; 0 as launched.
         label: The engine's own label of its weights, as last observed; None if it reports none.
@@ -64,6 +65,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     tokenizer: Literal["present", "absent", "unknown"] = "unknown"
     operations: frozenset[Operation] = frozenset()
     generating: bool = True
+    memory: Literal["agent", "trainer", "released"] = "agent"
     asleep: frozenset[Tag] = frozenset()
     session: ProfileSession | None = None
     version: Count = 0
