@@ -2,8 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +79,31 @@ class GatewayFleet:
     def __init__(self, folder: Path, plane: ControlPlane, engines: list[GatedEngine]) -> None:
         self.folder, self.plane, self.engines = folder, plane, engines
         self.gateway: Gateway
+        self._agents: dict[int, ExitStack] = {}
+
+    def start_agent(self, replica: int) -> None:
+        """Start the agent of a replica; its engine is launched anew."""
+        place, engine = Identity(replica=replica, node_rank=0), self.engines[replica]
+        traces, config = NodeTraces(self.folder / "traces", place), AgentConfig(hello_retry_ms=20, observe_ms=20)
+
+        async def run(*, task_status: TaskStatus[None]) -> None:
+            async with Agent(
+                bus=self.plane.address,
+                identity=place,
+                engine=engine,
+                state_dir=self.folder / "state",
+                traces=traces,
+                config=config,
+            ) as agent:
+                task_status.started()
+                await agent.run()
+
+        self._agents[replica] = ExitStack()
+        self._agents[replica].enter_context(on_a_thread(run))
+
+    def stop_agent(self, replica: int) -> None:
+        """Have it leave, with its engine."""
+        self._agents[replica].close()
 
     @property
     def urls(self) -> list[str]:
@@ -133,7 +157,6 @@ def gateway_fleet(
     *,
     replicas: int = 2,
     engines: Sequence[str] = (),
-    agents: bool = True,
     roots: Sequence[Path] = (),
     **options: Any,
 ) -> Iterator[GatewayFleet]:
@@ -142,7 +165,6 @@ def gateway_fleet(
     Args:
         folder: Root of the checkpoints, and place of everything else.
         engines: HTTP servers that requests are passed on to.
-        agents: Whether agents run.
         roots: Root of the checkpoints of each replica, where it is not the trainer's.
         options: Of the gateway.
     """
@@ -158,28 +180,19 @@ def gateway_fleet(
         for n, place in enumerate(places)
     ]
     (folder / "run").mkdir(exist_ok=True)
-    state = folder / "state"
-    state.mkdir()
-    config = AgentConfig(hello_retry_ms=20, observe_ms=20)
-
-    async def run_agent(place: Identity, engine: GatedEngine, *, task_status: TaskStatus[None]) -> None:
-        traces = NodeTraces(folder / "traces", place)
-        async with Agent(
-            bus=plane.address, identity=place, engine=engine, state_dir=state, traces=traces, config=config
-        ) as agent:
-            task_status.started()
-            await agent.run()
-
+    (folder / "state").mkdir()
     plane = ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK, checkpoints=folder / "run")
-    pairs = list(zip(places, made, strict=True)) if agents else []
-    with plane, on_a_thread(*(partial(run_agent, *pair) for pair in pairs)):
-        plane.wait_for_agents(len(pairs), timeout=30).wait()
+    with plane, ExitStack() as open_:
         fleet = GatewayFleet(folder, plane, made)
+        for n in range(replicas):
+            fleet.start_agent(n)
+            open_.callback(fleet.stop_agent, n)
+        plane.wait_for_agents(replicas, timeout=30).wait()
         fleet.gateway = Gateway(
             plane, replicas=replicas, checkpoints=folder / "run", engines=engines, timeout_s=20, **options
         )
-        with on_a_thread(fleet.gateway.serve):
-            yield fleet
+        open_.enter_context(on_a_thread(fleet.gateway.serve))
+        yield fleet
     assert list(verify(RunLog.read(folder / "run.db"))) == []
 
 

@@ -240,6 +240,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         (("--replicas", "1", "--listen", "8400"), "HOST:PORT"),
         (("--replicas", "1", "--listen", "0.0.0.0:0"), "without a token"),
         (("--replicas", "2", "--engine", "http://127.0.0.1:1"), "name one for each"),
+        (("--engine", "node0:8000"), "must begin with http://"),
     ],
 )
 def test_bad_options_are_one_clear_line(tmp_path: Path, options: tuple[str, ...], says: str) -> None:

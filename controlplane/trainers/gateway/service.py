@@ -49,7 +49,7 @@ from schemas.errors import (
     SyncInProgress,
 )
 from schemas.formatting import is_trouble
-from schemas.identity import identity_of
+from schemas.identity import RolloutMode, identity_of
 from schemas.logs import logger_of
 from schemas.reports import Report
 from schemas.selection import trace_directory
@@ -126,6 +126,8 @@ class Gateway:
     ) -> None:
         if engines and len(engines) != replicas:
             raise ConfigError(f"{len(engines)} engines are named, and there are {replicas} replicas: name one for each")
+        if wrong := [url for url in engines if not url.startswith(("http://", "https://"))]:
+            raise ConfigError(f"the engine {wrong[0]!r} is no URL: it must begin with http:// or https://")
         if not (token or insecure or is_local(f"tcp://{host}:{port}")):
             raise ConfigError(
                 f"refused to listen on {host!r}: other machines can reach it, and without a token anybody on them "
@@ -216,7 +218,12 @@ class Gateway:
     async def _answer(self, request: Request) -> Response:
         if self._token is not None and not _has_token(request, self._token):
             return _json(401, "the gateway asks for its token: send it as `Authorization: Bearer TOKEN`")
-        replica, path = self._place(request)
+        try:
+            return await self._of_place(request, *self._place(request))
+        except RolloutctlError as error:  # the bus has ended
+            return _json(_status_of(error), str(error))
+
+    async def _of_place(self, request: Request, replica: int | None, path: str) -> Response:
         if replica is None:
             if (request.method, path) == ("GET", "/workers"):
                 return JSONResponse({"workers": [{"url": url} for url in self.base_urls(request.url.hostname)]})
@@ -276,8 +283,13 @@ class Gateway:
             return "no agent has joined there" if member is None else f"its agent is {member.state}"
         if version := self._quarantined(replica):
             return f"quarantined since v{version}, until a later update includes it"
-        status = member.status
-        return status.trouble if status is not None and not status.ready else ""
+        desired = state.desired.get(replica, state.default_desired)
+        stands = state.sync is not None or desired.generation != "running" or desired.asleep  # as it was told to
+        never_syncs = member.hello.identity.mode is RolloutMode.COLOCATED
+        if stands or never_syncs or replica in self._plane.serving():
+            return ""
+        condition = member.status.condition() if member.status is not None else "no heartbeat yet"
+        return f"it is not proven to serve v{desired.version}: {condition}"
 
     def _quarantined(self, replica: int) -> int:
         desired = self._plane.bus.state.desired.get(replica)
@@ -371,7 +383,7 @@ class Gateway:
                 answer = found.json()
             except (httpx.HTTPError, ValueError) as error:
                 return _json(502, f"the engine of replica {replica} did not answer {path}: {error}")
-        serving = await to_thread.run_sync(self._plane.serving)
+        serving = self._plane.serving()
         if self._committed and serving.get(replica) == self._committed and self._state.label:
             answer["weight_version"] = self._state.label
         return JSONResponse({"weight_version": str(serving.get(replica, "unknown")), **answer})

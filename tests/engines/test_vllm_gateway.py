@@ -1,0 +1,72 @@
+"""The gateway in front of a real vLLM on the CPU, driven as prime-rl and SkyRL drive their engines."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from controlplane.trainers.gateway.service import Gateway
+from tests.engines.models import save_weights, weights
+from tests.engines.servers import Request, complete
+from tests.engines.vllm_fleet import VLLMFleet
+from tests.trainers.gateway_fleet import on_a_thread
+from tests.trainers.posting_trainers import PrimeRL, SkyRL
+
+pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
+
+LONG = 1200
+"""Tokens of a request that is still running when an update comes."""
+
+
+@pytest.fixture
+def gateway(vllm_fleet: VLLMFleet) -> Iterator[Gateway]:
+    engines = [vllm_fleet.first.url, vllm_fleet.second_url]
+    served = Gateway(vllm_fleet.plane, replicas=2, checkpoints=vllm_fleet.folder, engines=engines, timeout_s=30)
+    with on_a_thread(served.serve):
+        yield served
+    vllm_fleet.version = vllm_fleet.plane.status().version  # the fleet's other tests count on from here
+    vllm_fleet.rest()
+
+
+def tokens(gateway: Gateway, fleet: VLLMFleet) -> list[list[int]]:
+    """Greedy tokens of both replicas, asked for through the gateway."""
+    return [complete("vllm", url, "hello", 8, fleet.first.model) for url in gateway.base_urls()]
+
+
+def test_prime_rl_moves_both_servers_while_a_request_streams_through_the_gateway(
+    gateway: Gateway, vllm_fleet: VLLMFleet
+) -> None:
+    trainer = PrimeRL([f"{url}/v1" for url in gateway.base_urls()], timeout_s=60)
+    asyncio.run(trainer.wait_for_ready(vllm_fleet.first.model))
+    asyncio.run(trainer.update_weights(vllm_fleet.folder / "b"))
+    second = tokens(gateway, vllm_fleet)
+    assert second[0] == second[1] == vllm_fleet.tokens()[0]
+
+    running = Request("vllm", gateway.base_urls()[0], vllm_fleet.first.model, LONG).running()
+    asyncio.run(trainer.update_weights(vllm_fleet.folder / "c"))
+    assert running.made < LONG, "the request had ended before the update"
+    assert running.tokens() == LONG  # prime-rl pauses with `keep`
+    third = tokens(gateway, vllm_fleet)
+    assert third[0] == third[1] != second[0]
+
+    with pytest.raises(httpx.HTTPStatusError, match="409"):
+        asyncio.run(trainer.update_weights(vllm_fleet.folder / "missing"))
+    assert tokens(gateway, vllm_fleet) == third
+    assert {status for _, status in trainer.attempts} == {"200", "409"}
+
+
+def test_skyrl_loads_the_checkpoint_that_its_fetch_has_patched(gateway: Gateway, vllm_fleet: VLLMFleet) -> None:
+    """What patches the checkpoint is SkyRL's own server, and this one is vLLM's: it does not know the fetch."""
+    trainer, local = SkyRL(gateway.base_urls(), vllm_fleet.folder / "local"), vllm_fleet.folder / "local"
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        asyncio.run(trainer.send(1, "s3://bucket/run"))
+    url = gateway.base_urls()[0]
+    init = {"init_info": {"local_checkpoint_dir": str(local)}}
+    httpx.post(f"{url}/init_weight_transfer_engine", json=init, timeout=30)
+    save_weights(local / "weights", weights(3))
+    update = {"update_info": {"target_version": 2, "version": 2, "sync_dir": "s3://bucket/run"}}
+    answer = httpx.post(f"{url}/update_weights", json=update, timeout=60)
+    assert answer.status_code == 200, answer.text
+    first, second = tokens(gateway, vllm_fleet)
+    assert first == second
