@@ -4,14 +4,15 @@ import pytest
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import ProfilePlan
+from schemas.commands import ProfilePlan, Pushed, WeightSync
 from schemas.desired import ALL_TAGS, Desired, ProfileSession
 from schemas.identity import Identity, OnLostBus, Operation
-from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, carry_out, command, fault, fold
+from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, carry_out, command, fault, fold, sync
 from tests.unit.test_machine_lives import FLUSH, PAUSED, RESUME, V1, names, observed, snapshot
 from workers.link.heartbeat import status_of
 from workers.machine.decide import AgentState, next_deadline
 from workers.machine.readiness import is_ready, is_wedged
+from workers.machine.state import call_name
 from workers.router import routable
 
 ASLEEP = replace(PAUSED, asleep=ALL_TAGS)
@@ -57,14 +58,16 @@ def test_a_follower_and_a_training_rank_are_ready_without_an_engine_that_generat
 # --- cut off from the bus ---------------------------------------------------------------------------------------------
 
 
+def started(on_lost_bus: OnLostBus) -> list[events.Event]:
+    settings = events.MachineSettings(on_lost_bus=on_lost_bus)
+    return [events.Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=settings)]
+
+
 def cut_off(
     on_lost_bus: OnLostBus, desired: Desired | None = None, joined: bool = True
 ) -> tuple[AgentState, list[str]]:
     """Return an agent whose lease has expired, and the calls that it then made."""
-    settings = events.MachineSettings(on_lost_bus=on_lost_bus)
-    state, _ = fold(
-        AgentState(), events.Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=settings), observed()
-    )
+    state, _ = fold(AgentState(), *started(on_lost_bus), observed())
     if joined:
         state, effects = fold(state, snapshot(desired, 1))
         state, _, _ = carry_out(state, effects)
@@ -95,6 +98,32 @@ def test_a_replica_that_is_to_pause_without_a_bus_resumes_by_a_bus_alone() -> No
 def test_without_a_bus_the_pause_comes_after_the_end_of_what_the_trainer_left_open() -> None:
     state, calls = cut_off("pause", Desired(profile=ProfileSession(3, ProfilePlan())))
     assert calls == ["stop_profile"] and not state.engine.generating and state.engine.session is None
+
+
+@pytest.mark.parametrize(("on_lost_bus", "rest"), [("serve", ["flush", "resume"]), ("pause", ["flush"])])
+def test_a_commit_that_the_lease_overtakes_resumes_no_engine_that_is_to_pause(
+    on_lost_bus: OnLostBus, rest: list[str]
+) -> None:
+    state, _ = fold(AgentState(), *started(on_lost_bus), observed(), snapshot())
+    seen, effects = PRESENT, list[events.Effect]()
+    for seq, phase in enumerate(("prepare", "load"), start=1):
+        state, effects = fold(state, command(sync(phase), seq))
+        state, _, seen = carry_out(state, effects, seen)
+    state, effects = fold(state, command(sync("commit"), 3), events.LeaseExpired(at_ms=9))
+    state, calls, seen = carry_out(state, effects, seen)
+    assert [call_name(call) for call in calls] == rest
+    assert seen.generating is (on_lost_bus == "serve") and state.activity is None
+
+
+def test_a_replica_that_reads_its_weights_again_without_a_bus_does_not_resume_either() -> None:
+    labelled = replace(PRESENT, label="default")
+    state, _ = fold(AgentState(), *started("pause"), observed(labelled), snapshot())
+    state, effects = fold(state, command(WeightSync(phase="prepare", version=1, source=Pushed("step 1")), 1))
+    state, _, seen = carry_out(state, effects, labelled)
+    state, effects = fold(state, events.LeaseExpired(at_ms=9))
+    assert names(effects) == ["read_weights"]
+    state, calls, seen = carry_out(state, effects, seen)
+    assert (len(calls), seen.generating, state.activity) == (1, False, None)
 
 
 @pytest.mark.parametrize(("on_lost_bus", "calls"), [("serve", []), ("pause", ["pause"])])

@@ -108,7 +108,7 @@ def _own_calls(state: AgentState) -> tuple[Call, ...]:
         return ()
     if state.engine.memory == "released":  # a call could kill the engine, and the trainer is at work on it
         return ()
-    pausing = state.bus_lost and state.settings.on_lost_bus == "pause"
+    pausing = state.waits_paused
     if not state.joined:  # nothing is known to be desired
         pausable = state.engine.generating and state.engine.operations >= PAUSE_AND_RESUME
         return (Pause("abort"),) if pausing and pausable else ()

@@ -42,6 +42,7 @@ from schemas.events import (
     Perform,
     ReadWeights,
     Restart,
+    Resume,
     Returned,
     SnapshotReceived,
     Started,
@@ -210,6 +211,8 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         if failure is not None:
             return _fail(state, activity, failure, restarted, event.at_ms, effects)
     engine, rest = state.engine, activity.calls[1:]
+    if state.waits_paused:  # a command that was decided before the bus was lost may still resume
+        rest = tuple(call for call in rest if not isinstance(call, Resume))
     if rest and not activity.overdue and state.stopping:
         return _stop_within(replace(state, engine=engine), activity, completed, effects)
     if rest and not activity.overdue:

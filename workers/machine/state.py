@@ -195,6 +195,11 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         """
         return self.bus_lost or 0 < self.history < self.epoch
 
+    @property
+    def waits_paused(self) -> bool:
+        """Whether the engine may not generate before a bus is back."""
+        return self.bus_lost and self.settings.on_lost_bus == "pause"
+
 
 def remember(answers: tuple[Answer, ...], answer: Answer) -> tuple[Answer, ...]:
     """Return `answers` with `answer` added. Half are dropped at a time: dropping one each time would copy more."""
