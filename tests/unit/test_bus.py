@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 import zmq
+from msgspec import Raw
 
 from controlplane.bus.bus import Bus
 from controlplane.bus.operator import ask_status, submit
@@ -27,7 +28,7 @@ from schemas.commands import (
     WeightSync,
 )
 from schemas.config import BusConfig
-from schemas.events import Resume
+from schemas.events import Decision, Resume, Started
 from schemas.formatting import kind_and_reason
 from schemas.identity import Identity
 from schemas.outcomes import Acted
@@ -287,6 +288,22 @@ async def test_a_connection_speaks_for_one_agent_only(tmp_path: Path, context: C
         assert isinstance(await _answer(dealer), wire.Welcome)
         assert bus.malformed == 1
         assert bus.state.members.keys() == {"0.0"}
+
+
+async def test_decisions_of_another_journal_than_the_hello_named_are_dropped(tmp_path: Path, context: Context) -> None:
+    """The log counts each journal's decisions: those under a made-up name would be a second history of one agent."""
+    started = wire.encode(Started(at_ms=0, identity=PRIMARY, incarnation="a"))
+    decisions = (Decision(Raw(started), Raw(wire.encode(()))),)
+    async with opened(tmp_path, context) as bus, agent_dealer(context, bus.address) as dealer:
+        await dealer.send(_hello(PRIMARY))
+        assert isinstance(await _answer(dealer), wire.Welcome)
+        for journal in ("other", "j"):
+            batch = wire.DecisionBatch(journal=journal, first=1, decisions=decisions)
+            await dealer.send([wire.encode_header(1), wire.encode(batch)])
+        assert await _answer(dealer) == wire.Ack(journal="j", through=1)
+        assert bus.malformed == 1
+    entries = [entry for entry in RunLog.read(tmp_path / "run.db") if entry.agent]
+    assert [(entry.agent, entry.journal, entry.number) for entry in entries] == [("0.0", "j", 1)]
 
 
 async def test_a_connection_that_chose_its_own_routing_id_is_no_agents(tmp_path: Path, context: Context) -> None:

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import Broadcast, Checkpoint, ProfilePlan
+from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Pushed
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     Call,
@@ -294,8 +294,10 @@ def test_an_engine_with_torn_weights_holds_no_version() -> None:
     assert not holds_weights(replace(ON_V1, torn=True), V1)
 
 
-def test_an_engine_that_reports_a_version_holds_it_even_if_it_was_not_loaded_here() -> None:
+def test_an_engine_that_reports_the_committed_version_holds_it_though_its_agent_lost_its_journal() -> None:
+    """The coordinator uses a version that was once loaded for one source only, so its label names these weights."""
     assert holds_weights(replace(READY, version=1), V1)
+    assert not holds_weights(replace(READY, version=1), Committed(1, Pushed("1"), None))  # that number is the trainer's
 
 
 def test_a_commanded_load_does_not_trust_the_label_of_an_engine_that_was_not_loaded_here() -> None:
