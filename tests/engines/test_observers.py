@@ -161,7 +161,7 @@ async def test_a_fleet_that_its_driver_tears_is_found(tmp_path: Path) -> None:
         await driver.update(2, 0)  # the load into replica 1 failed, and all are resumed
         await driver.observed(0, version=2, generating=True)
     (torn,) = (finding for finding in found(tmp_path) if finding.invariant == "O1")
-    assert "2 on replica 0" in torn.text and "1 on replica 1" in torn.text
+    assert "weights 2 on replica 0; weights 1 on replica 1" in torn.text
     verified = rolloutctl("log", "verify", tmp_path / "run.db")
     assert verified.returncode == 1 and "replicas served different weights for " in verified.stdout
     written = page(tmp_path)

@@ -1,0 +1,129 @@
+"""`rolloutctl observe` and `rolloutctl agent --observe` as processes: the engine never notices who looks at it."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from controlplane.bus.operator import ask_status
+from controlplane.cli.agent import agent as agent_command
+from schemas.commands import ProfilePlan
+from schemas.desired import ProfileSession
+from schemas.errors import ConfigError, RolloutctlError
+from schemas.events import Pause, StartProfile
+from schemas.identity import Identity
+from schemas.reports import FleetStatus, Observed
+from tests.running import rolloutctl, started
+from tests.waiting import wait_until
+from workers.engines.tiny.engine import TinyEngine
+
+OBSERVE = ("-m", "controlplane.cli", "observe", "--address", "tcp://127.0.0.1:0", "--log")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[TinyEngine]:
+    """An engine that somebody drives: it is paused, and a session is open."""
+    driven = TinyEngine(
+        Identity(replica=0, node_rank=0), checkpoints=tmp_path, traces=tmp_path / "traces", serve=front(tmp_path)
+    )
+    anyio.run(driven.open)
+    anyio.run(driven.perform, Pause("abort"), 10.0)
+    anyio.run(driven.perform, StartProfile(ProfileSession(3, ProfilePlan()), "s3"), 10.0)
+    yield driven
+    anyio.run(driven.close)
+
+
+def front(folder: Path) -> str:
+    return f"ipc://{folder}/engine"
+
+
+def state_of(engine: TinyEngine) -> tuple[Any, ...]:
+    """Everything that a call could change."""
+    scheduler = engine._scheduler
+    assert scheduler is not None
+    return scheduler.observation, scheduler.forwards, scheduler._profile, dict(scheduler._kept), scheduler._requests[:]
+
+
+def agent(bus: str, folder: Path, *options: object) -> list[str]:
+    words = ["agent", "--bus", bus, "--replica", 0, "--engine", "tiny", "--state-dir", folder / "state", *options]
+    return ["-m", "controlplane.cli", *map(str, words)]
+
+
+def fleet(bus: str) -> FleetStatus | None:
+    try:
+        return anyio.run(ask_status, bus, 5.0, None)
+    except RolloutctlError:
+        return None
+
+
+def onlooker(bus: str, state: str = "live") -> str:
+    """Return the incarnation of the agent in this state that sees what the engine is; empty while there is none."""
+    status = fleet(bus)
+    seen = Observed(label="0", generating=False, profiling=True)
+    lines = status.agents if status is not None else ()
+    found = [line for line in lines if line.state == state and line.status and line.status.observed == seen]
+    return found[0].incarnation if found else ""
+
+
+def is_another(bus: str, killed: str) -> bool:
+    return onlooker(bus) not in ("", killed)
+
+
+def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyEngine, tmp_path: Path) -> None:
+    before, log = state_of(engine), tmp_path / "run.db"
+    with ExitStack() as stack:
+        bus = stack.enter_context(started(*OBSERVE, log, stderr=subprocess.DEVNULL))
+        assert bus.stdout is not None
+        address = bus.stdout.readline().split()[2].rstrip(",")
+        killed = ""
+        for ended_by in (signal.SIGKILL, signal.SIGTERM):
+            looker = subprocess.Popen(
+                [sys.executable, *agent(address, tmp_path, "--observe", "--url", front(tmp_path))],
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                wait_until(partial(is_another, address, killed))
+                killed = onlooker(address)
+                assert state_of(engine) == before
+            finally:
+                looker.send_signal(ended_by)
+                looker.wait(60)
+            assert state_of(engine) == before
+        wait_until(lambda: onlooker(address, "left") == killed)
+
+        commanding = rolloutctl(*agent(address, tmp_path / "other", "--serve", f"{front(tmp_path)}-2")[2:])
+        assert commanding.returncode == 3
+        assert "this bus only observes, and agent 0.0 would command its engine" in commanding.stderr
+        asked = rolloutctl("resume", "--bus", address)
+        assert asked.returncode == 1
+        assert state_of(engine) == before
+
+        bus.send_signal(signal.SIGINT)
+        assert bus.wait(60) == 130
+    verified = rolloutctl("log", "verify", log)
+    assert (verified.returncode, "no violations" in verified.stdout) == (0, True), verified.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--launch",), "--observe does not go with --launch: an observing agent changes nothing"),
+        (("--mode", "hybrid"), "--observe does not go with --mode"),
+        (("--router", "http://h:1"), "--observe does not go with --router"),
+        (("--traces", "t"), "--observe does not go with --traces"),
+        (("--", "python"), "--observe does not go with a server's command"),
+        (("--url", "http://h:1"), "--url http://h:1: a tiny engine is reached at ipc://PATH"),
+        ((), "--observe --engine tiny on node rank 0 needs --url of its server"),
+    ],
+)
+def test_options_that_are_about_commands_are_refused(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        agent_command.main(agent("tcp://127.0.0.1:1", tmp_path, "--observe", *options)[3:], standalone_mode=False)
