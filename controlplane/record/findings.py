@@ -314,7 +314,10 @@ class _TearWatch:
             return
         labels = [label for label, _ in Counter(torn.values()).most_common()]
         who = {label: [name for name, weights in torn.items() if weights == label] for label in labels}
-        parts = [f"weights {label} on {format_replicas(identity_of(name).replica for name in who[label])}" for label in labels]
+        parts = [
+            f"weights {label} on {format_replicas(identity_of(name).replica for name in who[label])}"
+            for label in labels
+        ]
         agents = tuple(sorted(name for label in labels[1:] for name in who[label]))
         lasted = f"for {_duration(at_ns - since.at_ns)} from {_clock(since.at_ns)}{ending}"
         text = f"replicas served different weights {lasted}: {'; '.join(parts)}"

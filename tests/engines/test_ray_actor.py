@@ -24,6 +24,7 @@ from tests.running import python
 from workers.agent import Agent
 from workers.engines.verl import engine as verl_engine
 from workers.engines.verl.engine import VerlEngine
+from workers.engines.verl.observed import ObservedVerl
 from workers.traces.node import NodeTraces
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.xdist_group("ray")]
@@ -363,6 +364,7 @@ import anyio
 from pathlib import Path
 from schemas.identity import Identity
 from workers.engines.verl.engine import VerlEngine
+from workers.engines.verl.observed import ObservedVerl
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
 """
@@ -552,3 +554,23 @@ async def test_one_profile_is_broadcast_to_both_nodes_of_a_replica(profiled: Ben
             *("start_profile", "stop_profile", "abort_all_requests", "sleep", "wake_up", "resume_generation")
         ]
         assert headless.called == []
+
+
+# --- observed ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_is_only_observed_is_inspected_and_no_method_of_it_is_called(
+    sglang: Bench, vllm: Bench
+) -> None:
+    for server in (sglang, vllm):
+        view = ObservedVerl(VerlEngine(server.server, PRIMARY, traces=server.folder), PRIMARY)
+        await view.open()
+        seen = await view.observe()
+        assert (seen.tokenizer, seen.generating, seen.label, seen.operations) == ("present", True, "", frozenset())
+        await server.server.set_global_steps.remote(7)
+        await server.server.abort_all_requests.remote()
+        assert server.called == ["set_global_steps", "abort_all_requests"]
+        seen = await view.observe()
+        assert (seen.generating, seen.label, seen.version) == (False, "7", 7)
+        await view.close()
+        assert server.called == []
