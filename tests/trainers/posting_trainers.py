@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+HTTP = httpx.Client(verify=False, timeout=30)  # reading all certificates of the machine takes long, for each client
+
 
 class PrimeRL:
     """prime-rl's orchestrator, 559b44772, `src/prime_rl/utils/client.py`.
@@ -112,7 +114,7 @@ class SkyRL:
     async def _all(
         self, endpoint: str, body: object = None, method: str = "POST", params: dict[str, str] | None = None
     ) -> list[Any]:
-        async with httpx.AsyncClient(timeout=None) as client:
+        async with httpx.AsyncClient(timeout=None, verify=False) as client:
             calls = [client.request(method, f"{url}{endpoint}", json=body, params=params) for url in self._urls]
             answers = []
             for response in await asyncio.gather(*calls):
@@ -137,7 +139,7 @@ class Slime:
         """Topology of the engines."""
         infos = []
         for url in self._urls:
-            response = httpx.get(f"{url}/server_info", timeout=30)
+            response = HTTP.get(f"{url}/server_info", timeout=30)
             response.raise_for_status()
             infos.append(response.json())
         return infos
@@ -156,14 +158,14 @@ class Slime:
     def _flush(self) -> None:
         for url in self._urls:
             for _ in range(60):
-                if httpx.get(f"{url}/flush_cache", timeout=None).status_code == 200:
+                if HTTP.get(f"{url}/flush_cache", timeout=None).status_code == 200:
                     break
             else:
                 raise TimeoutError("Timeout while flushing cache.")
 
     def _all(self, method: str, endpoint: str, body: object = None) -> list[Any]:
         def call(url: str) -> Any:
-            response = httpx.request(method, f"{url}/{endpoint}", json=body, timeout=None)
+            response = HTTP.request(method, f"{url}/{endpoint}", json=body, timeout=None)
             response.raise_for_status()
             return response.json()
 
@@ -211,7 +213,7 @@ class AReaL:
 
     async def initialize(self) -> None:
         for address in self._addresses:
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(verify=False) as client:
                 response = await client.request("GET", f"http://{address}/health", json={}, timeout=30)
                 assert response.status_code == 200, response.text
 
@@ -227,7 +229,7 @@ class AReaL:
         await self._all(f"/{self._prefix}continue_generation", {})
 
     async def _all(self, endpoint: str, body: object) -> None:
-        async with httpx.AsyncClient(timeout=3600) as client:
+        async with httpx.AsyncClient(timeout=3600, verify=False) as client:
             await asyncio.gather(*[self._post(client, address, endpoint, body) for address in self._addresses])
 
     async def _post(self, client: httpx.AsyncClient, address: str, endpoint: str, body: object) -> None:
@@ -252,7 +254,9 @@ class _Clients:
         timeout = httpx.Timeout(connect=10.0, read=self._timeout_s, write=60.0, pool=10.0)
         limits = httpx.Limits(max_connections=4, max_keepalive_connections=1)
         return [
-            await self._stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits))
+            await self._stack.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, verify=False)
+            )
             for url in self._urls
         ]
 

@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -21,8 +20,9 @@ from schemas.errors import AddressInUse, ConfigError
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.running import started
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
+from tests.trainers.posting_trainers import HTTP
 
-BIG = b"x" * (3 * BODY_BYTES_MAX)
+BIG = b"x" * (BODY_BYTES_MAX + 1)
 
 
 def echo(request: HttpRequest) -> Reply:
@@ -78,7 +78,7 @@ def test_tokens_stream_through_as_they_come(tmp_path: Path) -> None:
     slow = Slow()
     with (
         gateway(tmp_path, slow.url) as served,
-        httpx.stream("POST", f"{served.base_urls()[0]}/generate", json={}, timeout=20) as answer,
+        HTTP.stream("POST", f"{served.base_urls()[0]}/generate", json={}, timeout=20) as answer,
     ):
         assert answer.headers["content-type"] == "text/event-stream"
         pieces = answer.iter_raw()
@@ -90,25 +90,25 @@ def test_tokens_stream_through_as_they_come(tmp_path: Path) -> None:
 def test_a_request_whose_client_has_gone_is_given_up_at_the_engine(tmp_path: Path) -> None:
     slow = Slow()
     with gateway(tmp_path, slow.url) as served:
-        with httpx.stream("POST", f"{served.base_urls()[0]}/generate", json={}, timeout=20) as answer:
+        with HTTP.stream("POST", f"{served.base_urls()[0]}/generate", json={}, timeout=20) as answer:
             assert next(answer.iter_raw()) == b"first"
         assert slow.client_gone.wait(20)
 
 
 def test_what_is_passed_on_has_no_limit_and_keeps_its_query_and_status(tmp_path: Path, server: HttpServer) -> None:
     with gateway(tmp_path, server.url) as served:
-        answer = httpx.post(f"{served.base_urls()[0]}/generate?a=1&b=%20", content=BIG, timeout=20)
+        answer = HTTP.post(f"{served.base_urls()[0]}/generate?a=1&b=%20", content=BIG, timeout=20)
         assert (answer.status_code, answer.content) == (200, BIG)
         assert server.requests[0].path == "/generate?a=1&b=%20"
-        assert httpx.get(f"{served.base_urls()[0]}/server_info").status_code == 200
+        assert HTTP.get(f"{served.base_urls()[0]}/server_info").status_code == 200
 
 
 def test_a_post_that_is_answered_here_is_bounded_and_must_be_json(tmp_path: Path, server: HttpServer) -> None:
     with gateway(tmp_path, server.url) as served:
         url = served.base_urls()[0]
-        assert httpx.post(f"{url}/update_weights", content=BIG).status_code == 413
+        assert HTTP.post(f"{url}/update_weights", content=BIG).status_code == 413
         for content in (b"{", b"[1]", b"\xff\xfe"):
-            answer = httpx.post(f"{url}/update_weights", content=content)
+            answer = HTTP.post(f"{url}/update_weights", content=content)
             assert answer.status_code == 400 and "JSON" in answer.json()["message"]
         assert server.requests == []
 
@@ -120,7 +120,7 @@ def test_an_unknown_route_or_replica_is_refused_and_not_passed_on(
     tmp_path: Path, server: HttpServer, path: str
 ) -> None:
     with gateway(tmp_path, server.url) as served:
-        answer = httpx.post(f"{served.url}{path}", json={})
+        answer = HTTP.post(f"{served.url}{path}", json={})
         assert answer.status_code == 400 and "is refused" in answer.json()["message"]
         assert server.requests == []
 
@@ -130,22 +130,22 @@ def test_a_dead_engine_is_a_502_and_no_engine_at_all_is_refused(tmp_path: Path) 
         port = unused.getsockname()[1]
     (tmp_path / "a").mkdir()
     with gateway(tmp_path / "a", f"http://127.0.0.1:{port}") as served:
-        answer = httpx.post(f"{served.base_urls()[0]}/generate", json={})
+        answer = HTTP.post(f"{served.base_urls()[0]}/generate", json={})
         assert answer.status_code == 502 and f"127.0.0.1:{port}" in answer.json()["message"]
     (tmp_path / "b").mkdir()
     with gateway(tmp_path / "b") as served:
-        answer = httpx.get(f"{served.base_urls()[0]}/v1/models")
+        answer = HTTP.get(f"{served.base_urls()[0]}/v1/models")
         assert answer.status_code == 400 and "--engine URL" in answer.json()["message"]
 
 
 def test_a_fleet_without_agents_is_unhealthy_and_an_update_is_answered(tmp_path: Path, server: HttpServer) -> None:
     with gateway(tmp_path, server.url) as served:
         url = served.base_urls()[0]
-        assert httpx.get(f"{url}/health").status_code == 503
-        missing = httpx.post(f"{url}/update_weights", json={"weight_dir": str(tmp_path / "step_1")})
+        assert HTTP.get(f"{url}/health").status_code == 503
+        missing = HTTP.post(f"{url}/update_weights", json={"weight_dir": str(tmp_path / "step_1")})
         assert missing.status_code == 409 and "step_1" in missing.json()["message"]
-        assert httpx.post(f"{url}/resume").status_code == 200
-        assert httpx.post(f"{url}/flush_cache").status_code == 503
+        assert HTTP.post(f"{url}/resume").status_code == 200
+        assert HTTP.post(f"{url}/flush_cache").status_code == 503
 
 
 def test_with_a_token_only_its_holders_come_in_and_the_engine_does_not_see_it(
@@ -154,12 +154,12 @@ def test_with_a_token_only_its_holders_come_in_and_the_engine_does_not_see_it(
     with gateway(tmp_path, server.url, host="0.0.0.0", token="letmein", engine_key="engines") as served:
         url = f"http://127.0.0.1:{served.url.rpartition(':')[2]}/replica/0"
         for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "letmein"}):
-            assert httpx.post(f"{url}/generate", json={}, headers=headers).status_code == 401
+            assert HTTP.post(f"{url}/generate", json={}, headers=headers).status_code == 401
         assert server.requests == []
         good = {"authorization": "Bearer letmein"}
-        assert httpx.post(f"{url}/generate", json={}, headers=good).status_code == 200
+        assert HTTP.post(f"{url}/generate", json={}, headers=good).status_code == 200
         assert [request.token for request in server.requests] == ["engines"]
-        workers = httpx.get(f"{url.removesuffix('/replica/0')}/workers", headers=good).json()
+        workers = HTTP.get(f"{url.removesuffix('/replica/0')}/workers", headers=good).json()
         assert workers == {"workers": [{"url": url}]}
 
 
@@ -186,34 +186,34 @@ def fleet(tmp_path: Path) -> Iterator[GatewayFleet]:
 
 def test_a_trainer_that_asks_one_replica_moves_the_whole_fleet(fleet: GatewayFleet) -> None:
     body = {"model_path": str(fleet.write("v1", 1))}
-    answer = httpx.post(f"{fleet.urls[1]}/update_weights_from_disk", json=body, timeout=30)
+    answer = HTTP.post(f"{fleet.urls[1]}/update_weights_from_disk", json=body, timeout=30)
     assert answer.status_code == 200 and "committed" in answer.json()["message"]
     assert fleet.digests() == [digest_of(1)] * 2
-    late = httpx.post(f"{fleet.urls[0]}/update_weights_from_disk", json=body, timeout=30)
+    late = HTTP.post(f"{fleet.urls[0]}/update_weights_from_disk", json=body, timeout=30)
     assert late.json() == answer.json() and len(fleet.syncs()) == 1
 
 
 def test_a_fleet_is_profiled_by_hand_as_slime_does(fleet: GatewayFleet) -> None:
     """`tools/profile_rollout.py` of slime, 624b824a8: the workers of a router, then one after the other."""
-    workers = httpx.get(f"{fleet.gateway.url}/workers").json()["workers"]
+    workers = HTTP.get(f"{fleet.gateway.url}/workers").json()["workers"]
     payload = {
         **{"output_dir": "/tmp/sglang_profile", "num_steps": 3, "activities": ["CPU"]},
         **{"profile_by_stage": False, "with_stack": False, "record_shapes": False},
     }
     for replica, worker in enumerate(workers):  # torch has one profiler in a process, and both engines are in this one
-        answer = httpx.post(f"{worker['url']}/start_profile", json=payload, timeout=30)
+        answer = HTTP.post(f"{worker['url']}/start_profile", json=payload, timeout=30)
         answer.raise_for_status()
         assert f"/replica_{replica}" in answer.json()["message"]
         fleet.generates_on()
-        httpx.post(f"{worker['url']}/stop_profile", json={}, timeout=30).raise_for_status()
+        HTTP.post(f"{worker['url']}/stop_profile", json={}, timeout=30).raise_for_status()
     (step,) = (fleet.folder / "traces").iterdir()
     assert sorted(path.parent.name for path in step.glob("*/*.json*")) == ["replica_0", "replica_1"]
 
 
 def test_a_profile_that_the_engine_cannot_record_is_a_500_with_its_reason(fleet: GatewayFleet) -> None:
-    answer = httpx.post(f"{fleet.urls[0]}/start_profile", json={"activities": ["GPU"]}, timeout=30)
+    answer = HTTP.post(f"{fleet.urls[0]}/start_profile", json={"activities": ["GPU"]}, timeout=30)
     assert answer.status_code == 500 and "cuda" in answer.json()["message"]
-    assert httpx.post(f"{fleet.urls[1]}/stop_profile", timeout=30).status_code == 400
+    assert HTTP.post(f"{fleet.urls[1]}/stop_profile", timeout=30).status_code == 400
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         lines = [process.stdout.readline() for _ in range(3)]
         urls = [line.partition(": ")[2].strip() for line in lines[1:]]
         assert "agents connect to tcp://127.0.0.1:" in lines[0] and len(set(urls)) == 2
-        answer = httpx.post(f"{urls[1]}/pause", json={})
+        answer = HTTP.post(f"{urls[1]}/pause", json={})
         assert answer.status_code == 200 and answer.json()["success"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet
-from tests.trainers.posting_trainers import AReaL, Miles, PrimeRL, SkyRL, Slime
+from tests.trainers.posting_trainers import HTTP, AReaL, Miles, PrimeRL, SkyRL, Slime
 from tests.waiting import until, wait_until
 
 MODEL = "policy"
@@ -102,7 +102,7 @@ def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> 
     with pytest.raises(httpx.HTTPStatusError):
         asyncio.run(trainer.update_weights(None))
     assert [status for path, status in trainer.attempts if path == "/update_weights"][0] == "400"
-    answer = httpx.post(f"{fleet.urls[0]}/update_weights", json={"weight_dir": None})
+    answer = HTTP.post(f"{fleet.urls[0]}/update_weights", json={"weight_dir": None})
     assert "filesystem" in answer.json()["message"] and fleet.syncs() == []
 
 
@@ -130,9 +130,9 @@ def test_skyrl_fetches_deltas_on_its_engines_and_loads_them_by_a_sync(
 
 def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
     init = {"init_info": {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 3}}
-    answer = httpx.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
+    answer = HTTP.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
     assert answer.status_code == 400 and "delta" in answer.json()["message"]
-    answer = httpx.post(f"{fleet.urls[0]}/collective_rpc", json={"method": "update_weights_nccl"})
+    answer = HTTP.post(f"{fleet.urls[0]}/collective_rpc", json={"method": "update_weights_nccl"})
     assert answer.status_code == 400 and "skyrl_start_weight_update" in answer.json()["message"]
     assert servers[0].requests == []
 
@@ -215,10 +215,10 @@ def test_a_replica_that_cannot_load_is_quarantined_and_the_trainer_goes_on(
         asyncio.run(trainer.update_weights(fleet.write("step_1", 1)))
         assert fleet.syncs() == [("committed", (0, 1))]
         assert {status for _, status in trainer.attempts} == {"200"}
-        wait_until(lambda: httpx.get(f"{fleet.urls[2]}/health").status_code == 503)
-        assert "quarantined" in httpx.get(f"{fleet.urls[2]}/health").json()["message"]
-        assert httpx.post(f"{fleet.urls[2]}/generate", json={}).status_code == 503
-        assert httpx.post(f"{fleet.urls[1]}/generate", json={}).status_code == 200
+        wait_until(lambda: HTTP.get(f"{fleet.urls[2]}/health").status_code == 503)
+        assert "quarantined" in HTTP.get(f"{fleet.urls[2]}/health").json()["message"]
+        assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 503
+        assert HTTP.post(f"{fleet.urls[1]}/generate", json={}).status_code == 200
 
 
 def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_the_next_update(tmp_path: Path) -> None:
@@ -227,10 +227,10 @@ def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_th
         fleet.stop_agent(2)
         trainer.reload(fleet.write("weight_v000001", 1), "1")  # and the files are removed
         assert fleet.syncs() == [("committed", (0, 1))]
-        assert httpx.get(f"{fleet.urls[2]}/health").status_code == 503
+        assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 503
         fleet.start_agent(2)
-        wait_until(lambda: "not proven to serve v1" in httpx.get(f"{fleet.urls[2]}/health").json()["message"])
+        wait_until(lambda: "not proven to serve v1" in HTTP.get(f"{fleet.urls[2]}/health").json()["message"])
 
         trainer.reload(fleet.write("weight_v000002", 2), "2")
         assert fleet.syncs()[-1] == ("committed", (0, 1, 2)) and fleet.digests() == [digest_of(2)] * 3
-        assert httpx.get(f"{fleet.urls[2]}/health").status_code == 200
+        assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 200
