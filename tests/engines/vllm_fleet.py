@@ -43,7 +43,7 @@ class VLLMFleet:
         save_weights(folder / "c", weights(3))
         self.version = 0
         self.first = open_.enter_context(
-            EngineServer("vllm", folder / "a", folder, *_profiler(folder / "raw-0", PLAIN))
+            EngineServer("vllm", folder / "a", folder, *profiler_options(folder / "raw-0", PLAIN))
         )
         self.proxy = open_.enter_context(Proxy(self.first.port))
         self.plane: ControlPlane = open_.enter_context(
@@ -51,7 +51,7 @@ class VLLMFleet:
         )
         bus, port = self.plane.address, free_port()
         self.second_url = f"http://127.0.0.1:{port}"
-        launched = command("vllm", folder / "a", port, *_profiler(folder / "raw-1", DETAILED))
+        launched = command("vllm", folder / "a", port, *profiler_options(folder / "raw-1", DETAILED))
         launch = ["env", *(f"{name}={value}" for name, value in environment("vllm").items()), *launched]
         kind = ("--engine", "vllm")
         self.agents = [
@@ -95,6 +95,7 @@ class VLLMFleet:
         self.plane.resume().wait()
 
 
-def _profiler(folder: Path, records: dict[str, bool]) -> list[str]:
+def profiler_options(folder: Path, records: dict[str, bool]) -> list[str]:
+    """The options of a server that is to be profiled; makes the folder."""
     folder.mkdir()
     return ["--profiler-config", json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), **records})]

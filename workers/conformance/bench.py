@@ -20,8 +20,10 @@ from workers.engine import Engine
 
 SHORT: Final = 8
 """Tokens of a request that only shows which weights answer."""
+LONG_S: Final = 2.0
+"""Seconds that a request lasts which is to be running when a call comes."""
 LONG_MAX: Final = 1024
-"""Most tokens of a request that is to be running when a call comes. Halved until the engine accepts it."""
+"""Most tokens of such a request. Halved until the engine accepts it."""
 ROUNDS: Final = 10
 """Times that a request is looked at while it may still hand out what it made before a pause."""
 OBSERVE_S: Final = 10.0
@@ -161,13 +163,20 @@ class Bench:
         return request
 
     async def begin_long(self) -> _Request:
-        """Start a long request, and wait for its first token."""
-        request = self.start((next(self._fresh) % 31 + 1, *PROMPT), self.long)
-        with anyio.fail_after(self._setup.request_s):
-            await request.begun.wait()
-        if not request.tokens:
-            raise EngineError(f"a request was not served: {request.error or 'it ended without a token'}")
-        return request
+        """Start a long request, shorter if the engine refuses it, and wait for its first token."""
+        while True:
+            request = self.start((next(self._fresh) % 31 + 1, *PROMPT), self.long)
+            with anyio.fail_after(self._setup.request_s):
+                await request.begun.wait()
+            if request.tokens:
+                return request
+            if self.long <= SHORT:
+                raise EngineError(f"a request was not served: {request.error or 'it ended without a token'}")
+            self.long //= 2
+
+    def lengthen(self) -> None:
+        """Have long requests last longer: the last one ended before a call came."""
+        self.long = min(LONG_MAX, 2 * self.long)
 
     async def end(self, *requests: _Request) -> None:
         with anyio.move_on_after(self._setup.request_s):
@@ -190,16 +199,15 @@ class Bench:
         return tuple(request.tokens)
 
     async def measure(self) -> tuple[judge.Tokens, int]:
-        """Learn how fast the engine is, and how long a request may be. Returns tokens of PROMPT, and the longest."""
+        """Learn how fast the engine is, and how long a request may be. Returns tokens of PROMPT, and that length."""
         began = time.monotonic()
         first = await self.tokens()
-        self.silence_s = max(self._setup.silence_s, 2 * (time.monotonic() - began))
-        while True:
-            request = self.start(PROMPT, self.long)
-            await self.end(request)
-            if request.tokens or self.long <= SHORT:
-                return first, len(request.tokens)
-            self.long //= 2
+        took_s = time.monotonic() - began
+        self.silence_s = max(self._setup.silence_s, 2 * took_s)
+        self.long = min(LONG_MAX, max(4 * SHORT, int(LONG_S / took_s * SHORT)))
+        request = await self.begin_long()
+        await self.end(request)
+        return first, len(request.tokens)
 
     async def is_silent(self, request: _Request) -> bool:
         for _ in range(ROUNDS):

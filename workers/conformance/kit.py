@@ -137,6 +137,7 @@ class Kit:
             await self._bench.end(request, late)
             if mode == "wait" or not ended or len(request.tokens) < request.asked:
                 break
+            self._bench.lengthen()
         running = judge.InFlightRequest(
             asked=request.asked, at_return=at_return, silent=silent, ended=ended, made=len(request.tokens)
         )
@@ -170,6 +171,7 @@ class Kit:
             at_return, silent = len(request.tokens), await self._bench.is_silent(request)
             if len(request.tokens) < request.asked:
                 break
+            self._bench.lengthen()
         running = judge.InFlightRequest(
             asked=request.asked, at_return=at_return, silent=silent, ended=request.ended, made=len(request.tokens)
         )

@@ -1,0 +1,134 @@
+"""The trainers of docs/embedding.md, run as they stand with real agents; and the traps that the page names."""
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from controlplane import ControlPlane
+from schemas.errors import BusError
+from tests.pages import module_of
+from tests.running import ROOT, python, rolloutctl, started
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+
+PAGE = "docs/embedding.md"
+BUS = "tcp://127.0.0.1:5555"
+LEARN = """
+from pathlib import Path
+from shutil import copytree
+
+def learn(step):
+    copytree(Path("made") / str(step), Path("ckpt") / f"step_{step}", dirs_exist_ok=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trainer's folder: its `learn`, three checkpoints to be, and the toy engine of the page on adapters."""
+    (tmp_path / "my_trainer.py").write_text(LEARN)
+    module_of("docs/adapters.md", "echo", tmp_path)
+    for step in range(3):
+        (tmp_path / "made" / str(step)).mkdir(parents=True)
+        tensor = torch.full((64,), step, dtype=torch.uint8)
+        save_file({"echo": tensor}, tmp_path / "made" / str(step) / "model.safetensors")
+    return tmp_path
+
+
+def written(name: str, folder: Path) -> tuple[Path, str]:
+    """The trainer of the page, at an address that is free. Returns its file and the address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        bus = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    file = module_of(PAGE, name, folder)
+    file.write_text(file.read_text().replace(BUS, bus))
+    return file, bus
+
+
+def paths(folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def agent(bus: str, folder: Path) -> Iterator[None]:
+    words = ("agent", "--bus", bus, "--replica", 0, "--engine", "echo:Echo", "--state-dir", folder / "state")
+    with (
+        (folder / "agent.log").open("wb") as log,
+        started("-m", "controlplane.cli", *words, cwd=folder, env=paths(folder), stderr=log),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", ["blocking_trainer", "async_trainer"])
+def test_a_trainer_of_the_page_trains(name: str, folder: Path) -> None:
+    file, bus = written(name, folder)
+    with agent(bus, folder):
+        done = python(file, cwd=folder, env=paths(folder))
+    trained(done, folder)
+
+
+def trained(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+    """Check that the trainer ended well, and that its log has three committed versions."""
+    log = folder / "agent.log"
+    assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")
+    shown = rolloutctl("log", "show", folder / "run.db").stdout
+    assert [version for version in (1, 2, 3) if f"weights commit v{version}" in shown] == [1, 2, 3]
+
+
+def test_a_trainer_under_torchrun_trains(folder: Path) -> None:
+    file, bus = written("torchrun_trainer", folder)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, file)
+    with agent(bus, folder):
+        trained(python(*launch, cwd=folder, env=paths(folder)), folder)
+
+
+@pytest.mark.xdist_group("ray")
+def test_a_trainer_on_ray_trains(tmp_path: Path) -> None:
+    (tmp_path / "my_trainer.py").write_text(LEARN)
+    for step in range(3):
+        save(TinyModel(TinyConfig(), seed=step), tmp_path / "made" / str(step))
+    file, _ = written("ray_trainer", tmp_path)
+    done = python(file, cwd=tmp_path, env=paths(tmp_path) | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"})
+    trained(done, tmp_path)
+    assert done.stdout.count("committed") == 3
+
+
+# --- traps ------------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_closes_the_bus_of_the_page(folder: Path) -> None:
+    (folder / "my_trainer.py").write_text(
+        "import signal\n\ndef learn(step):\n    print('learning', flush=True)\n    signal.pause()\n"
+    )
+    file, bus = written("blocking_trainer", folder)
+    with agent(bus, folder), started(file, cwd=folder, env=paths(folder)) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "learning\n"
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(30) == 143
+        with ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db"):
+            pass  # it was closed in order, and has let go of its log
+
+
+def test_a_child_that_is_forked_may_live_and_may_not_use_the_bus(tmp_path: Path) -> None:
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db") as plane:
+        for use in (False, True):
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    if use:
+                        plane.pause()
+                    code = 0
+                except BusError as error:
+                    code = 7 if "does not survive a fork" in str(error) else 8
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == (7 if use else 0)
+        assert plane.pause(timeout=5).wait().acted == ()
