@@ -92,7 +92,9 @@ EXPLANATIONS: tuple[Explanation, ...] = (
     ),
     Explanation(
         "With `discrete: false`, its default, verl's servers silently do nothing. Here `discrete` is about the "
-        "stages of training ranks; an engine is recorded either way.",
+        "stages of training ranks; an engine is recorded either way. Beside servers that verl launched, their gate is "
+        "in the way: our trainer for verl opens it before the launch, and without that the plan is refused, and says "
+        "why.",
         _not_discrete,
     ),
     Explanation(

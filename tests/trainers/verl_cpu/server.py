@@ -5,6 +5,7 @@ A test interferes by files in the same folder:
 
     hold-N             generation on the weights of step N waits until the file is gone
     die-R-N            replica R's server dies when the weights of step N reach it
+    lose-R-N           replica R's server holds the weights of step N, and loses their label
 """
 
 import asyncio
@@ -122,7 +123,8 @@ class StandInServer:
         self._note("loaded", step=step, digest=self._digest, paused=self._submission_paused)
 
     async def set_global_steps(self, global_steps: int) -> None:
-        self.global_steps = global_steps
+        if not (self._folder / f"lose-{self.replica_rank}-{global_steps}").exists():
+            self.global_steps = global_steps
 
     def _resolve_sleep_level(self) -> int:
         return 2
@@ -140,8 +142,7 @@ class StandInServer:
             self._recorder.start()
 
     async def stop_profile(self) -> None:
-        if self._should_profile():
-            assert self._recorder is not None, "the engine does not record"
+        if self._should_profile() and self._recorder is not None:  # vLLM ignores a stop without a session
             recorder, self._recorder = self._recorder, None
             recorder.stop()
             save_path = Path(self.profiler_controller.config.save_path)

@@ -1,0 +1,301 @@
+"""How rolloutctl gets into verl, without verl: the plugin, what it refuses, and its settings."""
+
+import asyncio
+import importlib
+import logging
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from omegaconf import OmegaConf
+
+from controlplane.tickets import Ticket
+from controlplane.trainers.verl import register as plugin
+from controlplane.trainers.verl import trainer as door
+from controlplane.trainers.verl.run import Updated, VerlRun
+from controlplane.trainers.verl.settings import read_settings
+from schemas.errors import CommandError, ConfigError
+from schemas.reports import SyncReport
+from tests.running import python
+
+V1 = """
+REGISTRY = {}
+class PPOTrainer:
+    def __init__(self, config): self.config = config
+    def _setup(self): ...
+    def _rollout_server_managers(self): ...
+    def _start_profiling(self): ...
+    def _start_rollout_profiling(self): ...
+    def _stop_rollout_profiling(self): ...
+    def on_sample_end(self): ...
+    def on_step_end(self): ...
+    def fit(self, manager): ...
+class PPOTrainerSync(PPOTrainer): ...
+class PPOTrainerColocateAsync(PPOTrainer): ...
+class PPOTrainerSeparateAsync(PPOTrainer): ...
+def register_trainer(name):
+    def register(cls):
+        if REGISTRY.setdefault(name, cls) is not cls: raise ValueError(f"{name} is already registered")
+        return cls
+    return register
+"""
+"""As much of verl's V1 trainers as the plugin meets."""
+CONFIG: dict[str, Any] = {
+    "trainer": {"v1": {"trainer_mode": "rolloutctl_sync"}, "default_local_dir": "/runs/a"},
+    "global_profiler": {
+        "tool": "torch",
+        "steps": [1, 2],
+        "save_path": "/runs/a/traces",
+        "profile_continuous_steps": True,
+    },
+    "actor_rollout_ref": {
+        "rollout": {
+            "profiler": {"tool": "torch", "enable": True, "ranks": [0], "tool_config": {"torch": {"discrete": False}}}
+        }
+    },
+}
+NAMES = ["rolloutctl_sync", "rolloutctl_colocate_async", "rolloutctl_separate_async"]
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """verl's package of trainers; `verl` itself has the version that was seen."""
+    package = ModuleType("verl")
+    package.__version__ = door.SEEN[-1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl", package)
+    trainers: dict[str, Any] = {}
+    exec(V1, trainers)
+    return SimpleNamespace(**trainers, package=package)
+
+
+def config(**changed: Any) -> Any:
+    return OmegaConf.merge(OmegaConf.create(CONFIG), changed)
+
+
+def test_the_plugin_registers_when_verl_imports_its_trainers_and_imports_nothing_before(tmp_path: Path) -> None:
+    inner = tmp_path / "verl" / "trainer" / "ppo" / "v1"
+    inner.mkdir(parents=True)
+    for package in (tmp_path / "verl", inner.parent, inner.parent.parent):
+        (package / "__init__.py").write_text("")
+    (inner / "__init__.py").write_text(V1)
+    (tmp_path / "verl" / "__init__.py").write_text(
+        "from controlplane.trainers.verl import register\n__version__ = '0'\n"
+    )
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+import verl
+print(sorted({{"msgspec", "zmq", "anyio", "omegaconf", "torch", "ray"}} & set(sys.modules)), len(sys.meta_path))
+from verl.trainer.ppo import v1
+print(list(v1.REGISTRY), len(sys.meta_path))
+"""
+    done = python("-c", code)
+    before, after = done.stdout.splitlines()
+    assert before.startswith("[] ")
+    assert after.startswith(str(NAMES))
+    assert int(after.split()[-1]) == int(before.split()[-1]) - 1  # the hook is gone
+
+
+def test_loaded_twice_it_registers_once(
+    verl: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    plugin.install()
+    hooks = len(sys.meta_path)
+    plugin.install()
+    assert len(sys.meta_path) == hooks
+    plugin.register(verl)
+    first = dict(verl.REGISTRY)
+    plugin.register(verl)
+    assert first == verl.REGISTRY and list(first) == NAMES
+    assert not caplog.records
+
+
+def test_a_name_that_is_taken_is_an_error_in_the_log(verl: Any, caplog: pytest.LogCaptureFixture) -> None:
+    verl.REGISTRY["rolloutctl_sync"] = object
+    plugin.register(verl)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and "trainer_mode=rolloutctl_sync is another's" in record.getMessage()
+
+
+def test_what_breaks_the_plugin_is_raised_when_its_trainer_is_asked_for(
+    verl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'zmq'")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    plugin.register(verl)
+    with pytest.raises(RuntimeError, match=r"No module named 'zmq'\. trainer\.v1\.trainer_mode=sync is verl without"):
+        verl.REGISTRY["rolloutctl_sync"](config())
+
+
+def test_a_trainer_sees_verls_own_mode_and_the_servers_gate_is_open(
+    verl: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.register(verl)
+    trainer = verl.REGISTRY["rolloutctl_sync"](config())
+    assert isinstance(trainer, verl.PPOTrainerSync)
+    assert trainer.config.trainer.v1.trainer_mode == "sync"
+    assert trainer.config.actor_rollout_ref.rollout.profiler.tool_config.torch.discrete is True
+    assert trainer._profiler.steps == (1, 2) and not trainer._profiler.continuous and not trainer._profiler.roles
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_without_steps_nothing_is_profiled_and_the_configuration_is_as_it_was(verl: Any) -> None:
+    plugin.register(verl)
+    trainer = verl.REGISTRY["rolloutctl_separate_async"](config(global_profiler={"steps": None}))
+    assert trainer._profiler.steps == ()
+    assert trainer.config.actor_rollout_ref.rollout.profiler.tool_config.torch.discrete is False
+
+
+def test_a_door_that_verl_does_not_have_is_named(verl: Any) -> None:
+    del verl.PPOTrainer._start_rollout_profiling
+    verl.package.__version__ = "0.12.0"
+    plugin.register(verl)
+    with pytest.raises(ConfigError, match=r"verl 0\.12\.0 has no _start_rollout_profiling.*trainer_mode=sync is verl"):
+        verl.REGISTRY["rolloutctl_sync"](config())
+
+
+def test_a_version_that_was_not_seen_is_a_warning(verl: Any, caplog: pytest.LogCaptureFixture) -> None:
+    verl.package.__version__ = "0.12.0"
+    plugin.register(verl)
+    verl.REGISTRY["rolloutctl_sync"](config())
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "rolloutctl was run with verl 0.9.1, and not with 0.12.0"
+    ]
+
+
+def test_settings_are_complete_and_below_the_folder_of_verls_checkpoints() -> None:
+    settings = read_settings({}, Path("/runs/a"), Path("/runs/a/traces"))
+    assert (settings.log, settings.state) == ("/runs/a/rolloutctl/run.db", "/runs/a/rolloutctl/agents")
+    assert (settings.traces, settings.address, settings.quorum) == ("/runs/a/traces", "tcp://127.0.0.1:0", 1)
+    moved = read_settings({"log": "/elsewhere/x.db", "timeout": 5}, Path("/runs/a"), Path("/t"))
+    assert (moved.log, moved.state, moved.timeout) == ("/elsewhere/x.db", "/elsewhere/agents", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            {"adress": "tcp://127.0.0.1:1"},
+            r"rolloutctl\.adress is unknown; did you mean address\?; allowed are log, address",
+        ),
+        ({"quorum": 0}, r"rolloutctl\.quorum is 0"),
+        ({"timeout": "soon"}, r"rolloutctl\.timeout is 'soon'"),
+        ({"log": 3}, r"rolloutctl\.log is 3"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(section: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refusal:
+        read_settings(section, Path("/runs/a"), Path("/runs/a/traces"))
+    assert "\n" not in str(refusal.value)
+
+
+# --- updates of the weights -------------------------------------------------------------------------------------------
+
+
+class Plane:
+    """Syncs of a bus, each ended as the test says: `committed`, `aborted`, or an error that is raised."""
+
+    def __init__(self, *ends: str | Exception) -> None:
+        self.ends, self.asked, self.happened = list(ends), list[tuple[int, str, list[int]]](), list[str]()
+        self.sent: list[BaseException | None] = []
+
+    def status(self) -> Any:
+        return SimpleNamespace(version=7)
+
+    def sync_weights(self, version: int, source: Any, *, send: Any = None, **options: Any) -> Ticket[SyncReport]:
+        self.asked.append((version, source.label, sorted(options["replicas"])))
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        ticket: Ticket[SyncReport] = Ticket(1)
+        threading.Thread(target=self._run, args=(ticket, version, end, send)).start()
+        return ticket
+
+    def _run(self, ticket: Ticket[SyncReport], version: int, end: Any, send: Any) -> None:
+        self.happened.append("paused")
+        try:
+            if send is not None and end != "refused":
+                send((0, 1))
+        except RuntimeError as error:
+            self.sent.append(error)
+        self.happened.append("resumed")
+        status: Literal["committed", "aborted"] = "committed" if end == "committed" and not self.sent else "aborted"
+        ticket.resolve(SyncReport(version=version, status=status, loaded=(0,), quarantined=(1,), phases=()))
+
+
+class Updates:
+    """A run on such a bus, and an update of verl's."""
+
+    def __init__(self, *ends: str | Exception, fails: bool = False) -> None:
+        self.plane, self.closed, self.fails = Plane(*ends), False, fails
+        with ExitStack() as resources:
+            resources.callback(self._note_closed)
+            settings = read_settings({}, Path("/runs/a"), Path("/runs/a/traces"))
+            self.run = VerlRun(self.plane, settings, resources.pop_all())  # type: ignore[arg-type]
+
+    def _note_closed(self) -> None:
+        self.closed = True
+
+    async def push(self) -> dict[str, int]:
+        self.plane.happened.append("pushed")
+        if self.fails:
+            raise OSError("the server is dead")
+        return {"bytes": 3}
+
+    def __call__(self, step: int | None) -> Updated:
+        return asyncio.run(self.run.update(step, [0, 1], self.push))
+
+
+def test_verls_update_comes_between_the_pause_and_the_commit_and_happens_once() -> None:
+    updates = Updates("committed", "committed")
+    assert updates(4) == Updated({"bytes": 3}, frozenset({1}), frozenset())
+    assert updates.plane.happened == ["paused", "pushed", "resumed"]
+    updates(5)
+    assert updates.plane.asked == [(8, "4", [0, 1]), (9, "5", [0, 1])]
+
+
+@pytest.mark.parametrize("step", [4, None])
+def test_the_same_weights_again_are_no_new_version(step: int | None) -> None:
+    updates = Updates("committed")
+    updates(4)
+    updates.plane.happened.clear()
+    assert updates(step).quarantined == frozenset()
+    assert updates.plane.happened == ["pushed"] and len(updates.plane.asked) == 1
+
+
+def test_weights_that_never_had_a_step_are_verls_alone() -> None:
+    updates = Updates()
+    updates(None)
+    assert updates.plane.happened == ["pushed"]
+
+
+def test_an_update_that_fails_ends_the_sync_and_is_raised_as_it_is() -> None:
+    updates = Updates("committed", fails=True)
+    with pytest.raises(OSError, match="the server is dead"):
+        updates(4)
+    assert updates.plane.happened == ["paused", "pushed", "resumed"]
+    assert "verl's own update failed: OSError: the server is dead" in str(updates.plane.sent[0])
+
+
+@pytest.mark.parametrize("first", [CommandError("too large"), "refused", "aborted"])
+def test_without_a_commit_the_weights_that_the_servers_hold_get_another(first: Any) -> None:
+    updates = Updates(first, "committed")
+    assert updates(4).answer == {"bytes": 3}
+    assert updates.plane.happened.count("pushed") == 1
+    assert len(updates.plane.asked) == 2 and not updates.closed
+
+
+def test_without_any_commit_the_run_is_left_to_verl(caplog: pytest.LogCaptureFixture) -> None:
+    updates = Updates("aborted", "aborted")
+    assert updates(4).unattended == {0, 1}
+    assert updates.closed and "verl goes on without rolloutctl" in caplog.text
+    assert updates(5) == Updated({"bytes": 3}, frozenset(), frozenset())
+    assert len(updates.plane.asked) == 2
+    updates.run.begin_step(6)
+    updates.run.end_step()
