@@ -86,6 +86,20 @@ def test_a_launching_engine_is_reconciled_once_it_is_up() -> None:
     assert names(effects) == ["resume"]
 
 
+def test_an_engine_that_missed_syncs_while_it_launched_is_brought_to_the_newest_only() -> None:
+    launching = agent(seen=replace(PAUSED, tokenizer="unknown"))
+    waiting = [sync("prepare", 1), sync("load", 1), sync("commit", 1), sync("prepare", 2)]
+    state, _ = fold(launching, *(command(body, seq) for seq, body in enumerate(waiting, start=1)))
+    state, effects = fold(state, observed(PAUSED))
+    state, calls, seen = carry_out(state, effects, PAUSED)
+    assert [call_name(call) for call in calls] == ["check_source"]
+    assert [answer.outcome for answer in answers(effects)[:3]] == [Skipped(Reason.SUPERSEDED)] * 3
+    state, effects = fold(state, command(sync("load", 2), 5))
+    state, calls, seen = carry_out(state, effects, seen)
+    assert [call_name(call) for call in calls] == ["load"] and seen.version == 2
+    assert state.desired.committed == V1  # until version 2 is committed
+
+
 def test_an_older_snapshot_is_ignored() -> None:
     state = agent(seq=5, epoch=2)
     for older in (snapshot(Desired(generation="paused"), 4, 2), snapshot(Desired(generation="paused"), 9, 1)):

@@ -16,7 +16,7 @@ from schemas.events import Answer, AwaitPush, Call, CommandReceived, Effect, Pau
 from schemas.identity import RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import calls_for, finish_call, needs_no_engine
-from workers.machine.gate import expiry, is_targeted, must_wait, refusal
+from workers.machine.gate import expiry, is_targeted, must_wait, refusal, superseded
 from workers.machine.order import drain_buffer
 from workers.machine.reconcile import PAUSE_AND_RESUME, adopt_pushed, reconcile
 from workers.machine.state import (
@@ -127,7 +127,7 @@ def decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: 
         suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
     desired = desired_after(state.desired, command, targeted, state.identity)
     expired = now_ms >= event.at_ms + event.ttl_ms
-    refused = expiry(state, event) if expired else refusal(state, event)
+    refused = expiry(state, event) if expired else refusal(state, event) or superseded(state, event)
     answers = state.answers
     if refused is not None:
         effects.append(refused)

@@ -18,6 +18,7 @@ _NOT_TARGETED = Skipped(Reason.NOT_TARGETED)
 _NOT_AN_ENGINE = Skipped(Reason.NOT_AN_ENGINE)
 _OBSERVING = Skipped(Reason.OBSERVING)
 _NOT_PRIMARY = Skipped(Reason.NOT_PRIMARY)
+_SUPERSEDED = Skipped(Reason.SUPERSEDED)
 
 
 def is_targeted(state: AgentState, event: CommandReceived) -> bool:
@@ -82,6 +83,18 @@ def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
             "probe URL` says how to launch it."
         )
     return _answer(event, Failed(ErrorKind.UNSUPPORTED, message), 9)
+
+
+def superseded(state: AgentState, event: CommandReceived) -> Answer | None:
+    """Rule 10: the answer to a part of a sync behind which a newer sync waits. The bus has ended the older one; an
+    engine that was launching meanwhile is brought to the newest weights only.
+    """
+    command = event.command
+    if not isinstance(command, WeightSync):
+        return None
+    later = (queued.command for queued in state.queue if is_targeted(state, queued))
+    begun = (sync.version for sync in later if isinstance(sync, WeightSync) and sync.phase == "prepare")
+    return _answer(event, _SUPERSEDED, 10) if any(version > command.version for version in begun) else None
 
 
 def _answer(event: CommandReceived, outcome: Outcome, rule: int) -> Answer:
