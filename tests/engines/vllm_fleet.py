@@ -2,6 +2,10 @@
 
 Replica 0 has two nodes: a server that is started here with an agent beside it, and an agent on a node without a front
 end. Replica 1 has one node, whose agent launched its server. A trainer's bus commands both.
+
+Replica 0 stays on vLLM's default executor, whose worker is a process of its own. Replica 1 takes `uni`, which needs
+none. Readers of the default's queues spin for a second after each message (`shm_broadcast.py`, `busy_loop_s`); two
+such servers leave nothing of two cores to anybody else. So each operation is seen on both executors.
 """
 
 import json
@@ -33,6 +37,11 @@ DETAILED: Final = {
 """What the profilers of replica 0 and of replica 1 are launched to record; vLLM can't be told later."""
 
 
+UNI: Final = ("--distributed-executor-backend", "uni")
+UNI_ENVIRONMENT: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Without it `uni` is turned into the default on a CPU (`vllm/platforms/cpu.py`)."""
+
+
 class VLLMFleet:
     """Two replicas of vLLM, four processes that serve them, and the trainer's end."""
 
@@ -51,8 +60,9 @@ class VLLMFleet:
         )
         bus, port = self.plane.address, free_port()
         self.second_url = f"http://127.0.0.1:{port}"
-        launched = command("vllm", folder / "a", port, *profiler_options(folder / "raw-1", DETAILED))
-        launch = ["env", *(f"{name}={value}" for name, value in environment("vllm").items()), *launched]
+        launched = command("vllm", folder / "a", port, *profiler_options(folder / "raw-1", DETAILED), *UNI)
+        variables = environment("vllm") | UNI_ENVIRONMENT
+        launch = ["env", *(f"{name}={value}" for name, value in variables.items()), *launched]
         kind = ("--engine", "vllm")
         self.agents = [
             open_.enter_context(AgentProcess(bus, folder, "0.0", 2, *kind, "--url", self.proxy.url)),
