@@ -322,7 +322,7 @@ class ControlPlane:
 
     def sync_weights(
         self,
-        version: int,
+        version: int | None,
         source: Source | str | Path,
         *,
         manifest: Manifest | None = None,
@@ -337,7 +337,9 @@ class ControlPlane:
         """Bring the fleet to new weights, all replicas together or none: prepare, load, then commit or abort.
 
         Args:
-            version: Larger than any committed before.
+            version: Larger than any committed before, and not one that was used for other weights: once replicas were
+                told to load it, it stands for this source and manifest. None for the next of the run, one more than
+                the newest that was ever requested; the report says which.
             source: Where the weights are. A path is a directory of safetensors files below `checkpoints`, the same as
                 `Checkpoint(path)`.
             manifest: What the source must hold; None to read it from the headers of the files on this machine.
@@ -355,6 +357,7 @@ class ControlPlane:
 
         Raises:
             CheckpointError: The source is missing, cut off or unsafe. Nothing was sent.
+            CommandError: From the ticket. The version was used for other weights.
             SyncInProgress: From the ticket. Another sync has not ended yet.
         """
         bus = self.bus
@@ -377,7 +380,7 @@ class ControlPlane:
             timeout_ms=milliseconds(timeout),
         )
         if send is not None:
-            self._portal.start_task_soon(_send_when_loading, bus, ticket, version, send)
+            self._portal.start_task_soon(_send_when_loading, bus, ticket, send)
         return ticket
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -415,20 +418,20 @@ class ControlPlane:
         step.end()
 
 
-async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], version: int, send: SendWeights) -> None:
+async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], send: SendWeights) -> None:
     """Call `send` once all receivers have prepared: a broadcast waits for everyone in its group."""
 
     def loading_or_over(state: CoordinatorState) -> bool:
         sync = state.sync
-        return ticket.done or (sync is not None and sync.request.version == version and sync.phase != "prepare")
+        return ticket.done or (sync is not None and sync.request.ticket == ticket.number and sync.phase != "prepare")
 
     try:
         sync = (await bus.wait_until(loading_or_over)).sync
-        if sync is not None and sync.request.version == version and sync.phase == "load":
+        if sync is not None and sync.request.ticket == ticket.number and sync.phase == "load":
             members = tuple(sorted(sync.members - sync.lost))
             await to_thread.run_sync(send, members, abandon_on_cancel=True)
     except (Exception, SystemExit) as error:  # of anybody's code, in a thread that must not end the bus
-        logger.warning("version %d was not sent: %s: %s", version, type(error).__name__, error)
+        logger.warning("the weights of a sync were not sent: %s: %s", type(error).__name__, error)
         bus.note_send_failure(ticket, f"{type(error).__name__}: {error}")
 
 

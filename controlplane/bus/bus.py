@@ -120,7 +120,7 @@ class Bus:
 
     def sync(
         self,
-        version: int,
+        version: int | None,
         source: Source,
         manifest: Manifest | None,
         *,

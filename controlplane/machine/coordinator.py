@@ -26,16 +26,15 @@ from typing import NamedTuple
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.machine import events, fleet, membership, sessions
+from controlplane.machine import events, fleet, membership, sessions, syncs
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
 from controlplane.machine.serving import note_outcomes
-from controlplane.machine.weights import Sync, commit_phase, failed_report, first_phase, may_leave_out, next_phase
-from schemas.commands import Command, EpochStart, Target, WeightSync
+from schemas.commands import Command, EpochStart, Target
 from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, identity_of
 from schemas.outcomes import Missing
-from schemas.reports import AgentOutcome, Report, SyncReport
-from schemas.wire import MAX_COMMAND_BYTES, MAX_TARGET_BYTES, CommandRecord, Envelope, Replay, encode
+from schemas.reports import AgentOutcome, Report
+from schemas.wire import CommandRecord, Envelope, Replay, encode
 
 LOGIC = 5
 """Version of the decisions below, recorded in every log. A change of behaviour gets a new number."""
@@ -69,11 +68,12 @@ def decide(
         case events.Issued():
             state = _on_issued(state, event, effects)
         case events.SyncRequested():
-            state = _on_sync_requested(state, event, effects)
+            state, phase = syncs.on_requested(state, event, effects)
+            state = _conclude(_open_phase(state, phase, _now(event), effects), _now(event), effects)
         case events.RetireRequested():
             state = membership.on_retire_requested(state, event, effects)
         case events.SendFailed():
-            state = _on_send_failed(state, event, effects)
+            state = _conclude(syncs.on_send_failed(state, event), _now(event), effects)
         case events.TimerFired():
             state = _on_timer(state, event, effects)
         case events.Opened():
@@ -123,15 +123,13 @@ def _on_closed(state: CoordinatorState, event: events.Closed, effects: Effects) 
     state = _conclude(replace(_all_missing(state, "bus_restarted"), sync=None), _now(event), effects)
     if sync is None:
         return state
-    request = sync.request
-    reason = f"the bus was closed in the {sync.phase} phase of the sync to version {request.version}; it was aborted"
-    effects.append(events.Refuse(ticket=request.ticket, kind="closed", reason=reason))
-    abort = WeightSync(phase="abort", version=request.version)
-    return _publish(state, abort, request.target, request.timeout_ms, _now(event), effects)
+    reason = f"the bus was closed in the {sync.phase} phase of the sync to version {sync.version}; it was aborted"
+    effects.append(events.Refuse(ticket=sync.request.ticket, kind="closed", reason=reason))
+    return _open_phase(state, syncs.abort_of(sync), _now(event), effects)
 
 
 def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) -> CoordinatorState:
-    if reason := _oversize(event.command, event.target) or sessions.refused_start(state, event):
+    if reason := fleet.oversize(event.command, event.target) or sessions.refused_start(state, event):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
     now = _now(event)
@@ -140,32 +138,11 @@ def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) 
     return _conclude(state, now, effects)
 
 
-def _on_sync_requested(state: CoordinatorState, event: events.SyncRequested, effects: Effects) -> CoordinatorState:
-    if (sync := state.sync) is not None:
-        reason = (
-            f"a sync to version {sync.request.version} is in its {sync.phase} phase; two at once would split the "
-            "fleet. Wait for its report, then ask again"
-        )
-        effects.append(events.Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
+def _open_phase(state: CoordinatorState, phase: syncs.Phase | None, now: _Now, effects: Effects) -> CoordinatorState:
+    """Publish the next phase of a sync, if one follows."""
+    if phase is None:
         return state
-    request = replace(event, target=membership.whole_target(state, event.target))
-    largest = commit_phase(request, frozenset(unit for unit in state.desired if isinstance(unit, int)))
-    if reason := _oversize(largest, request.target):
-        effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
-        return state
-    state = replace(state, sync=Sync(request=request, seq=state.seq + 1))
-    state = _publish(state, first_phase(request), request.target, request.timeout_ms, _now(event), effects)
-    return _conclude(state, _now(event), effects)
-
-
-def _oversize(command: Command, target: Target) -> str:
-    """Why the record of a command is too large for a message; empty if it is not. Asked before it has a seq."""
-    sizes = {"command": (len(encode(command)), MAX_COMMAND_BYTES), "target": (len(encode(target)), MAX_TARGET_BYTES)}
-    problems = [
-        f"the {part} takes {size:,} bytes, of at most {most:,}" for part, (size, most) in sizes.items() if size > most
-    ]
-    advice = "Name fewer replicas or ranks, or all of them by naming none"
-    return f"{' and '.join(problems)}; nothing was published. {advice}" if problems else ""
+    return _publish(state, phase.command, phase.target, phase.timeout_ms, now, effects)
 
 
 def _publish(
@@ -264,7 +241,7 @@ def _all_missing(state: CoordinatorState, reason: MissingReason) -> CoordinatorS
 def _conclude(state: CoordinatorState, now: _Now, effects: Effects) -> CoordinatorState:
     """End every command that waits for nobody, and continue the sync whose phase that was."""
     while True:
-        state = _without_engines_down(state, now.us)
+        state = syncs.without_engines_down(state, now.us)
         ended = next((command for command in state.open if not command.waiting), None)
         if ended is None:
             return state
@@ -275,54 +252,8 @@ def _conclude(state: CoordinatorState, now: _Now, effects: Effects) -> Coordinat
         state = replace(state, open=tuple(command for command in state.open if command is not ended))
         effects.append(events.Conclude(ticket=ended.ticket, report=report))
         if state.sync is not None and state.sync.seq == report.seq:
-            state = _end_phase(state, state.sync, report, now, effects)
-
-
-def _without_engines_down(state: CoordinatorState, at_us: int) -> CoordinatorState:
-    """End the phase of a sync for agents whose engines are known to be down, if it waits for nobody else."""
-    sync = state.sync
-    command = next((command for command in state.open if sync is not None and command.record.seq == sync.seq), None)
-    if sync is None or command is None or not command.waiting:
-        return state
-    if not all(membership.is_engine_down(state.members[name]) for name in command.waiting):
-        return state
-    replicas = frozenset(state.members[name].hello.identity.replica for name in command.waiting)
-    if not may_leave_out(sync, command.outcomes, replicas, membership.syncing_replicas(state, sync.request.target)):
-        return state
-    ended = fleet.conclude_missing(command, command.waiting, "engine_down", at_us)
-    return replace(state, open=tuple(ended if other is command else other for other in state.open))
-
-
-def _on_send_failed(state: CoordinatorState, event: events.SendFailed, effects: Effects) -> CoordinatorState:
-    """End the load phase: what the engines wait for will not come."""
-    sync = state.sync
-    if sync is None or sync.phase != "load" or sync.request.ticket != event.ticket:
-        return state
-    open_commands = tuple(
-        fleet.conclude_missing(command, command.waiting, "not_sent", event.at_us)
-        if command.record.seq == sync.seq
-        else command
-        for command in state.open
-    )
-    state = replace(state, open=open_commands, sync=replace(sync, failure=event.reason))
-    return _conclude(state, _now(event), effects)
-
-
-def _end_phase(state: CoordinatorState, sync: Sync, report: Report, now: _Now, effects: Effects) -> CoordinatorState:
-    known = membership.syncing_replicas(state, sync.request.target)
-    if sync.failure:  # nobody waits for engines that still wait for the broadcast
-        effects.append(events.Conclude(ticket=sync.request.ticket, report=failed_report(sync, report, known)))
-        abort = WeightSync(phase="abort", version=sync.request.version)
-        state = replace(state, sync=None)
-        return _publish(state, abort, sync.request.target, sync.request.timeout_ms, now, effects)
-    sync, following = next_phase(sync, report, known)
-    if isinstance(following, WeightSync) and _oversize(following, sync.request.target):  # replicas that joined since
-        sync, following = replace(sync, phase="abort"), WeightSync(phase="abort", version=sync.request.version)
-    if isinstance(following, SyncReport):
-        effects.append(events.Conclude(ticket=sync.request.ticket, report=following))
-        return replace(state, sync=None)
-    state = replace(state, sync=replace(sync, seq=state.seq + 1))
-    return _publish(state, following, sync.request.target, sync.request.timeout_ms, now, effects)
+            state, phase = syncs.end_phase(state, state.sync, report, effects)
+            state = _open_phase(state, phase, now, effects)
 
 
 def _on_timer(state: CoordinatorState, event: events.TimerFired, effects: Effects) -> CoordinatorState:

@@ -69,6 +69,7 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     """The trainer wants the fleet on new weights.
 
     Attributes:
+        version: None for the next of the run: one more than the newest that was ever requested.
         quorum: Replicas that must load; None for more than half.
         timeout_ms: For each phase.
         absent: Whether a phase waits for replicas whose engines are known to be down, though it has its quorum.
@@ -77,7 +78,7 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     at_us: int
     at_ns: int
     ticket: Positive
-    version: Positive
+    version: Positive | None
     source: Source
     manifest: Manifest | None
     in_flight: InFlight

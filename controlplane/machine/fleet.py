@@ -13,13 +13,24 @@ from msgspec.structs import replace
 
 from controlplane.machine import events
 from controlplane.machine.weights import Sync
-from schemas.commands import Command
+from schemas.commands import Command, Target
 from schemas.config import BusConfig
-from schemas.desired import Desired
+from schemas.desired import Committed, Desired
 from schemas.identity import ROLLOUT, Count, Identity, Positive, RolloutMode, agent_of
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, AgentStatus
-from schemas.wire import CommandRecord, Downward, Hello, Rejoin, Replay, Snapshot, Welcome, encode
+from schemas.wire import (
+    MAX_COMMAND_BYTES,
+    MAX_TARGET_BYTES,
+    CommandRecord,
+    Downward,
+    Hello,
+    Rejoin,
+    Replay,
+    Snapshot,
+    Welcome,
+    encode,
+)
 
 PAGE = 64
 """Records in one page of replay, at most."""
@@ -91,6 +102,8 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         desired: Of each replica (by index) and training rank (by name) that was ever seen.
         default_desired: Of replicas that have not been seen yet.
         sync: The weight sync in progress.
+        newest_version: The newest that a sync was ever requested for.
+        loaded: Weights that entered the load phase of a sync, the newest of them, in the order of their versions.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         retired: Agents that an operator took out of the run for good.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
@@ -106,6 +119,8 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     desired: dict[int | str, Desired] = {}
     default_desired: Desired = Desired()
     sync: Sync | None = None
+    newest_version: Count = 0
+    loaded: tuple[Committed, ...] = ()
     claims: dict[str, tuple[str, int]] = {}
     retired: frozenset[str] = frozenset()
     trainer_session: Count | None = None
@@ -343,7 +358,17 @@ def _retired(name: str) -> str:
     )
 
 
-# --- replay -----------------------------------------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def oversize(command: Command, target: Target) -> str:
+    """Return why the record of a command is too large for a message; empty if it is not. Asked before it has a seq."""
+    sizes = {"command": (len(encode(command)), MAX_COMMAND_BYTES), "target": (len(encode(target)), MAX_TARGET_BYTES)}
+    problems = [
+        f"the {part} takes {size:,} bytes, of at most {most:,}" for part, (size, most) in sizes.items() if size > most
+    ]
+    advice = "Name fewer replicas or ranks, or all of them by naming none"
+    return f"{' and '.join(problems)}; nothing was published. {advice}" if problems else ""
 
 
 def on_resend_requested(state: CoordinatorState, event: events.ResendRequested, effects: Effects) -> CoordinatorState:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.events import SyncRequested
 from schemas.commands import WeightSync
-from schemas.identity import Count, replica_and_node
+from schemas.identity import Count, Positive, replica_and_node
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome, Report, SyncReport
 
@@ -32,6 +32,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     """A weight sync in progress.
 
     Attributes:
+        version: Of the new weights: the one that was requested, or the next of the run.
         seq: Of the phase that is open.
         members: Replicas that take part.
         lost: Replicas that failed.
@@ -41,6 +42,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     """
 
     request: SyncRequested
+    version: Positive
     phase: Literal["prepare", "load", "commit", "abort"] = "prepare"
     seq: Count = 0
     members: frozenset[Count] = frozenset()
@@ -50,24 +52,25 @@ class Sync(Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-def first_phase(request: SyncRequested) -> WeightSync:
+def first_phase(sync: Sync) -> WeightSync:
     """Return the command that opens a sync."""
+    request = sync.request
     return WeightSync(
         phase="prepare",
-        version=request.version,
+        version=sync.version,
         source=request.source,
         manifest=request.manifest,
         in_flight=request.in_flight,
     )
 
 
-def commit_phase(request: SyncRequested, lost: frozenset[int]) -> WeightSync:
+def commit_phase(sync: Sync, lost: frozenset[int]) -> WeightSync:
     """Return the command that commits a sync; `lost` are the replicas that dropped out."""
     return WeightSync(
         phase="commit",
-        version=request.version,
-        source=request.source,
-        manifest=request.manifest,
+        version=sync.version,
+        source=sync.request.source,
+        manifest=sync.request.manifest,
         quarantine=lost,
     )
 
@@ -80,7 +83,7 @@ def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync,
     """
     conclusions = primary_conclusions(report.outcomes, known)
     sync = _with_report(sync, report, conclusions)
-    request, version = sync.request, sync.request.version
+    version = sync.version
     succeeded = _followed(sync, conclusions)
     match sync.phase:
         case "prepare" if sync.members and all(
@@ -96,7 +99,7 @@ def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync,
         case "prepare":
             return replace(sync, phase="load"), WeightSync(phase="load", version=version, quarantine=sync.lost)
         case "load":
-            return replace(sync, phase="commit"), commit_phase(request, sync.lost)
+            return replace(sync, phase="commit"), commit_phase(sync, sync.lost)
 
 
 def failed_report(sync: Sync, report: Report, known: frozenset[int]) -> SyncReport:
@@ -175,7 +178,7 @@ def _report(
     quarantined = sync.lost & answered if committed else set()
     proven = loaded if committed else answered - failed
     return SyncReport(
-        version=sync.request.version,
+        version=sync.version,
         status=status,
         loaded=tuple(sorted(loaded)),
         quarantined=tuple(sorted(quarantined)),

@@ -73,6 +73,7 @@ class Weather:
     exiles: float = 0.0
     tails: float = 0.0
     absences: float = 0.0
+    journals: float = 0.0
     retires: float = 0.0
     pushes: float = 0.0  # share of syncs whose weights the trainer pushes
 
@@ -110,6 +111,7 @@ class World:
         self.weather.tails = newer.choice((0.0, 0.0, 0.1))
         self.weather.absences = random.Random(f"absences {seed}").choice((0.0, 0.0, 0.1))
         self.weather.retires = random.Random(f"retires {seed}").choice((0.0, 0.0, 0.15))
+        self.weather.journals = random.Random(f"journals {seed}").choice((0.0, 0.0, 1.0))
         self.disk = newer.choice((False, False, True))  # durability of the log
         self.log = Log()
         self.lives = 0
@@ -227,6 +229,8 @@ class World:
                 slot.relaunch()
             if weather.agent_dies and rng.random() < weather.agent_dies and slot.process is not None:
                 rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
+            if weather.journals and slot.process is not None:
+                self._lose_journal(slot)
         if weather.tails and rng.random() < weather.tails:
             self._power_fails()
         if weather.retires and rng.random() < weather.retires:
@@ -290,6 +294,19 @@ class World:
     def _retire_place(self, place: str) -> None:
         if self.bus is not None and self.bus.alive and self.trainer.busy:
             self.trainer.retire(self.bus, place)
+
+    def _lose_journal(self, slot: Slot) -> None:
+        """Let an agent lose its disk, most often while its engine holds what is not committed. The trainer then fails
+        to send the weights to the others, and syncs again.
+        """
+        engine, process = slot.engine, slot.process
+        assert process is not None
+        committed = engine is None or engine.version <= process.state.desired.version
+        if self.rng.random() < self.weather.journals / (50 if committed else 1):
+            slot.lose_journal()
+            if self.bus is not None and self.bus.alive:
+                self.trainer.fail_to_send(self.bus)
+            self.at(200, self._sync_meanwhile)
 
     def _sync_meanwhile(self) -> None:
         if self.bus is not None and self.bus.alive and self.trainer.busy:

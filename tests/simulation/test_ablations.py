@@ -143,6 +143,14 @@ def without_unproven(report: Report | SyncReport) -> Report | SyncReport:
     return replace(report, unproven=()) if isinstance(report, SyncReport) else report
 
 
+def forgetting_what_was_loaded(
+    state: CoordinatorState, event: CoordinatorEvent
+) -> tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]:
+    """Let a version be used again for other weights."""
+    after, effects = coordinator.decide(state, event)
+    return replace(after, loaded=()), effects
+
+
 def forgetting_who_left(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
     """Forget, in a new life of the bus, how a replica that left is deployed."""
     after, effects = coordinator.decide(state, event)
@@ -216,6 +224,8 @@ ABLATIONS = {
     "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving"),
     # A push that did not arrive counts as a load.
     "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof"),
+    # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
+    "one version for the same weights": Ablation(Mechanisms(bus=forgetting_what_was_loaded), "I1 no torn serving"),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order"),
     # What was published or answered before it was on the disk is not there after a crash.

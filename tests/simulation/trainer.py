@@ -61,6 +61,7 @@ class Trainer:
             (0.0, 0.0, 0.1)
         )  # chance of a target and a timeout at their bounds or beyond
         self.pushing = random.Random(f"push {world.seed}")
+        self.versions = random.Random(f"versions {world.seed}")
         self.pace_ms = world.rng.choice((200, 800, 2500))
 
     def work(self) -> None:
@@ -108,12 +109,14 @@ class Trainer:
         except CommandError:
             self.world.say(f"bus {bus.life} refuses {order!r:.200}")
 
-    def sync(self, bus: Bus, quorum: int | None, timeout_ms: int | None = None) -> int:
-        """Sync the next version. An aborted version is tried again from another source."""
+    def sync(self, bus: Bus, quorum: int | None, timeout_ms: int | None = None, again: bool = True) -> int:
+        """Sync to a version above the committed one. If `again`, perhaps one that was tried before, from another
+        source: the bus refuses it if anybody was told to load it.
+        """
         rng = self.world.rng
         bus.tickets += 1
         self.tries += 1
-        version = 1 + max((commit.version for commit in self.world.promises.commits(lost=True)), default=0)
+        version = self._version(again)
         source = self._source(f"v{version}/try{self.tries}", quorum)
         content = digest_of(weights_of(source))
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content) if rng.random() < 0.5 else None
@@ -176,6 +179,19 @@ class Trainer:
         places = (place,) if self.world.rng.random() < 0.9 else (place, "77")
         self.hand_over(bus, RetireRequested(at_us=bus.now_us, at_ns=self.world.now, ticket=bus.tickets, places=places))
 
+    def _version(self, again: bool) -> int:
+        """The next version; or, if `again`, perhaps one that was tried before. Never one that the log has lost."""
+        promises = self.world.promises
+        if again and not promises.lost and self.versions.random() < 0.7:
+            return 1 + max((commit.version for commit in promises.commits()), default=0)
+        tried = (published.command for published in (*promises.lost.values(), *promises.log.values()))
+        return 1 + max((command.version for command in tried if isinstance(command, WeightSync)), default=0)
+
+    def fail_to_send(self, bus: Bus) -> None:
+        """Raise in the middle of sending weights, if they are sent now."""
+        if bus.state.sync is not None:
+            self._send_fails(bus, bus.state.sync.request.ticket)
+
     def restore(self) -> int:
         """Issue what a replica needs to come back, then one sync for all. Returns its version."""
         bus = self.world.bus
@@ -187,7 +203,7 @@ class Trainer:
         self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=9000)
         self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=9000)
         self.world.run(self.world.now + 10_000)
-        return self.sync(bus, quorum=1, timeout_ms=30_000)  # slow engines are not broken ones
+        return self.sync(bus, quorum=1, timeout_ms=30_000, again=False)  # slow engines are not broken ones
 
     def _target(self) -> Target:
         rng = self.world.rng

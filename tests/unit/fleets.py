@@ -114,7 +114,7 @@ class Coordinator:
 
     def sync(
         self,
-        version: int = 1,
+        version: int | None = 1,
         *,
         quorum: int | None = None,
         path: str | None = None,

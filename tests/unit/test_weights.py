@@ -366,16 +366,6 @@ def test_an_aborted_sync_quarantines_nobody_and_names_who_failed() -> None:
     assert "1.0, 2.0: failed engine_error: It burns." in str(caught.value)
 
 
-def test_an_aborted_version_may_be_tried_again_from_another_source() -> None:
-    bus = fleet()
-    bus.sync(1, path="a")
-    run_phases(bus, ONLY_0, ALL)
-    bus.sync(1, path="b")
-    assert phase(bus).source == Checkpoint("b")
-    run_phases(bus, ALL, ALL, ALL)
-    assert bus.state.default_desired.committed == Committed(1, Checkpoint("b"), None)
-
-
 def test_a_version_that_all_replicas_have_or_passed_ends_as_stale() -> None:
     bus = fleet()
     bus.sync(1)
@@ -511,7 +501,7 @@ REQUEST = SyncRequested(
     timeout_ms=1,
 )
 KNOWN = frozenset({0, 1, 2, 3})
-SYNC = Sync(request=REQUEST, phase="load", members=frozenset({0, 1, 2}))
+SYNC = Sync(request=REQUEST, version=1, phase="load", members=frozenset({0, 1, 2}))
 
 
 def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
