@@ -297,20 +297,22 @@ class World:
 
     def _lose_journal(self, slot: Slot) -> None:
         """Let an agent lose its disk, most often while its engine holds what is not committed. The trainer then fails
-        to send the weights to the others, and syncs again.
+        to send the weights to the others, and tries that version again with other weights.
         """
-        engine, process = slot.engine, slot.process
+        engine, process, bus = slot.engine, slot.process, self.bus
         assert process is not None
         committed = engine is None or engine.version <= process.state.desired.version
-        if self.rng.random() < self.weather.journals / (50 if committed else 1):
-            slot.lose_journal()
-            if self.bus is not None and self.bus.alive:
-                self.trainer.fail_to_send(self.bus)
-            self.at(200, self._sync_meanwhile)
+        if self.rng.random() >= self.weather.journals / (50 if committed else 1):
+            return
+        slot.lose_journal()
+        if bus is not None and bus.alive and bus.state.sync is not None:
+            version = bus.state.sync.version
+            self.trainer.fail_to_send(bus)
+            self.at(200, self._sync_meanwhile, version)
 
-    def _sync_meanwhile(self) -> None:
+    def _sync_meanwhile(self, version: int | None = None) -> None:
         if self.bus is not None and self.bus.alive and self.trainer.busy:
-            self.trainer.sync(self.bus, quorum=1)
+            self.trainer.sync(self.bus, quorum=1, version=version)
 
     def replace_trainer(self) -> None:
         """The trainer dies, or lives on as a zombie, and another takes over."""

@@ -109,14 +109,21 @@ class Trainer:
         except CommandError:
             self.world.say(f"bus {bus.life} refuses {order!r:.200}")
 
-    def sync(self, bus: Bus, quorum: int | None, timeout_ms: int | None = None, again: bool = True) -> int:
+    def sync(
+        self,
+        bus: Bus,
+        quorum: int | None,
+        timeout_ms: int | None = None,
+        version: int | None = None,
+        again: bool = True,
+    ) -> int:
         """Sync to a version above the committed one. If `again`, perhaps one that was tried before, from another
         source: the bus refuses it if anybody was told to load it.
         """
         rng = self.world.rng
         bus.tickets += 1
         self.tries += 1
-        version = self._version(again)
+        version = version or self._version(again)
         source = self._source(f"v{version}/try{self.tries}", quorum)
         content = digest_of(weights_of(source))
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content) if rng.random() < 0.5 else None
