@@ -6,6 +6,7 @@ microseconds and returns a `Ticket`: a trainer without an event loop calls `.wai
 """
 
 import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -444,11 +445,21 @@ async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[F
     except TimeoutError:
         lacking = (f"  {name} lacks: {what}" for name, what in what_agents_lack(bus.state, since_us).items())
         lines = [f"expected {count} agents, all of them serving, within {timeout_s:g} s:", *lacking, str(bus.status())]
-        advice = "Read the logs of the others: each says which address it connects to and what it waits for"
+        advice = (
+            f"Agents must be started with --bus {_as_dialled(bus.address)}. Read the logs of the others: each says "
+            "which address it connects to and what it waits for"
+        )
         ticket.fail(AgentsMissing("\n".join([*lines, advice])))
     except BaseException as error:
         ticket.fail(error if isinstance(error, RolloutctlError) else BusClosed("the bus was closed meanwhile"))
         raise
+
+
+def _as_dialled(address: str) -> str:
+    """The address as agents name it: a bus that listens everywhere is reached at this machine's name."""
+    host, _, port = address.rpartition(":")
+    everywhere = host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]")
+    return f"tcp://{socket.gethostname()}:{port}" if everywhere else address
 
 
 def _target(replicas: Replicas) -> Target:

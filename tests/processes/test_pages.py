@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from safetensors.torch import save_file
 
 from controlplane import ControlPlane
 from schemas.errors import BusError
+from schemas.outcomes import ErrorKind, Failed
 from tests.pages import module_of
 from tests.running import ROOT, python, rolloutctl, started
+from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
 PAGE = "docs/embedding.md"
@@ -56,10 +59,10 @@ def paths(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def agent(bus: str, folder: Path) -> Iterator[None]:
-    words = ("agent", "--bus", bus, "--replica", 0, "--engine", "echo:Echo", "--state-dir", folder / "state")
+def agent(bus: str, folder: Path, replica: int = 0) -> Iterator[None]:
+    words = ("agent", "--bus", bus, "--replica", replica, "--engine", "echo:Echo", "--state-dir", folder / "state")
     with (
-        (folder / "agent.log").open("wb") as log,
+        (folder / "agent.log").open("ab") as log,
         started("-m", "controlplane.cli", *words, cwd=folder, env=paths(folder), stderr=log),
     ):
         yield
@@ -132,3 +135,22 @@ def test_a_child_that_is_forked_may_live_and_may_not_use_the_bus(tmp_path: Path)
             _, status = os.waitpid(child, 0)
             assert os.waitstatus_to_exitcode(status) == (7 if use else 0)
         assert plane.pause(timeout=5).wait().acted == ()
+
+
+def test_a_late_joiner_whose_checkpoint_was_removed_names_version_and_path(folder: Path) -> None:
+    with (
+        ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", checkpoints=folder) as plane,
+        agent(plane.address, folder, 0),
+    ):
+        plane.wait_for_agents(1).wait()
+        plane.sync_weights(1, "made/0").wait().raise_for_failures()
+        rmtree(folder / "made" / "0")
+        with agent(plane.address, folder, 1):
+            wait_until(lambda: any("could not load version 1" in line.condition for line in plane.status().agents))
+            plane.pause().wait()
+            report = plane.resume().wait()
+            late = next(outcome for outcome in report.outcomes if outcome.agent == "1.0").conclusion
+            assert isinstance(late, Failed) and late.error is ErrorKind.QUARANTINED
+            assert "version 1 (checkpoint 'made/0')" in late.message
+            plane.sync_weights(2, "made/1").wait().raise_for_failures()  # and it is back
+    assert "made/0 does not exist" in (folder / "agent.log").read_text()

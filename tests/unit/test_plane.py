@@ -1,6 +1,7 @@
 """The control plane as a trainer uses it: with and without an event loop, in steps, and when things go wrong."""
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -195,7 +196,16 @@ def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
 
 
 def test_an_empty_fleet_is_named_too(plane: ControlPlane) -> None:
-    with pytest.raises(errors.AgentsMissing, match="expected 1 agents.*\n.* 0 agents\n"):
+    with pytest.raises(errors.AgentsMissing, match="expected 1 agents.*\n.* 0 agents\n") as caught:
+        plane.wait_for_agents(1, timeout=0.05).wait()
+    assert f"must be started with --bus {plane.address}." in str(caught.value)
+
+
+def test_agents_of_a_bus_that_listens_everywhere_are_told_a_name_of_its_machine(tmp_path: Path) -> None:
+    with (
+        ControlPlane("tcp://0.0.0.0:0", log=tmp_path / "everywhere.db", insecure=True) as plane,
+        pytest.raises(errors.AgentsMissing, match=f"--bus tcp://{socket.gethostname()}:[1-9]"),
+    ):
         plane.wait_for_agents(1, timeout=0.05).wait()
 
 

@@ -137,9 +137,8 @@ class Bench:
             return events.Observation(engine="unknown", tokenizer="unknown")
         if (took := time.monotonic() - began) > OBSERVE_S:
             self.problems.append(f"{state}: observe took {took:.1f} s")
-        if not isinstance(observed, events.Observation) or not is_readable(
-            events.EngineObserved(at_ms=0, observation=observed)
-        ):
+        event = events.EngineObserved(at_ms=0, observation=observed)
+        if not isinstance(observed, events.Observation) or not is_readable(event):
             self.problems.append(f"{state}: observe returned {observed!r}, which no log can record")
             return events.Observation(engine="unknown", tokenizer="unknown")
         self.observations.append((state, observed))

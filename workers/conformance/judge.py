@@ -421,7 +421,7 @@ def _observe(seen: ObserveSeen) -> Iterator[str]:
             break
     if len({observation.instance for observation in observations}) > 1:
         yield "its `instance` changed, and nobody launched it again"
-    if len({observation.operations for observation in observations}) > 1:
+    if any(observation.operations != observations[0].operations for observation in observations):
         yield "its `operations` changed"
     if not all(observation.operations for observation in observations):
         yield "it lists no operations"

@@ -40,7 +40,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     @property
     def operations(self) -> frozenset[Operation]:
         """What the engine can do."""
-        return frozenset(Operation) - self.missing.keys()
+        return frozenset(Operation).difference(self.missing)
 
 
 LaunchT = TypeVar("LaunchT", bound=Launch)

@@ -13,6 +13,7 @@ from schemas.commands import (
     Pushed,
     UnknownCommand,
     WeightSync,
+    durable_source,
 )
 from schemas.desired import Desired, ProfileSession
 from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush
@@ -245,8 +246,11 @@ def _engine(
 
 
 def _out_of_service(identity: Identity, desired: Desired) -> Failed:
+    committed = desired.committed
+    source = durable_source(committed.source) if committed and committed.version == desired.quarantined else None
+    where = f" (checkpoint {source.path!r})" if source is not None else ""
     return Failed(
         ErrorKind.QUARANTINED,
-        f"replica {identity.replica} is out of service since the sync to version {desired.quarantined or 'unknown'}: "
-        "it stays paused until the next committed sync, or until its agent is restarted.",
+        f"replica {identity.replica} is out of service since the sync to version {desired.quarantined or 'unknown'}"
+        f"{where}: it stays paused until the next committed sync, or until its agent is restarted.",
     )
