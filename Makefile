@@ -10,10 +10,16 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # In parallel, one worker per core. PYTEST_XDIST_AUTO_NUM_WORKERS sets another number.
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --durations=10
 
-.PHONY: demo test test-long test-attacks test-engines test-trainers test-perfetto test-browser environments lint docs bench clean
+.PHONY: demo demo-vllm test test-long test-attacks test-engines test-trainers test-perfetto test-browser environments lint docs bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
+
+# The real TRL trains on two real vLLM servers, on the CPU: 3 minutes. What it fetches first, once, it says.
+demo-vllm: $(VENV)/.ready
+	@set -e; vllm=$$($(BIN)/python -m tests.environments vllm); trl=$$($(BIN)/python -m tests.environments trl); \
+	PYTHONPATH=. TRL_EXPERIMENTAL_SILENCE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $$trl -W ignore::FutureWarning \
+	    docs/examples/grpo_vllm.py rolloutctl-demo/vllm-$$(date +%Y%m%d-%H%M%S) $$vllm
 
 # COVERAGE="--cov --cov-report=term" also fails when less of the product is covered than pyproject.toml asks for.
 test: $(VENV)/.ready
@@ -37,6 +43,7 @@ test-engines: $(VENV)/.ready
 # Real trainers, unmodified, each in an environment of its own. TRAINER_TESTS: more arguments for pytest.
 test-trainers: $(VENV)/.ready
 	$(BIN)/python -m pytest -m trainer_verl $(TRAINER_TESTS)
+	$(BIN)/python -m pytest -m trainer_trl $(TRAINER_TESTS)
 
 # Timelines, read by Perfetto's trace processor (16 MB, downloaded once). Needs node.
 test-perfetto: $(VENV)/.ready
@@ -52,7 +59,7 @@ test-browser: $(VENV)/.ready
 environments: $(VENV)/.ready
 	command -v chromium > /dev/null || (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
 	$(BIN)/python -m tests.timeline.environment
-	$(BIN)/python -m tests.environments vllm sglang router verl
+	$(BIN)/python -m tests.environments vllm sglang router verl trl
 	$(BIN)/python -m tests.engines.wheels
 
 lint: $(VENV)/.ready

@@ -184,6 +184,11 @@ class ControlPlane:
         """Where agents and operators connect, with the port that the system chose."""
         return self.bus.address
 
+    @property
+    def checkpoints(self) -> Path:
+        """The directory that checkpoint paths are relative to on this machine."""
+        return self._checkpoints
+
     # --- the fleet ----------------------------------------------------------------------------------------------------
 
     def status(self) -> FleetStatus:
@@ -256,7 +261,10 @@ class ControlPlane:
         """Stop generation.
 
         Args:
-            in_flight: `abort` ends running requests, `wait` lets them finish, `keep` freezes them.
+            in_flight: `abort` ends running requests: they return the tokens that they have, all of the old weights.
+                `wait` lets them finish. `keep` freezes them. If the weights change meanwhile, as in a sync, the rest of
+                a frozen sequence is of neither version alone, because the cache behind it is the old weights': train on
+                the logprobs that the engine reports for it, not on recomputed ones.
         """
         return self.publish(EngineCommand(operation="pause", mode=in_flight), replicas, timeout)
 

@@ -1,6 +1,6 @@
 """Virtual environments with the real engines, a router, and the real trainers, for a machine without a GPU.
 
-`python -m tests.environments vllm sglang router verl` creates them and prints the paths of their interpreters.
+`python -m tests.environments vllm sglang router verl trl` creates them and prints the paths of their interpreters.
 
 Each is in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when the
 recipe changes. The folders are in ROLLOUTCTL_TEST_CACHE, by default ~/.cache/rolloutctl-tests.
@@ -42,12 +42,19 @@ ROUTER: Final = "sglang-router==0.3.2"
 VERL_NEEDS: Final = (ROOT / "tests" / "trainers" / "verl-requirements.txt").read_text().split()
 """verl, all that it needs on a CPU, and what this project needs."""
 
+TRL_NEEDS: Final = (ROOT / "tests" / "trainers" / "trl-requirements.txt").read_text().split()
+"""TRL, likewise."""
+
 RECIPES: Final = {
     "vllm": (TORCH, VLLM, *VLLM_WITHOUT),
     "sglang": (TORCH, SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE),
     "router": (ROUTER,),
     "verl": (TORCH, *VERL_NEEDS),
+    "trl": (TORCH, *TRL_NEEDS),
 }
+
+SIZES: Final = {"vllm": "3.4 GB", "sglang": "3 GB", "router": "150 MB", "verl": "1.9 GB", "trl": "1.5 GB"}
+"""On disk. About a third of it is fetched."""
 
 
 def python(kind: str) -> Path:
@@ -57,6 +64,7 @@ def python(kind: str) -> Path:
     place = CACHE / name
     with _locked(CACHE / f"{name}.lock"):
         if not (place / "ready").exists():
+            print(f"building {place}, {SIZES[kind]}: once, about two minutes", file=sys.stderr, flush=True)  # noqa: T201
             shutil.rmtree(place, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", place], check=True)
             match kind:

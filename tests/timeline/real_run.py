@@ -31,11 +31,11 @@ def record(folder: Path) -> Path:
         save(TinyModel(TinyConfig(), seed=version), folder / f"v{version}")
     with (
         ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=folder) as plane,
-        _agents(plane.address, folder),
+        agents(plane.address, folder),
     ):
         plane.wait_for_agents(len(PLACES), timeout=60).wait()
         plane.sync_weights(1, Checkpoint("v1")).wait().raise_for_failures()
-        clients = [TinyClient(_front(folder, place)) for place in PLACES]
+        clients = [TinyClient(front(folder, place)) for place in PLACES]
         for place, client in zip(PLACES, clients, strict=True):
             _profiled(plane, place.replica, client)
         plane.sync_weights(2, Checkpoint("v2")).wait().raise_for_failures()
@@ -51,15 +51,17 @@ def _profiled(plane: ControlPlane, replica: int, client: TinyClient) -> None:
     plane.stop_profile(step, replicas=only).wait().raise_for_failures()
 
 
-def _front(folder: Path, place: Identity) -> str:
+def front(folder: Path, place: Identity) -> str:
     return f"ipc://{folder}/front-{place.replica}"
 
 
 @contextmanager
-def _agents(address: str, folder: Path) -> Iterator[None]:
+def agents(address: str, folder: Path, checkpoints: Path | None = None) -> Iterator[None]:
     """Agents on a thread and loop of their own, as they would be in other processes."""
     with start_blocking_portal() as portal:
-        running = [portal.start_task_soon(_run_agent, address, folder, place) for place in PLACES]
+        running = [
+            portal.start_task_soon(_run_agent, address, folder, place, checkpoints or folder) for place in PLACES
+        ]
         try:
             yield
         finally:
@@ -67,9 +69,9 @@ def _agents(address: str, folder: Path) -> Iterator[None]:
                 agent.cancel()
 
 
-async def _run_agent(address: str, folder: Path, place: Identity) -> None:
+async def _run_agent(address: str, folder: Path, place: Identity, checkpoints: Path) -> None:
     traces = folder / "traces"
-    engine = TinyEngine(place, checkpoints=folder, traces=traces, serve=_front(folder, place))
+    engine = TinyEngine(place, checkpoints=checkpoints, traces=traces, serve=front(folder, place))
     config = AgentConfig(hello_retry_ms=20, observe_ms=20)
     node = NodeTraces(traces, place)
     async with Agent(bus=address, identity=place, engine=engine, state_dir=folder, traces=node, config=config) as agent:

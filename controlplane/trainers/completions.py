@@ -1,0 +1,174 @@
+"""Rollouts from the replicas of a fleet, over the completions route of OpenAI that vLLM serves. Needs no trainer.
+
+Only replicas that are proven to serve the newest weights are asked. What one does not answer is asked of the others.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import httpx
+
+from schemas.errors import AgentsMissing, ConfigError, EngineError
+from schemas.formatting import format_replicas
+from schemas.logs import logger_of
+
+logger = logger_of("trainers")
+
+LOOK_AGAIN_S: Final = 0.2
+"""Between two looks at who serves, while nobody does."""
+
+Prompt = Sequence[int]
+Share = Sequence[int]
+"""Which of the prompts, by index."""
+
+
+class Rollout(NamedTuple):
+    """What a replica sampled for one prompt.
+
+    Attributes:
+        token_ids: Of the completion alone.
+        logprobs: The engine's, of each of these tokens; None where it has none.
+        replica: Who sampled it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    replica: int
+
+
+class CompletionsClient:
+    """Asks the replicas that serve for completions.
+
+    vLLM 0.32 draws the random numbers of all requests from one generator, which `--seed` seeds with 0 unless it is
+    given, so two servers may sample the same text for the same prompt. Equal prompts that follow each other are asked
+    of one replica, in one request, which also lets it prefill them once.
+
+    Args:
+        serving: Returns the version that each replica is proven to serve now: `ControlPlane.serving`.
+        urls: Where this process reaches each replica's engine, by the index of the replica.
+        timeout: Seconds for one request, and for having nobody who serves.
+    """
+
+    def __init__(
+        self, serving: Callable[[], Mapping[int, int]], urls: Mapping[int, str], *, timeout: float = 600.0
+    ) -> None:
+        if not urls:
+            raise ConfigError("urls is empty: name each replica's engine, for example {0: 'http://127.0.0.1:8000'}")
+        self._serving, self._timeout = serving, timeout
+        self._urls = {replica: url.rstrip("/") for replica, url in urls.items()}
+        self._http = httpx.Client(timeout=timeout, trust_env=False)
+        self._models: dict[int, str] = {}
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Mapping[str, Any]) -> list[Rollout]:
+        """Return one completion for each prompt, in their order.
+
+        Args:
+            prompts: Token ids of each.
+            sampling: Other fields of the request, such as `max_tokens` and `temperature`.
+
+        Raises:
+            ConfigError: A replica that serves has no URL, or an URL no vLLM, before anything was ever sampled.
+            EngineError: A server refused the request (4xx): asking another one would not help.
+            AgentsMissing: No replica served for as long as the timeout.
+        """
+        if not self._models:
+            self._meet_all()
+        completions: dict[int, Rollout] = {}
+        avoided: set[int] = set()
+        until = time.monotonic() + self._timeout
+        while open_ := [index for index in range(len(prompts)) if index not in completions]:
+            replicas = self._able(avoided, until)
+            shares = split(prompts, open_, len(replicas))
+            for replica, answer in self._ask(dict(zip(replicas, shares, strict=False)), prompts, sampling):
+                if isinstance(answer, httpx.TransportError):
+                    avoided.add(replica)
+                    logger.warning("replica %d does not answer, its prompts go to others: %r", replica, answer)
+                else:
+                    completions |= answer
+        return [completions[index] for index in range(len(prompts))]
+
+    def _meet_all(self) -> None:
+        """Learn the models' names; say at once which URL is wrong."""
+        serving = sorted(self._serving())
+        if missing := [replica for replica in serving if replica not in self._urls]:
+            raise ConfigError(f"urls: {format_replicas(missing)} has no URL; there are {self._urls}")
+        for replica in serving:
+            try:
+                self._model(replica)
+            except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"urls: {self._urls[replica]} of replica {replica} does not answer as vLLM's server does: "
+                    f"{error!r}. Its agent says that it serves, so the URL is wrong, or out of this process's reach"
+                ) from None
+
+    def _model(self, replica: int) -> str:
+        if replica not in self._models:
+            answer = self._http.get(f"{self._urls[replica]}/v1/models").raise_for_status()
+            self._models[replica] = answer.json()["data"][0]["id"]
+        return self._models[replica]
+
+    def _able(self, avoided: set[int], until: float) -> list[int]:
+        """Return the replicas to ask, those that failed a moment ago only if there are no others; wait for one."""
+        while True:
+            serving = self._serving()
+            newest = max(serving.values(), default=0)
+            able = sorted(replica for replica in serving.keys() & self._urls if serving[replica] == newest)
+            if better := [replica for replica in able if replica not in avoided]:
+                return better
+            if time.monotonic() > until:
+                found = f"{format_replicas(able)} did not answer" if able else "none serves the newest weights"
+                raise AgentsMissing(f"no replica has answered for {self._timeout:g} s: {found}")
+            avoided.clear()
+            threading.Event().wait(LOOK_AGAIN_S)
+
+    def _ask(
+        self, shares: Mapping[int, Share], prompts: Sequence[Prompt], sampling: Mapping[str, Any]
+    ) -> list[tuple[int, dict[int, Rollout] | httpx.TransportError]]:
+        """Ask all replicas at once. The threads are daemons, so that Ctrl-C does not wait for a server."""
+        answers: queue.SimpleQueue[tuple[int, dict[int, Rollout] | Exception]] = queue.SimpleQueue()
+
+        def ask(replica: int, share: Share) -> None:
+            try:
+                answers.put((replica, self._complete(replica, share, prompts, sampling)))
+            except Exception as error:  # raised below, in the thread that waits
+                answers.put((replica, error))
+
+        for shared in shares.items():
+            threading.Thread(target=ask, args=shared, daemon=True).start()
+        collected: list[tuple[int, dict[int, Rollout] | httpx.TransportError]] = []
+        for _ in shares:
+            replica, answer = answers.get()
+            if isinstance(answer, Exception) and not isinstance(answer, httpx.TransportError):
+                raise answer
+            collected.append((replica, answer))
+        return collected
+
+    def _complete(
+        self, replica: int, share: Share, prompts: Sequence[Prompt], sampling: Mapping[str, Any]
+    ) -> dict[int, Rollout]:
+        """One request. What an abort cut off is left out, and so asked again."""
+        asked = {"model": self._model(replica), "prompt": [list(prompts[index]) for index in share]}
+        body = {**asked, "logprobs": 0, "return_token_ids": True, **sampling}
+        answer = self._http.post(f"{self._urls[replica]}/v1/completions", json=body)
+        if answer.is_server_error:
+            raise httpx.RemoteProtocolError(f"it answers {answer.status_code}: {answer.text[:200]}")
+        if answer.is_error:
+            raise EngineError(f"replica {replica} refused the rollout with {answer.status_code}: {answer.text[:500]}")
+        return {
+            index: Rollout(choice["token_ids"], choice["logprobs"]["token_logprobs"], replica)
+            for index, choice in zip(share, answer.json()["choices"], strict=True)
+            if choice["finish_reason"] != "abort"
+        }
+
+
+def split(prompts: Sequence[Prompt], open_: Share, replicas: int) -> list[Share]:
+    """Share prompts out evenly, without parting equal ones that follow each other. At most `replicas` shares."""
+    groups = [list(group) for _, group in itertools.groupby(open_, key=lambda index: tuple(prompts[index]))]
+    shares: list[list[int]] = [[] for _ in range(min(replicas, len(groups)))]
+    for group in groups:
+        min(shares, key=len).extend(group)
+    return list(shares)

@@ -1,0 +1,135 @@
+"""TRL's `AsyncGRPOTrainer`, unmodified, trains on two vLLM servers: a program of `test_trl.py`.
+
+`python async_grpo.py OUT VLLM PORT PORT`, in TRL's environment, writes what came out to OUT/result.json. The trainer
+asks for a GPU in two places, and gets a stand-in there: the device's name (`trl/trainer/utils.py`, for its figures
+about use), and FlashAttention 3 (`experimental/async_grpo/packing.py`, fetched from a hub), here in plain torch.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+
+from controlplane import ControlPlane
+from controlplane.trainers.completions import CompletionsClient
+from controlplane.trainers.trl import BusSteps, BusWeightTransfer, VllmRolloutWorker, logprob_gaps
+from schemas.profiler.config import ProfilerConfig
+
+STEPS = 6
+OUT = Path(sys.argv[1])
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "grpo_vllm.py"), run_name="example")
+
+
+def flash_attn_varlen_func(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    *_: int,
+    softmax_scale: float,
+    **__: Any,
+) -> torch.Tensor:
+    """Causal attention in each segment; the last query sees all keys of its segment."""
+    out = torch.empty_like(query)
+    for q0, q1, k0, k1 in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True):
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (part[k0:k1].repeat_interleave(groups, dim=1) for part in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], keys) * softmax_scale
+        hidden = torch.ones(int(q1 - q0), int(k1 - k0), dtype=torch.bool).triu(1 + int((k1 - k0) - (q1 - q0)))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[q0:q1] = torch.einsum("hqk,khd->qhd", weights, values)
+    return out
+
+
+def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str, Any]:
+    config = AsyncGRPOConfig(
+        output_dir=str(OUT / "trl"),
+        per_device_train_batch_size=16,
+        num_generations=8,
+        max_completion_length=32,
+        max_steps=STEPS,
+        token_budget=0,  # else it asks a server of its own
+        learning_rate=1e-3,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+    )
+    prompts = Dataset.from_dict({"prompt": [f"{number:02}: " for number in range(64)]})
+    reward = EXAMPLE["in_turn"]
+    transfer = BusWeightTransfer(plane, timeout=60)
+    worker = VllmRolloutWorker(plane, urls, args=config, dataset=prompts, reward_funcs=[reward], tokenizer=tokenizer)
+    versions: list[int] = []
+
+    class Versions(BusSteps):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **members: Any) -> None:
+            super().on_step_begin(args, state, control, **members)
+            versions.append(transfer.report.version if transfer.report else 0)
+
+    trainer = AsyncGRPOTrainer(
+        str(OUT / "model"),
+        reward,
+        config,
+        prompts,
+        processing_class=tokenizer,
+        callbacks=[Versions(plane)],
+        weight_transfer=transfer,
+        rollout_worker=worker,
+    )
+    trainer.train()
+    assert transfer.report is not None
+    return {
+        "versions": versions,
+        "committed": [transfer.report.version, list(transfer.report.loaded)],
+        "labels": [httpx.get(f"{url}/weight_info").json()["weight_version"] for url in urls.values()],
+        **compare(plane, urls, trainer.model.state_dict(), tokenizer),
+    }
+
+
+def compare(
+    plane: ControlPlane, urls: dict[int, str], weights: dict[str, torch.Tensor], tokenizer: Any
+) -> dict[str, float]:
+    """Logprobs of both servers beside those of the trained weights, and beside those of others."""
+    prompts = [tokenizer(f"{number:02}: ")["input_ids"] for number in range(16)]
+    sampling = {"max_tokens": 32, "temperature": 1.0}
+    rollouts = CompletionsClient(plane.serving, urls).generate(prompts, sampling)
+    assert {rollout.replica for rollout in rollouts} == {0, 1}
+    trained, other = (EXAMPLE["make_model"]()[0] for _ in range(2))
+    trained.load_state_dict(weights)
+    found = {name: logprob_gaps(model, prompts, rollouts, 16) for name, model in (("same", trained), ("other", other))}
+    return {name: max(gaps) for name, gaps in found.items()}
+
+
+if __name__ == "__main__":
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    torch.cuda.get_device_name = lambda *_: "cpu"
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, tokenizer = EXAMPLE["make_model"]()
+    model.save_pretrained(OUT / "model")
+    tokenizer.save_pretrained(OUT / "model")
+    (OUT / "new").mkdir()
+    sections = f"rollout: {{contents: [cpu]}}\nsave_path: {OUT}/traces\ntimeout_ms: 120000\n"
+    (OUT / "profile.yaml").write_text(f"steps: [2]\n{sections}")
+    profiler = ProfilerConfig.from_yaml(OUT / "profile.yaml")
+    agents: list[Any] = []
+    with ControlPlane("tcp://127.0.0.1:0", log=OUT / "run.db", profiler=profiler, checkpoints=OUT / "new") as plane:
+        try:
+            urls = {replica: f"http://127.0.0.1:{port}" for replica, port in enumerate(map(int, sys.argv[3:5]))}
+            agents += [EXAMPLE["start_agent"](plane.address, *place) for place in urls.items()]
+            plane.wait_for_agents(2, timeout=300).wait()
+            (OUT / "result.json").write_text(json.dumps(train(plane, urls, tokenizer)))
+        finally:
+            for agent in agents:
+                agent.terminate()
+            for agent in agents:
+                agent.wait()

@@ -1,0 +1,131 @@
+"""The real TRL, unmodified, on two real vLLM servers that their agents launched, on the CPU."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+from controlplane.cli.reducers import replay_log
+from controlplane.record.invariants import verify
+from controlplane.record.log import RunLog
+from tests.engines.servers import free_port
+from tests.environments import python
+from tests.running import ROOT, environment
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.trainer_trl, pytest.mark.timeout(900)]
+
+DEMO: Final = ROOT / "docs" / "examples" / "grpo_vllm.py"
+ASYNC: Final = Path(__file__).parent / "async_grpo.py"
+REFUSALS: Final = Path(__file__).parent / "trl_refusals.py"
+
+SAME: Final = 1e-4
+"""Logprobs of vLLM and of the trainer, both in float32, for the same weights: 1e-6 to 4e-6 in all steps of ten runs."""
+OTHER: Final = 1e-2
+"""And for other weights: 0.26 in the mean for noise of half a standard deviation."""
+
+STEP: Final = re.compile(r"step (\d+): reward ([\d.]+), replicas \(([\d, ]+)\), logprobs off by (\S+)")
+
+
+@contextmanager
+def program(file: Path, out: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A program in TRL's environment, in a process group of its own."""
+    quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    words = [python("trl"), "-W", "ignore::FutureWarning", file, out, python("vllm"), *arguments]
+    with subprocess.Popen(
+        [str(word) for word in words],
+        cwd=out.parent,
+        env=environment(quiet),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def processes_of(out: Path) -> list[psutil.Process]:
+    """What runs for that folder: trainer, agents, guards, servers and their engines."""
+    return [
+        process for process in psutil.process_iter(["cmdline"]) if str(out) in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+def engines_below(out: Path) -> list[psutil.Process]:
+    return [process for process in processes_of(out) if "vllm.entrypoints.openai.api_server" in process.info["cmdline"]]
+
+
+def check_log(log: Path) -> None:
+    assert list(verify(RunLog.read(log))) == []
+    assert replay_log(RunLog.read(log)).compared > 100
+
+
+def test_what_cannot_work_is_refused_by_one_line(tmp_path: Path) -> None:
+    with program(REFUSALS, tmp_path) as process:
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    found = json.loads(output.splitlines()[-1])
+    assert found["processes"].startswith("ConfigError: TRL trains in 2 processes: FleetSync reads the weights of one.")
+    assert found["use_vllm"].startswith("ConfigError: use_vllm=True: TRL would sync a server of its own.")
+    assert found["peft"].startswith("ConfigError: the model is a PEFT adapter, and engines load whole checkpoints")
+    assert found["agents"].startswith("AgentsMissing: no agent of a replica has joined the bus at tcp://127.0.0.1:")
+    assert found["every"].startswith("ConfigError: every is 0")
+    assert re.match(r"EngineError: vLLM's logprobs differ .* more than 0\.0001: replica 1 by [4-9]", found["logprobs"])
+    assert found["seen"] == []
+    assert found["unseen"] == ["trl 2.0.0 was not seen before: rolloutctl was run with 1.16.0"]
+
+
+def test_grpo_learns_from_two_servers_of_which_one_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with program(DEMO, out) as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output[-6000:]
+    steps = [(int(step), float(reward), replicas, float(gap)) for step, reward, replicas, gap in STEP.findall(output)]
+    assert [step for step, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 44
+    assert max(gap for *_, gap in steps) < SAME
+    rewards = [reward for _, reward, *_ in steps]
+    assert rewards[0] < 0.05 and max(rewards[-5:]) > 0.5  # 0.97 and more in each run
+    sampled_by = [replicas for _, _, replicas, _ in steps]
+    assert sampled_by[:5] == ["0, 1"] * 5 and "0," in sampled_by[5:] and sampled_by[-1] == "0, 1"
+    assert "launched (2)" in (out / "agent-1.log").read_text()
+    traced = {trace.relative_to(out / "traces").parts[:2] for trace in (out / "traces").rglob("*.pt.trace.json.gz")}
+    assert traced == {("global_step_3", place) for place in ("replica_0", "replica_1", "actor_rank_0")}
+    assert (out / "run.perfetto.json.gz").exists()
+    assert sorted(out.glob("new/*")) == sorted([out / "new" / f"step_{len(steps) - back}" for back in (0, 1)])
+    assert processes_of(out) == []
+    check_log(out / "run.db")
+
+
+def test_ctrl_c_ends_the_demo_with_all_that_it_started(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with program(DEMO, out) as process:
+        wait_until(lambda: len(engines_below(out)) >= 2, timeout_s=120)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: trainer and agents get it
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode != 0 and "KeyboardInterrupt" in output
+        wait_until(lambda: processes_of(out) == [])
+
+
+def test_async_grpo_moves_its_weights_over_the_bus(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    with program(ASYNC, out, free_port(), free_port()) as process:
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output[-6000:]
+    result = json.loads((out / "result.json").read_text())
+    assert result["versions"] == [1, 2, 3, 4, 5, 6]  # one before the first step, then one after each
+    assert result["committed"] == [7, [0, 1]] and result["labels"] == ["7", "7"]
+    assert result["same"] < SAME and result["other"] > OTHER
+    assert processes_of(out) == []
+    check_log(out / "run.db")

@@ -1,0 +1,74 @@
+"""Weights of a trainer, brought to its fleet as checkpoint directories."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from controlplane import ControlPlane
+from controlplane.trainers.checkpoints import CheckpointSync
+from schemas.errors import AgentsMissing, CheckpointError, ConfigError
+from tests.timeline.real_run import PLACES, QUICK, agents, front
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+from workers.engines.tiny.server import TinyClient
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[ControlPlane]:
+    """A bus with two tiny engines."""
+    with ControlPlane(
+        "tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path / "new"
+    ) as plane:
+        (tmp_path / "new").mkdir()
+        with agents(plane.address, tmp_path, checkpoints=tmp_path / "new"):
+            plane.wait_for_agents(len(PLACES), timeout=60).wait()
+            yield plane
+
+
+def weights(seed: int) -> Callable[[Path], None]:
+    return lambda folder: save(TinyModel(TinyConfig(), seed=seed), folder)
+
+
+def test_every_replica_gets_each_version_and_the_newest_checkpoints_stay(plane: ControlPlane, tmp_path: Path) -> None:
+    sync = CheckpointSync(plane, keep=2)
+    sync.require_replicas()
+    for seed in (1, 2, 3):
+        report = sync.publish(f"step_{seed}", weights(seed))
+        assert (report.version, report.status, report.loaded) == (seed, "committed", (0, 1))
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_2", "step_3"]
+    held = [TinyClient(front(tmp_path, place)).weights() for place in PLACES]
+    assert held[0] == held[1] and plane.serving() == {0: 3, 1: 3}
+
+
+def test_a_name_that_is_taken_gets_a_number(plane: ControlPlane) -> None:
+    (plane.checkpoints / "step_1").mkdir()  # of an earlier life of the trainer
+    CheckpointSync(plane).publish("step_1", weights(1))
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_1", "step_1-1"]
+    assert list((plane.checkpoints / "step_1").iterdir()) == []
+
+
+def test_a_checkpoint_that_was_not_written_is_published_to_nobody(plane: ControlPlane) -> None:
+    def full(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half of it")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        CheckpointSync(plane).publish("step_1", full)
+    assert list(plane.checkpoints.iterdir()) == []
+    with pytest.raises(CheckpointError):
+        CheckpointSync(plane).publish("step_1", lambda folder: None)
+    assert plane.serving() == {0: 0, 1: 0}
+
+
+def test_a_run_without_agents_is_told_how_to_start_one(tmp_path: Path) -> None:
+    plane = ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", checkpoints=tmp_path)
+    with plane, pytest.raises(AgentsMissing, match="no agent of a replica has joined .* --bus tcp://127.0.0.1:"):
+        CheckpointSync(plane).require_replicas()
+
+
+def test_wrong_settings_are_refused_before_the_training(tmp_path: Path) -> None:
+    missing = ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", checkpoints=tmp_path / "none")
+    with pytest.raises(ConfigError, match="none: no such directory. Make it where every agent can read it"):
+        CheckpointSync(missing)
+    with pytest.raises(ConfigError, match="keep is 0"):
+        CheckpointSync(missing, keep=0)

@@ -1,0 +1,125 @@
+"""Rollouts from vLLM's completions route: who is asked, and what happens when one does not answer."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from controlplane.trainers.completions import CompletionsClient, split
+from schemas.errors import AgentsMissing, ConfigError, EngineError
+from tests.engines.http_servers import HttpRequest, HttpServer, Reply
+
+PROMPTS = [[1], [1], [2], [2], [3], [3]]
+
+
+class Server(HttpServer):
+    """Continues each prompt with its own token, repeated; `reply` takes the place of the next answers."""
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+        self.cut_off = 0
+        super().__init__(self.reply)
+
+    def reply(self, request: HttpRequest) -> Reply:
+        if request.path == "/v1/models":
+            return 200, {"data": [{"id": "policy"}]}
+        if self.replies:
+            return self.replies.pop(0)
+        body = msgspec.json.decode(request.body)
+        assert (body["model"], body["logprobs"], body["return_token_ids"]) == ("policy", 0, True)
+        self.cut_off, cut_off = 0, self.cut_off
+        return 200, {"choices": [self._choice(prompt, cut_off > at) for at, prompt in enumerate(body["prompt"])]}
+
+    def _choice(self, prompt: list[int], cut_off: bool) -> dict[str, Any]:
+        made = [*prompt] if cut_off else prompt * 3
+        logprobs = {"token_logprobs": [-0.5] * len(made)}
+        return {"token_ids": made, "logprobs": logprobs, "finish_reason": "abort" if cut_off else "length"}
+
+    @property
+    def asked(self) -> list[list[list[int]]]:
+        """The prompts of each request."""
+        bodies = [msgspec.json.decode(request.body) for request in self.requests if request.verb == "POST"]
+        return [body["prompt"] for body in bodies]
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Server, Server]]:
+    with Server() as first, Server() as second:
+        yield first, second
+
+
+def client(
+    servers: Sequence[HttpServer], serving: dict[int, int] | None = None, timeout: float = 30
+) -> CompletionsClient:
+    urls = {replica: server.url for replica, server in enumerate(servers)}
+    return CompletionsClient(lambda: serving if serving is not None else {0: 7, 1: 7}, urls, timeout=timeout)
+
+
+def test_equal_prompts_stay_together_and_shares_are_even() -> None:
+    assert split(PROMPTS, range(6), 2) == [[0, 1, 4, 5], [2, 3]]
+    assert split(PROMPTS, range(6), 5) == [[0, 1], [2, 3], [4, 5]]
+    assert split(PROMPTS, [1, 3], 2) == [[1], [3]]
+
+
+def test_replicas_share_the_prompts_and_answers_come_in_their_order(servers: tuple[Server, Server]) -> None:
+    rollouts = client(servers).generate(PROMPTS, {"max_tokens": 3})
+    assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
+    assert [rollout.replica for rollout in rollouts] == [0, 0, 1, 1, 0, 0]
+    assert rollouts[0].logprobs == [-0.5, -0.5, -0.5]
+    assert (servers[0].asked, servers[1].asked) == ([[[1], [1], [3], [3]]], [[[2], [2]]])
+
+
+@pytest.mark.parametrize("serving", [{0: 6, 1: 7}, {1: 7}])
+def test_only_those_who_serve_the_newest_weights_are_asked(
+    servers: tuple[Server, Server], serving: dict[int, int]
+) -> None:
+    rollouts = client(servers, serving).generate(PROMPTS, {})
+    assert {rollout.replica for rollout in rollouts} == {1} and servers[0].asked == []
+
+
+@pytest.mark.parametrize("reply", [None, (503, {"error": "dead"})], ids=["hangs up", "503"])
+def test_the_prompts_of_a_dead_replica_are_asked_of_others(servers: tuple[Server, Server], reply: Reply) -> None:
+    servers[1].replies = [reply]
+    rollouts = client(servers).generate(PROMPTS, {})
+    assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
+    assert {rollout.replica for rollout in rollouts} == {0} and servers[0].asked[1] == [[2], [2]]
+
+
+def test_a_replica_that_failed_is_asked_again_if_it_is_the_only_one(servers: tuple[Server, Server]) -> None:
+    servers[0].replies = [None, None]
+    assert len(client(servers[:1], {0: 1}).generate(PROMPTS, {})) == 6
+    assert len(servers[0].asked) == 3
+
+
+def test_what_an_abort_cut_off_is_asked_again(servers: tuple[Server, Server]) -> None:
+    servers[0].cut_off = 1
+    rollouts = client(servers[:1], {0: 1}).generate(PROMPTS, {})
+    assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
+    assert servers[0].asked[1:] == [[[1]]]
+
+
+def test_a_request_that_a_server_refuses_is_not_asked_of_others(servers: tuple[Server, Server]) -> None:
+    servers[0].replies = [(400, {"error": "max_tokens is too large"})]
+    with pytest.raises(EngineError, match="replica 0 refused the rollout with 400: .*max_tokens is too large"):
+        client(servers).generate(PROMPTS, {})
+
+
+def test_a_replica_without_an_url_is_named_at_the_start(servers: tuple[Server, Server]) -> None:
+    with pytest.raises(ConfigError, match="urls: replicas? 2 has no URL; there are {0: 'http://127.0.0.1"):
+        client(servers, {0: 1, 2: 1}).generate(PROMPTS, {})
+    with pytest.raises(ConfigError, match="urls is empty"):
+        client([])
+
+
+def test_an_url_without_a_vllm_is_named_at_the_start(servers: tuple[Server, Server]) -> None:
+    wrong = r"urls: {} of replica 1 does not answer as vLLM's server does: {}"
+    with HttpServer(lambda _: (404, {})) as other, pytest.raises(ConfigError, match=wrong.format(other.url, ".*404")):
+        client([servers[0], other]).generate(PROMPTS, {})
+    with pytest.raises(ConfigError, match=wrong.format(other.url, "ConnectError")):
+        client([servers[0], other]).generate(PROMPTS, {})
+
+
+def test_having_nobody_to_ask_ends_at_the_timeout(servers: tuple[Server, Server]) -> None:
+    with pytest.raises(AgentsMissing, match=r"no replica has answered for 0\.1 s: none serves the newest weights"):
+        client(servers, {}, timeout=0.1).generate(PROMPTS, {})
