@@ -263,7 +263,7 @@ def test_a_trainer_that_was_killed_resumes_its_own_run(troubled: Troubled) -> No
     versions = [sync.version for sync in record.syncs]
     assert versions == sorted(set(versions)), "a version was used twice"
     assert [label_of(record, sync) for sync in record.syncs] == ["0", "1", "2", "3", "3", "4", "5"]
-    assert sum(isinstance(command, EpochStart) for command in record.commands.values()) == 1
+    assert sum(isinstance(command, EpochStart) for command in record.commands.values()) == 2
 
 
 def test_a_server_that_dies_in_an_update_ends_verl_itself_and_the_report_says_which(troubled: Troubled) -> None:
