@@ -59,7 +59,6 @@ class VerlRun:
 
     def __init__(self, plane: ControlPlane, settings: VerlSettings, resources: ExitStack) -> None:
         self._plane, self._settings, self._resources = plane, settings, resources
-        self._version = 0
         self._labels: dict[frozenset[int], str] = {}  # of the newest weights, by the replicas of a manager
         self._in_step = self._left = False
 
@@ -194,9 +193,8 @@ class VerlRun:
         """Ask for a sync of weights that verl pushes; None if that can't be done."""
         settings = self._settings
         try:
-            self._version = max(self._version, self._plane.status().version) + 1
             return self._plane.sync_weights(
-                self._version,
+                None,
                 Pushed(label),
                 send=send,
                 replicas=ranks,
