@@ -158,7 +158,10 @@ class Process:
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
         settings = events.MachineSettings(
-            max_buffered=HOLD, reconcile_timeout_ms=5000, on_lost_bus=self.slot.on_lost_bus
+            max_buffered=HOLD,
+            reconcile_timeout_ms=5000,
+            on_lost_bus=self.slot.on_lost_bus,
+            memory=self.slot.engine.memory if self.slot.engine is not None else "agent",
         )
         started = events.Started(
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings

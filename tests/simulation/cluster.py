@@ -75,6 +75,7 @@ class Weather:
     absences: float = 0.0
     journals: float = 0.0
     retires: float = 0.0
+    releases: float = 0.0
     pushes: float = 0.0  # share of syncs whose weights the trainer pushes
 
     @classmethod
@@ -122,6 +123,11 @@ class World:
         lost_bus = random.Random(f"lost bus {seed}")
         for slot in self.slots:
             slot.on_lost_bus = lost_bus.choice(("serve", "serve", "pause"))
+        memory = random.Random(f"memory {seed}")
+        self.weather.releases = memory.choice((0.0, 0.0, 0.0, 0.3))
+        for slot in self.slots:
+            if slot.engine is not None and self.weather.releases and memory.random() < 0.6:
+                slot.engine.memory = "trainer"
         pushing = random.Random(f"pushes {seed}")
         self.weather.pushes = pushing.choice((0.0, 0.0, 0.5))
         for slot in self.slots:
@@ -233,6 +239,8 @@ class World:
                 self._lose_journal(slot)
         if weather.tails and rng.random() < weather.tails:
             self._power_fails()
+        if weather.releases and rng.random() < weather.releases:
+            self.trainer.release()
         if weather.retires and rng.random() < weather.retires:
             self._retire(rng.choice(self.slots))
         if weather.trainer_dies and rng.random() < weather.trainer_dies:
@@ -363,6 +371,7 @@ class World:
         self.say("calm")
         self.weather = Weather()
         self.trainer.busy = False
+        self.trainer.take_back()
         for slot in self.slots:
             slot.blocked_until = dict.fromkeys(slot.blocked_until, 0)
             if slot.engine is not None:
@@ -444,6 +453,7 @@ class World:
                 return f"{process.peer} hears no heads"
             stuck = state.reconcile_blocked or (slot.engine is not None and slot.engine.unable)
             stuck = stuck or (slot.engine is not None and self.promises.stranded(slot.engine, state.desired))
+            stuck = stuck or bool(state.suppressed.quarantined)  # it waits for the next sync
             if state.activity is not None or not (machine.in_sync(state) or stuck):
                 return f"{process.peer} is not as desired"
         return None

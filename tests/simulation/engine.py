@@ -12,7 +12,7 @@ from random import Random
 
 from schemas import events
 from schemas.commands import Pushed, Source
-from schemas.identity import Operation, Tag
+from schemas.identity import Memory, Operation, Tag
 
 LAUNCHED = "as launched"
 """What a fresh engine holds; also the name of version 0."""
@@ -71,7 +71,8 @@ class Engine:
     """The engine of one replica. `kill(text)` breaks a promise: the machine asked for what no engine survives.
 
     weights, version: what it really holds, and how it numbers that.   label: what it calls them; None if it reports
-    none.   called: every call that was begun, in order.
+    none.   memory: who releases it.   interrupts: it generated when the trainer released its memory.   called: every
+    call that was begun, in order.
     resumed: asked before the engine generates again, so that what it holds can be judged.
     """
 
@@ -87,6 +88,8 @@ class Engine:
     version: int = 0
     weights: str = LAUNCHED
     label: str | None = None
+    memory: Memory = "agent"
+    interrupts: bool = False
     attempt: Attempt | None = None
     operations: frozenset[Operation] = frozenset()
     called: list[tuple[int, int, str]] = field(default_factory=list)
@@ -111,6 +114,7 @@ class Engine:
         self.ready = False
         self.generating, self.asleep = True, frozenset()
         self.session_step = None
+        self.interrupts = False
         self.version, self.weights = 0, LAUNCHED
         self.label = LAUNCH_LABEL if self.label is not None else None
         self.attempt = None
@@ -137,6 +141,21 @@ class Engine:
         if self.label is None or self.label == LAUNCH_LABEL:
             return self.version
         return int(self.label) if self.label.isdecimal() else None
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether no command releases its memory."""
+        return Operation.SLEEP in self.temper.lacks or self.memory == "trainer"
+
+    def release(self) -> None:
+        """The trainer's own data plane releases the memory, between the calls of the agent."""
+        if self.memory == "trainer" and self.ready and self.attempt is None and not self.asleep and self.generating:
+            self.asleep, self.generating, self.interrupts = frozenset({"weights", "kv_cache"}), False, True
+
+    def take_back(self) -> None:
+        """It takes the memory back; the engine goes on."""
+        if self.interrupts:
+            self.asleep, self.generating, self.interrupts = frozenset(), True, False
 
     def push(self, source: Pushed, instance: int) -> bool:
         """Take weights from the trainer's data plane, if this is still the launch that was prepared for it."""

@@ -36,10 +36,12 @@ from schemas.events import (
     LeaseExpired,
     Perform,
     Resume,
+    Sleep,
     SnapshotReceived,
     Started,
     StartProfile,
     StopProfile,
+    Wake,
 )
 from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode, agent_of
 from schemas.outcomes import Acted, Conclusion, Missing, Outcome, Reason, Skipped
@@ -258,9 +260,14 @@ class Promises:
             self.broken("P8 bounded", f"{process.peer} keeps {sizes}, and may keep {hold}")
 
     def misled(self, process: Process) -> bool:
-        """Whether the engine was relaunched after the last observation: then the agent cannot know better."""
-        engine = process.slot.engine
-        return engine is not None and process.state.engine.instance != f"launch {engine.instance}"
+        """Whether the engine was relaunched, or the trainer released its memory or took it back, after the last
+        observation: then the agent cannot know better.
+        """
+        engine, believed = process.slot.engine, process.state.engine
+        if engine is None:
+            return False
+        unseen = engine.memory == "trainer" and (believed.memory == "released") != bool(engine.asleep)
+        return unseen or believed.instance != f"launch {engine.instance}"
 
     def serving(self, process: Process) -> None:
         """P4 and I1: an agent that reports ready is in sync, and one that generates serves the committed weights."""
@@ -279,7 +286,7 @@ class Promises:
         # What failed is not pursued: a replica that could not be paused continues to generate.
         desired = replace(desired, generation=state.suppressed.generation or desired.generation)
         desired = replace(desired, asleep=(desired.asleep - state.suppressed.awake) | state.suppressed.asleep)
-        if Operation.SLEEP in engine.temper.lacks:
+        if engine.keeps_memory:
             desired = replace(desired, asleep=frozenset())
         sync = desired.sync
         if sync is not None and sync.version == state.suppressed.sync and not state.suppressed.quarantined:
@@ -309,12 +316,12 @@ class Promises:
         state, name = process.state, process.peer
         pursued = still_desired(state.desired, state.suppressed)
         wanted = pursued.profile.step if pursued.profile is not None else None
-        if Operation.SLEEP in engine.temper.lacks:
-            pursued = replace(pursued, asleep=frozenset())
+        if engine.keeps_memory:
+            pursued = replace(pursued, asleep=engine.asleep)
         if Operation.PROFILE in engine.temper.lacks:
             wanted = None
         stuck = engine.unable and pursued.committed is not None
-        if not engine.generating and pursued.serving and not (lost or stuck):
+        if not engine.generating and pursued.serving and not (lost or stuck or engine.interrupts):
             self.broken("P4 late joiner", f"{name} says it serves, and is paused")
         if engine.asleep != pursued.asleep:
             self.broken("P4 late joiner", f"{name} says it is as desired, asleep is {sorted(engine.asleep)}")
@@ -355,6 +362,9 @@ class Promises:
         if perform.call_id in ledger.performed:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
+        engine = process.slot.engine
+        if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":
+            self.broken("P5 one effect", f"{process.peer} calls {perform.call} on memory that is the trainer's")
         if isinstance(perform.call, Resume) and process.slot.on_lost_bus == "pause" and ledger.lease_over:
             self.broken("I1 no torn serving", f"{process.peer} resumes by itself, and was told to wait for a bus")
         if isinstance(perform.call, StopProfile) and (wrong := closing(self, process)):

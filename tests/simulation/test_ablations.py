@@ -109,6 +109,13 @@ def resuming_by_itself(state: AgentState, event: Event) -> Decided:
     return state, effects
 
 
+def sharing_memory(state: AgentState, event: Event) -> Decided:
+    """Bring the memory to what was commanded, whoever released it."""
+    if isinstance(event, Started):
+        event = replace(event, settings=replace(event.settings, memory="agent"))
+    return machine.decide(state, event)
+
+
 def believing_unread(state: AgentState, event: Event) -> Decided:
     """Believe that an engine holds what it held before a sync in which the trainer pushed weights."""
     state, effects = machine.decide(replace(state, engine=replace(state.engine, unread=False)), event)
@@ -220,6 +227,8 @@ ABLATIONS = {
     "pause on a lost bus": Ablation(Mechanisms(agent=serving_without_a_bus), "I1 no torn serving"),
     # It pauses, and resumes before a bus has said what is committed.
     "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving"),
+    # The trainer releases memory for its own work, and the agent wakes it.
+    "memory of the trainer": Ablation(Mechanisms(agent=sharing_memory), "P5 one effect"),
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
     "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving"),
     # A push that did not arrive counts as a load.

@@ -88,7 +88,23 @@ class Trainer:
                 target, timeout_ms = self.extremes.choice(AT_BOUNDS)
             self.issue(bus, command, target, timeout_ms)
 
+    def release(self) -> None:
+        """Let the data plane release memory: never while a command may call an engine."""
+        bus = self.world.bus
+        if bus is not None and bus.alive and bus.state.sync is None and not bus.state.open:
+            for slot in self.world.slots:
+                if slot.engine is not None and self.pushing.random() < 0.7:
+                    slot.engine.release()
+
+    def take_back(self) -> None:
+        """Take all memory back, before an engine is commanded."""
+        for slot in self.world.slots:
+            if slot.engine is not None:
+                slot.engine.take_back()
+
     def issue(self, bus: Bus, command: Command, target: Target, timeout_ms: int) -> None:
+        if isinstance(command, EngineCommand):
+            self.take_back()
         bus.tickets += 1
         self.hand_over(
             bus,
@@ -121,6 +137,7 @@ class Trainer:
         source: the bus refuses it if anybody was told to load it.
         """
         rng = self.world.rng
+        self.take_back()
         bus.tickets += 1
         self.tries += 1
         version = version or self._version(again)
