@@ -191,7 +191,8 @@ class Pushed(Struct, frozen=True, tag="pushed", omit_defaults=True):
     """Weights that the trainer's own data plane carries into the engines. Agents fetch nothing.
 
     The trainer pushes between prepare and the end of the load phase, while generation is paused, and ends a push before
-    it aborts. A replica has loaded these weights once its engine reports their label as its own.
+    it aborts. A replica has loaded these weights once its engine reports their label as its own. One that still reports
+    the label it had before counts as untouched: a push that breaks in the middle must not leave it so.
 
     Attributes:
         label: What an engine reports of its weights once it holds these: SGLang's and vLLM's `weight_version`, verl's
