@@ -1,6 +1,7 @@
 """`rolloutctl gateway`: a bus for a trainer that posts to its engines, and the URLs that it posts to."""
 
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def gateway(bus: str, log: Path, keys: Path | None, listen: str, insecure: bool,
     \b
       rolloutctl gateway --checkpoints /data/run --engine http://node0:8000 --engine http://node1:8000
     """
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise ConfigError("the gateway needs a web server: pip install 'rolloutctl[gateway]'")
     from controlplane.trainers.gateway.service import Gateway
     from workers.engines.http import api_key
 

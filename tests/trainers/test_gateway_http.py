@@ -247,3 +247,9 @@ def test_bad_options_are_one_clear_line(tmp_path: Path, options: tuple[str, ...]
     everywhere = ["--bus", "tcp://127.0.0.1:0", "--log", str(tmp_path / "run.db")]
     error = CliRunner().invoke(command, [*everywhere, *options]).exception
     assert isinstance(error, ConfigError) and says in str(error) and "\n" not in str(error)
+
+
+def test_without_its_extra_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.cli.gateway.find_spec", lambda name: None)
+    error = CliRunner().invoke(command, ["--replicas", "1", "--log", str(tmp_path / "run.db")]).exception
+    assert isinstance(error, ConfigError) and "rolloutctl[gateway]" in str(error)
