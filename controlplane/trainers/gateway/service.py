@@ -140,7 +140,7 @@ class Gateway:
         self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
         self._token, self._timeout_s, self._moment_s = token, timeout_s, moment_s
         self._state = GatewayState(replicas=replicas)
-        self._version = self._committed = 0
+        self._committed = 0
         self._waiting: dict[int, _Waiting] = {}
         self._posts = 0
         self._sockets = _listen(host, [port, *(_port_of(port, replica) for replica in range(replicas if ports else 0))])
@@ -321,10 +321,9 @@ class Gateway:
         named = f"{begin.path} ({begin.label})" if begin.label else begin.path
         logger.info("the trainer asks for %s", named)
         try:
-            self._version = max(self._version, (await to_thread.run_sync(self._plane.status)).version) + 1
             sync = partial(
                 self._plane.sync_weights,
-                self._version,
+                None,
                 Checkpoint(begin.path),
                 in_flight=begin.in_flight,
                 timeout=self._timeout_s,
