@@ -202,7 +202,7 @@ class Bench:
         began = time.monotonic()
         first = await self.tokens()
         took_s = time.monotonic() - began
-        self.silence_s = max(self._setup.silence_s, 2 * took_s)
+        self.silence_s = max(self._setup.silence_s, took_s)
         self.long = min(LONG_MAX, max(4 * SHORT, int(LONG_S / took_s * SHORT)))
         request = await self.begin_long()
         await self.end(request)
