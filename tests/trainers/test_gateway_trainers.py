@@ -221,16 +221,20 @@ def test_a_replica_that_cannot_load_is_quarantined_and_the_trainer_goes_on(
         assert HTTP.post(f"{fleet.urls[1]}/generate", json={}).status_code == 200
 
 
-def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_the_next_update(tmp_path: Path) -> None:
-    with gateway_fleet(tmp_path, replicas=3, ports=True) as fleet:
+def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_the_next_update(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    with gateway_fleet(tmp_path, replicas=3, ports=True, engines=[servers[0].url] * 3) as fleet:
         trainer = Slime(fleet.addresses)
         fleet.stop_agent(2)
         trainer.reload(fleet.write("weight_v000001", 1), "1")  # and the files are removed
         assert fleet.syncs() == [("committed", (0, 1))]
         assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 503
         fleet.start_agent(2)
-        wait_until(lambda: "not proven to serve v1" in HTTP.get(f"{fleet.urls[2]}/health").json()["message"])
+        wait_until(lambda: "quarantined since v1" in HTTP.get(f"{fleet.urls[2]}/health").json()["message"])
+        assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 503
 
         trainer.reload(fleet.write("weight_v000002", 2), "2")
         assert fleet.syncs()[-1] == ("committed", (0, 1, 2)) and fleet.digests() == [digest_of(2)] * 3
         assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 200
+        assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 200

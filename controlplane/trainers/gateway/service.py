@@ -292,8 +292,12 @@ class Gateway:
         return f"it is not proven to serve v{desired.version}: {condition}"
 
     def _quarantined(self, replica: int) -> int:
-        desired = self._plane.bus.state.desired.get(replica)
-        return desired.quarantined if desired is not None else 0
+        """Return the version that the replica could not follow; 0 if it serves. Cheap as long as nothing is wrong."""
+        state = self._plane.bus.state
+        desired, member = state.desired.get(replica), state.members.get(f"{replica}.0")
+        told = desired.quarantined if desired is not None else 0
+        says = member.status.quarantined if member is not None and member.status is not None else 0
+        return 0 if (told or says) and replica in self._plane.serving() else told or says
 
     # --- what is decided ----------------------------------------------------------------------------------------------
 
