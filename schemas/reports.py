@@ -197,7 +197,7 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
         if self.serving is not None:
             return self.serving
         status = self._primary.status if self._primary is not None else None
-        return status.version if status is not None else None
+        return status.version if status is not None and status.observed is None else None
 
     @property
     def state(self) -> str:

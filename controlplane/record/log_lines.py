@@ -158,6 +158,7 @@ def format_observation(seen: events.Observation) -> str:
     """Return what an engine holds and does."""
     parts = [f"{seen.engine}, tokenizer {seen.tokenizer}"]
     parts += [f"v{seen.version}"] if seen.version is not None else []
+    parts += [f"weights {seen.label}"] if seen.label and seen.label != str(seen.version) else []
     parts += [f"digest {seen.digest[:12]}"] if seen.digest else []
     parts += ["generating" if seen.generating else "paused"] if seen.generating is not None else []
     parts += [f"asleep {' '.join(sorted(seen.asleep))}"] if seen.asleep else []

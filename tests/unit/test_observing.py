@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorSettings
 from controlplane.machine.serving import serving_replicas, unproven_replicas
+from controlplane.machine.status import fleet_status
 from schemas.commands import EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand
 from schemas.config import ObservePolicy
 from schemas.desired import Committed, Desired, ProfileSession
@@ -173,6 +174,16 @@ def test_syncs_of_a_fleet_leave_out_who_is_only_observed() -> None:
     assert bus.state.desired[1] == Desired()
     bus.status("1.0", AgentStatus(ready=True, tokenizer="present", generating=True, version=7))
     assert serving_replicas(bus.state) == {0: 1} and unproven_replicas(bus.state) == frozenset()
+
+
+def test_the_version_of_a_replica_that_is_only_observed_is_not_known() -> None:
+    bus = Coordinator(settings=OBSERVING)
+    bus.arrive("0.0", mode=RolloutMode.OBSERVED)
+    seen = Observed(label="step-3", generating=False)
+    bus.status("0.0", AgentStatus(ready=False, tokenizer="present", version=0, observed=seen))
+    fleet = fleet_status(bus.state, 0, "run.db", {})
+    assert (fleet.replicas[0].version, fleet.replicas[0].serving) == (None, None)
+    assert fleet.replicas[0].state == "observed, weights step-3, paused"
 
 
 def test_a_command_to_observers_alone_was_for_nobody() -> None:
