@@ -49,6 +49,7 @@ class Stage(World):
         """Play the scenario. Raises Broken, and AssertionError if an expectation is not met."""
         late = {int(step.words[1]) for step in self._scenario.steps if step.text.endswith(" starts")}
         for slot in self.slots:
+            slot.on_lost_bus = "serve"  # the default: a scenario does not draw it
             if slot.identity.replica not in late:
                 self.at(0, slot.start)
         self.open_bus()
