@@ -80,7 +80,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             on the committed weights, `pause` stops until a bus is back. The replica leaves its router in both cases.
         memory: `trainer` if the trainer's own data plane releases the engine's memory and takes it back. Then sleep and
             wake commands are `failed(unsupported)`. While the memory is released, the agent makes no call that was not
-            commanded, and the replica stays ready. The trainer takes the memory back before it commits.
+            commanded, and the replica stays ready. The trainer takes it back before it commits.
         wedged_after_s: An engine whose running requests produce no token for this long is not ready.
     """
 

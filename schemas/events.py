@@ -87,8 +87,8 @@ class AwaitPush(Struct, frozen=True, tag="await_push"):
     manifest: Manifest | None
 
 
-class ReadWeights(Struct, frozen=True, tag="read_weights"):
-    """Observe the engine, whose weights a trainer may have pushed since the last observation. Calls no engine."""
+class Observe(Struct, frozen=True, tag="observe"):
+    """Observe the engine, whose weights or memory the trainer may have changed since. Calls no engine."""
 
 
 class Flush(Struct, frozen=True, tag="flush"):
@@ -138,7 +138,7 @@ EngineCall = (
     CheckSource | Pause | Resume | Sleep | Wake | Load | Flush | Abort | CheckProfile | StartProfile | StopProfile
 )
 DiskCall = CollectTraces | FinishProfile
-Call = EngineCall | DiskCall | AwaitPush | ReadWeights
+Call = EngineCall | DiskCall | AwaitPush | Observe
 
 # --- the state of the engine ------------------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from schemas.events import (
     Event,
     Fault,
     Observation,
+    Observe,
     Perform,
-    ReadWeights,
     Returned,
 )
 from schemas.logs import logger_of
@@ -159,7 +159,7 @@ class EngineDriver:
     async def _perform(self, call: Call) -> Returned:
         if self._commanded is None:
             raise UnsupportedError("this agent only observes: it makes no calls.")
-        if isinstance(call, ReadWeights | AwaitPush):
+        if isinstance(call, Observe | AwaitPush):
             return _DONE  # the observation that follows is what was asked for
         if not isinstance(call, DiskCall):
             activity = self._state().activity

@@ -175,7 +175,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Perform(call_id=9, call=agent.StartProfile(SESSION, "global_step_3/replica_1")),
     agent.Perform(call_id=10, call=agent.StopProfile(SESSION, "global_step_3/replica_1")),
     agent.Perform(call_id=11, call=agent.AwaitPush(5, PUSHED, None)),
-    agent.Perform(call_id=12, call=agent.ReadWeights()),
+    agent.Perform(call_id=12, call=agent.Observe()),
     agent.Perform(call_id=13, call=agent.Load(5, commands.Checkpoint(PUSHED.path), None, PUSHED.label)),
     agent.Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
     agent.RequestResend(8),

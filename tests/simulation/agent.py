@@ -292,7 +292,7 @@ class Process:
 
     def call(self, perform: events.Perform) -> None:
         engine = self.slot.engine
-        if engine is not None and isinstance(perform.call, events.AwaitPush | events.ReadWeights):
+        if engine is not None and isinstance(perform.call, events.AwaitPush | events.Observe):
             self.world.promises.performing(self, perform)
             self.world.at(1, self.read, perform, 10)
             return

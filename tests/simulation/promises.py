@@ -266,7 +266,7 @@ class Promises:
         engine, believed = process.slot.engine, process.state.engine
         if engine is None:
             return False
-        unseen = engine.memory == "trainer" and (believed.memory == "released") != bool(engine.asleep)
+        unseen = engine.memory == "trainer" and believed.released != engine.asleep
         return unseen or believed.instance != f"launch {engine.instance}"
 
     def serving(self, process: Process) -> None:

@@ -36,7 +36,7 @@ from tests.simulation.promises import Broken
 from workers.machine import decide as machine
 from workers.machine.decide import AgentState
 
-SEEDS = range(300)
+SEEDS = range(400)
 
 Decided = tuple[AgentState, tuple[Effect, ...]]
 

@@ -211,7 +211,7 @@ def test_a_push_that_does_not_come_by_the_deadline_is_named() -> None:
 def test_the_end_of_the_phase_ends_the_wait_at_once(body: WeightSync | EpochStart) -> None:
     run = Run().issue(phase("prepare")).issue(phase("load")).issue(body)
     assert run.outcomes[1] == Skipped(Reason.SUPERSEDED) and len(run.outcomes) == 3
-    assert "read_weights" in run.calls and run.state.activity is None
+    assert "observe" in run.calls and run.state.activity is None
 
 
 def test_a_sync_of_other_replicas_does_not_end_the_wait() -> None:
@@ -230,7 +230,7 @@ def test_a_snapshot_ends_the_wait() -> None:
     run = Run().issue(phase("prepare")).issue(phase("load"))
     run.feed(SnapshotReceived(at_ms=2, epoch=1, seq=5, desired=Desired()))
     assert run.last == Skipped(Reason.SUPERSEDED)
-    assert run.calls[-2:] == ["read_weights", "resume"] and is_ready(run.state)
+    assert run.calls[-2:] == ["observe", "resume"] and is_ready(run.state)
 
 
 def test_an_engine_that_is_relaunched_during_the_wait_has_missed_the_push() -> None:
@@ -255,7 +255,7 @@ def test_an_agent_that_was_killed_during_the_wait_acted_if_the_label_came() -> N
 
 def test_after_an_abort_an_engine_that_was_not_pushed_to_serves_again() -> None:
     run = on_old().issue(phase("prepare")).issue(phase("load")).issue(phase("abort"))
-    assert run.last == Acted(calls=("read_weights", "resume"), version=6)
+    assert run.last == Acted(calls=("observe", "resume"), version=6)
     assert is_ready(run.state)
 
 
@@ -280,7 +280,7 @@ def test_after_an_abort_an_engine_goes_back_to_the_checkpoint_of_what_is_committ
     source = Pushed("step 6", path="v6")
     run = on_old(Desired(committed=Committed(6, source, None))).issue(phase("prepare")).push("step 7", noticed=False)
     run.issue(phase("abort"))
-    assert run.last == Acted(calls=("read_weights", "check_source", "load", "flush", "resume"), version=6)
+    assert run.last == Acted(calls=("observe", "check_source", "load", "flush", "resume"), version=6)
     assert run.seen.label == "step 6" and is_ready(run.state)
 
 
@@ -292,18 +292,18 @@ def test_after_an_aborted_first_sync_an_engine_that_took_the_label_stays_paused(
 
 def test_a_trainer_that_dies_during_a_push_leaves_nothing_paused_that_is_whole() -> None:
     run = on_old().issue(phase("prepare")).issue(phase("load")).feed(LeaseExpired(at_ms=2))
-    assert run.calls[-2:] == ["read_weights", "resume"]
+    assert run.calls[-2:] == ["observe", "resume"]
     run = on_old().issue(phase("prepare")).push("step 7", noticed=False).feed(LeaseExpired(at_ms=2))
-    assert run.calls[-1] == "read_weights" and not run.seen.generating
+    assert run.calls[-1] == "observe" and not run.seen.generating
 
 
 def test_an_engine_that_can_not_be_read_after_an_abort_is_out_of_service() -> None:
     run = on_old().issue(phase("prepare"))
     state, effects = fold(run.state, command(phase("abort"), 2))
-    assert calls(effects) == ["read_weights"] and state.activity is not None
+    assert calls(effects) == ["observe"] and state.activity is not None
     silent = EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=None)
     state, effects = fold(state, silent)
-    assert "did not say which weights it holds" in failure(outcomes(effects)[-1], ErrorKind.ENGINE_ERROR)
+    assert "did not say what it holds" in failure(outcomes(effects)[-1], ErrorKind.ENGINE_ERROR)
     assert calls(effects) == [] and not in_sync(state)
 
 
@@ -315,9 +315,7 @@ def test_a_command_that_has_to_read_the_weights_first_still_does_its_own_part(
     run.state = replace(run.state, desired=OLD_COMMITTED)
     run.issue(EngineCommand(operation=operation))
     assert isinstance(run.last, Acted)
-    assert run.last.calls == (
-        ("read_weights", "resume", "flush") if operation == "flush" else ("read_weights", "resume")
-    )
+    assert run.last.calls == (("observe", "resume", "flush") if operation == "flush" else ("observe", "resume"))
 
 
 # --- late joiners, and pushes without a sync --------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_a_replica_that_reads_its_weights_again_without_a_bus_does_not_resume_ei
     state, effects = fold(state, command(WeightSync(phase="prepare", version=1, source=Pushed("step 1")), 1))
     state, _, seen = carry_out(state, effects, labelled)
     state, effects = fold(state, events.LeaseExpired(at_ms=9))
-    assert names(effects) == ["read_weights"]
+    assert names(effects) == ["observe"]
     state, calls, seen = carry_out(state, effects, seen)
     assert (len(calls), seen.generating, state.activity) == (1, False, None)
 

@@ -15,6 +15,7 @@ from schemas.events import (
     LeaseExpired,
     MachineSettings,
     Observation,
+    Observe,
     Perform,
     Returned,
     SnapshotReceived,
@@ -92,7 +93,8 @@ def test_sleep_and_wake_commands_are_refused(operation: Literal["sleep", "wake"]
 def test_a_pause_that_is_not_the_trainers_sleep_is_undone() -> None:
     state = started()
     state, effects = fold(state, observed(replace(SERVING, generating=False)))
-    assert calls(effects) == ["resume"] and not is_ready(state)
+    state, made, _ = carry_out(state, effects, replace(SERVING, generating=False))
+    assert [call_name(call) for call in made] == ["observe", "resume"] and is_ready(state)
 
 
 def test_a_sync_goes_on_while_the_trainer_moves_memory() -> None:
@@ -107,24 +109,32 @@ def test_a_sync_goes_on_while_the_trainer_moves_memory() -> None:
         effects += more
     assert calls(effects) == ["check_source", "pause"]
     state, effects = fold(state, command(WeightSync(phase="load", version=2), 2))
-    state, made, _ = carry_out(state, effects, replace(SERVING, generating=False))
-    assert [call_name(call) for call in made] == ["load"]
+    state, made, _ = carry_out(state, effects, seen)
+    assert [call_name(call) for call in made] == ["observe", "load"]
     state, effects = fold(state, command(WeightSync(phase="commit", version=2, source=Checkpoint("v2")), 3))
     state, made, _ = carry_out(state, effects, replace(SERVING, generating=False, version=2))
-    assert [call_name(call) for call in made] == ["flush", "resume"] and is_ready(state)
+    assert [call_name(call) for call in made] == ["observe", "flush", "resume"] and is_ready(state)
 
 
-def test_a_resume_into_released_memory_is_seen_to_have_no_effect() -> None:
+@pytest.mark.parametrize("operation", ["resume", "flush"])
+def test_a_command_that_needs_released_memory_looks_again_first(operation: Literal["resume", "flush"]) -> None:
+    """What was last observed may be a second old. A call into memory that is not there kills SGLang."""
     state = started()
     state, effects = fold(state, command(EngineCommand(operation="pause")))
     state, _, _ = carry_out(state, effects, SERVING)
-    state, effects = fold(state, observed(ASLEEP), command(EngineCommand(operation="resume"), 2))
-    assert state.activity is not None and calls(effects) == ["resume"]
-    state, effects = fold(
-        state, EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=ASLEEP)
-    )
+    state, effects = fold(state, observed(ASLEEP), command(EngineCommand(operation=operation), 2))
+    assert state.activity is not None and calls(effects) == ["observe"]
+
+    def seen(observation: Observation) -> list[Effect]:
+        assert state.activity is not None
+        returned = EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=observation)
+        return fold(state, returned)[1]
+
+    assert calls(seen(replace(SERVING, generating=False))) == [operation]
+    effects = seen(ASLEEP)
     (answer,) = answers(effects)
-    assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.NO_EFFECT
+    assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.WEIGHTS_ASLEEP
+    assert "take it back first" in answer.outcome.message and calls(effects) == []
 
 
 def test_nothing_is_called_without_a_command_while_the_memory_is_released() -> None:
@@ -135,7 +145,17 @@ def test_nothing_is_called_without_a_command_while_the_memory_is_released() -> N
     assert calls(effects) == []
     snapshot = SnapshotReceived(at_ms=3, epoch=1, seq=1, desired=Desired(committed=V1))
     state, effects = fold(state, snapshot, observed(replace(SERVING, version=0)))
-    assert calls(effects) == ["check_source"]
+    _, made, _ = carry_out(state, effects, replace(SERVING, version=0))
+    assert [call_name(call) for call in made] == ["observe", "check_source", "pause", "load", "flush", "resume"]
+
+
+def test_a_call_that_nobody_commanded_waits_when_the_memory_turns_out_to_be_released() -> None:
+    state = started(seen=replace(SERVING, version=0, generating=False))
+    assert state.activity is not None and state.activity.calls == (Observe(),)
+    state, effects = fold(
+        state, EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=ASLEEP)
+    )
+    assert effects == [] and state.activity is None and not state.reconcile_blocked and not in_sync(state)
 
 
 def test_what_the_bus_knows_to_sleep_does_not_keep_such_a_replica_from_serving() -> None:
@@ -143,7 +163,7 @@ def test_what_the_bus_knows_to_sleep_does_not_keep_such_a_replica_from_serving()
     assert is_ready(state)
     state, effects = fold(state, command(EngineCommand(operation="flush")))
     _, made, _ = carry_out(state, effects, SERVING)
-    assert [call_name(call) for call in made] == ["flush"]
+    assert [call_name(call) for call in made] == ["observe", "flush"]
 
 
 def test_a_relaunched_engine_is_still_one_whose_memory_is_the_trainers() -> None:

@@ -106,7 +106,7 @@ def _own_calls(state: AgentState) -> tuple[Call, ...]:
         return (state.deferred_finish,)
     if state.reconcile_blocked or state.identity.node_rank > 0 or state.engine.tokenizer != "present":
         return ()
-    if state.engine.memory == "released":  # a call could kill the engine, and the trainer is at work on it
+    if state.engine.released:  # a call could kill the engine, and the trainer is at work on it
         return ()
     pausing = state.waits_paused
     if not state.joined:  # nothing is known to be desired

@@ -16,12 +16,12 @@ from schemas.commands import (
     durable_source,
 )
 from schemas.desired import Desired, ProfileSession
-from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush
+from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush, Observe
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
 from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
 from workers.machine.observe import with_engine_state
-from workers.machine.reconcile import PAUSE_AND_RESUME, attainable, is_stranded, label_of, reconcile
+from workers.machine.reconcile import PAUSE_AND_RESUME, attainable, is_stranded, label_of, lacks_memory, reconcile
 from workers.machine.state import EngineState
 
 CallsOrOutcome = tuple[Call, ...] | Skipped | Failed
@@ -163,6 +163,20 @@ def _weights(
     return Skipped(Reason.QUARANTINED if left_out else Reason.ALREADY)
 
 
+def without_memory(calls: tuple[Call, ...], engine: EngineState, identity: Identity) -> Failed | None:
+    """Return the outcome of a command for which the trainer has not taken the memory back; None if it needs none."""
+    if not any(lacks_memory(call, engine) for call in calls):
+        return None
+    return Failed(
+        ErrorKind.WEIGHTS_ASLEEP,
+        with_engine_state(
+            f"the trainer's own data plane has released memory of replica {identity.replica} and not taken it back, so "
+            "its engine was not called: take it back first.",
+            engine,
+        ),
+    )
+
+
 def stranded(
     command: Command | UnknownCommand | None, after: Desired, engine: EngineState, identity: Identity
 ) -> Failed | None:
@@ -232,6 +246,8 @@ def _engine(
         if "kv_cache" in engine.asleep:
             return Skipped(Reason.ALREADY)  # it was dropped when its memory was released
         calls = reconcile(after, engine, identity)
+        if engine.memory == "trainer" and not calls:
+            return (Observe(), _FLUSH)
         return calls if _FLUSH in calls else (*calls, _FLUSH)
     if syncing:
         return Failed(

@@ -39,8 +39,8 @@ from schemas.events import (
     LeaseExpired,
     Load,
     Observation,
+    Observe,
     Perform,
-    ReadWeights,
     Restart,
     Resume,
     Returned,
@@ -62,7 +62,7 @@ from workers.machine.advance import (
     proceed,
     suppress_failed,
 )
-from workers.machine.commands import stranded
+from workers.machine.commands import stranded, without_memory
 from workers.machine.gate import must_wait
 from workers.machine.observe import (
     apply_interruption,
@@ -206,7 +206,7 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     reported = _merge(activity.reported, result) if isinstance(result, Returned) else activity.reported
     trigger = activity.trigger
     state = replace(state, engine=engine)
-    if isinstance(call, ReadWeights):
+    if isinstance(call, Observe):
         state, activity, failure = _plan_again(state, activity)
         if failure is not None:
             return _fail(state, activity, failure, restarted, event.at_ms, effects)
@@ -227,14 +227,17 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
 
 
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:
-    """Plan the rest of an activity, now that it was read which weights the engine holds."""
+    """Plan the rest of an activity, now that the engine was observed."""
     desired = still_desired(state.desired, state.suppressed)
     state = replace(state, engine=adopt_pushed(state.engine, desired, state.identity))
     trigger = activity.trigger.command if activity.trigger is not None else None
     failure = stranded(trigger, desired, state.engine, state.identity)
-    planned = reconcile(desired, state.engine, state.identity)
-    calls = (*activity.calls[:1], *planned, *(call for call in activity.calls[1:] if call not in planned))
-    return state, replace(activity, calls=calls), failure
+    planned = reconcile(desired, state.engine, state.identity, fresh=True)
+    rest = (*planned, *(call for call in activity.calls[1:] if call not in planned))
+    lacking = without_memory(rest, state.engine, state.identity)
+    if activity.trigger is None and lacking is not None:
+        rest, lacking = (), None  # its time comes when the trainer takes the memory back
+    return state, replace(activity, calls=(*activity.calls[:1], *rest)), failure or lacking
 
 
 def _on_stopping(state: AgentState, effects: Effects) -> AgentState:
@@ -374,7 +377,13 @@ def _on_started(state: AgentState, event: Started) -> AgentState:
         epoch=state.epoch,
         seq=state.seq,
         engine=replace(
-            state.engine, tokenizer="unknown", memory=event.settings.memory, progress=None, trouble=None, seen=None
+            state.engine,
+            tokenizer="unknown",
+            memory=event.settings.memory,
+            released=frozenset(),
+            progress=None,
+            trouble=None,
+            seen=None,
         ),
         calls_made=state.calls_made,
         answers=state.answers,

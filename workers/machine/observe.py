@@ -9,6 +9,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from schemas.commands import Pushed
+from schemas.desired import ALL_TAGS
 from schemas.events import (
     Abort,
     AwaitPush,
@@ -21,8 +22,8 @@ from schemas.events import (
     Flush,
     Load,
     Observation,
+    Observe,
     Pause,
-    ReadWeights,
     Resume,
     Returned,
     Sleep,
@@ -60,14 +61,14 @@ def _without_memory(engine: EngineState, observation: Observation) -> tuple[Engi
     """Return both without the memory that the trainer's own data plane releases, and the pause that comes with it."""
     asleep, generating = observation.asleep, observation.generating
     paused_with_it = asleep is None and generating is False and engine.generating
-    released = bool(asleep) or paused_with_it
+    released = ALL_TAGS if paused_with_it else asleep or frozenset()
     observation = replace(
         observation,
         asleep=frozenset(),
         generating=None if released else generating,
         operations=observation.operations - {Operation.SLEEP, Operation.WAKE},
     )
-    return replace(engine, memory="released" if released else "trainer"), observation
+    return replace(engine, released=released), observation
 
 
 def _relabelled(engine: EngineState, observation: Observation) -> EngineState:
@@ -119,9 +120,9 @@ def apply_result(
             after = replace(after, torn=(after.torn or _discards(call)) and not intact)
         return after, Failed(ErrorKind(result.kind), with_engine_state(result.message, after))
     called = _after_success(engine, call, result)
-    if isinstance(call, ReadWeights) and (observation is None or observation.label is None):
+    if isinstance(call, Observe) and (observation is None or (engine.unread and observation.label is None)):
         after = called if observation is None else apply_observation(called, observation)
-        message = f"{after.name} did not say which weights it holds, which somebody may have changed."
+        message = f"{after.name} did not say what it holds, which the trainer may have changed."
         return after, Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, after))
     if observation is None:
         return called, None
@@ -132,7 +133,7 @@ def apply_result(
     if failure is not None:
         torn = after.torn or isinstance(call, Load | AwaitPush)
         return replace(after, torn=torn), Failed(failure.error, with_engine_state(failure.message, after))
-    if isinstance(call, ReadWeights):
+    if isinstance(call, Observe):
         after = replace(after, unread=False)
     if isinstance(call, StartProfile):  # its window may have closed before the observation: it still needs a stop
         after = replace(after, session=called.session)
@@ -184,7 +185,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
             return replace(engine, asleep=engine.asleep | call.tags, stale_cache=stale, torn=torn)
         case Wake():
             return replace(engine, asleep=engine.asleep - call.tags)
-        case ReadWeights() | Abort() | CollectTraces() | CheckProfile() | FinishProfile():
+        case Observe() | Abort() | CollectTraces() | CheckProfile() | FinishProfile():
             return engine
         case _:
             assert_never(call)

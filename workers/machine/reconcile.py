@@ -21,8 +21,8 @@ from schemas.events import (
     CheckSource,
     Flush,
     Load,
+    Observe,
     Pause,
-    ReadWeights,
     Resume,
     Sleep,
     StartProfile,
@@ -35,6 +35,8 @@ from workers.machine.state import EngineState
 
 PAUSE_AND_RESUME = frozenset({Operation.PAUSE, Operation.RESUME})
 """An engine without these two keeps its weights and memory as they are: changing either needs a pause."""
+NEED_MEMORY = Load | Flush | Resume
+"""Calls that would kill an engine whose memory is released."""
 _RECONCILED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD}) | PAUSE_AND_RESUME
 
 
@@ -75,7 +77,9 @@ class GenerationPlan(NamedTuple):
     resume: tuple[Call, ...] = ()
 
 
-def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: bool = False) -> tuple[Call, ...]:
+def reconcile(
+    desired: Desired, engine: EngineState, identity: Identity, live: bool = False, fresh: bool = False
+) -> tuple[Call, ...]:
     """Return the engine calls that bring `engine` to `desired`, in the order in which they must be made.
 
     The order matters. An engine may generate by itself as soon as all of its memory is awake, so weights are woken and
@@ -85,19 +89,20 @@ def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: b
     `live` says that a load was just commanded. Only then does the trainer send or push weights; at any other time the
     same weights must come from a durable source.
 
-    After a sync of pushed weights that did not load, nobody here knows what the trainer did to the engine. Then it is
-    observed first, and the other calls are planned again from what that shows.
+    After a sync of pushed weights that did not load, nobody here knows what the trainer did to the engine; nor does
+    anybody where the trainer releases memory. Then the engine is observed first, and the other calls are planned again
+    from what that shows. `fresh` says that it was just observed.
     """
     if _serves_what_is_desired(desired, engine):
         return ()
     if engine.unread and desired.sync is None and not desired.quarantined:
-        return (ReadWeights(),)
+        return (Observe(),)
     desired = attainable(desired, engine)
     session = plan_session(desired, engine, identity)
     weights = plan_weights(desired, engine, identity, live)
     memory = plan_memory(desired, engine, identity, loading=bool(weights.load))
     generation = plan_generation(desired, engine, weights, releasing=bool(memory.release))
-    return (
+    calls = (
         *session.close,
         *weights.check,
         *generation.pause,
@@ -109,6 +114,16 @@ def reconcile(desired: Desired, engine: EngineState, identity: Identity, live: b
         *generation.resume,
         *session.open,
     )
+    if engine.memory == "trainer" and not fresh and any(isinstance(call, NEED_MEMORY) for call in calls):
+        return (Observe(),)
+    return calls
+
+
+def lacks_memory(call: Call, engine: EngineState) -> bool:
+    """Whether the call would kill the engine, because the trainer has released memory that it needs."""
+    if isinstance(call, Load):
+        return "weights" in engine.released
+    return bool(engine.released) and isinstance(call, NEED_MEMORY)
 
 
 def _serves_what_is_desired(desired: Desired, engine: EngineState) -> bool:

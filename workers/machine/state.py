@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import Answer, Call, CommandReceived, FinishProfile, MachineSettings, Observation, Returned
-from schemas.identity import Count, Identity, Operation, Positive, Tag
+from schemas.identity import Count, Identity, Memory, Operation, Positive, Tag
 
 REMEMBERED = 16
 """Number of stored answers: at least this many, at most twice as many."""
@@ -41,8 +41,9 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         tokenizer: Whether this node has the request front end; unknown while the engine launches.
         operations: What the engine can be asked to do.
         generating: False while paused.
-        memory: Who releases its memory; `released` while the trainer's own data plane has done so.
-        asleep: Memory that is released. Always empty if the trainer releases it.
+        memory: Who releases its memory.
+        asleep: Memory that the agent has released.
+        released: Memory that the trainer's own data plane has released.
         session: The open profiling session.
         version: Version of the weights in the engine; 0 as launched.
         label: The engine's own label of its weights, as last observed; None if it reports none.
@@ -65,8 +66,9 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     tokenizer: Literal["present", "absent", "unknown"] = "unknown"
     operations: frozenset[Operation] = frozenset()
     generating: bool = True
-    memory: Literal["agent", "trainer", "released"] = "agent"
+    memory: Memory = "agent"
     asleep: frozenset[Tag] = frozenset()
+    released: frozenset[Tag] = frozenset()
     session: ProfileSession | None = None
     version: Count = 0
     label: str | None = None
