@@ -296,3 +296,104 @@ def test_without_any_commit_the_run_is_left_to_verl(caplog: pytest.LogCaptureFix
     assert len(updates.plane.asked) == 2
     updates.run.begin_step(6)
     updates.run.end_step()
+
+
+# --- the checkpoint manager -------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """One of verl's replicas."""
+
+    def __init__(self, rank: int, happened: list[str]) -> None:
+        self.replica_rank, self._happened = rank, happened
+
+    async def resume_generation(self) -> None:
+        self._happened.append(f"resumed {self.replica_rank}")
+
+
+class CheckpointEngineManager:
+    """verl's, with a backend that pauses and resumes by itself."""
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Replica]) -> None:
+        self.config, self.actor_wg, self.replicas = config, actor_wg, replicas
+
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, int]:
+        self.actor_wg.append(f"pushed {global_steps}")
+        await self.resume_generation_replicas()
+        return {"bytes": 3}
+
+    async def resume_generation_replicas(self) -> None:
+        for replica in self.replicas:
+            await replica.resume_generation()
+
+
+class Balancer:
+    """verl's load balancer, as an actor's handle."""
+
+    def __init__(self, servers: dict[str, str]) -> None:
+        self.servers = dict(servers)
+        self.add_servers = SimpleNamespace(remote=self._add)
+        self.remove_servers = SimpleNamespace(remote=self._remove)
+
+    async def _add(self, servers: dict[str, str]) -> None:
+        self.servers |= servers
+
+    async def _remove(self, names: list[str]) -> None:
+        for name in names:
+            del self.servers[name]
+
+
+@pytest.fixture
+def manager_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Our manager, on that of verl."""
+
+    def auto_await(function: Any) -> Any:
+        return function
+
+    for name, content in (
+        ("verl", {}),
+        ("verl.utils", {}),
+        ("verl.checkpoint_engine", {"CheckpointEngineManager": CheckpointEngineManager}),
+        ("verl.utils.ray_utils", {"auto_await": auto_await}),
+    ):
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "controlplane.trainers.verl.checkpoints", raising=False)
+    yield importlib.import_module("controlplane.trainers.verl.checkpoints").BusCheckpointManager
+    del sys.modules["controlplane.trainers.verl.checkpoints"]
+
+
+class Bus:
+    """A run whose updates end as the test says."""
+
+    def __init__(self, *ends: tuple[set[int], set[int]]) -> None:
+        self.ends = list(ends)
+
+    async def update(self, step: int | None, ranks: list[int], update: Any) -> Updated:
+        quarantined, unattended = self.ends.pop(0)
+        return Updated(await update(), frozenset(quarantined), frozenset(unattended))
+
+
+def test_replicas_in_quarantine_get_no_requests_until_they_are_out(manager_class: Any) -> None:
+    happened: list[str] = []
+    replicas = [Replica(rank, happened) for rank in (2, 3)]
+    balancer = Balancer({"a": "A", "b": "B"})
+    servers = SimpleNamespace(
+        rollout_replicas=replicas, server_addresses=["a", "b"], server_handles=["A", "B"], global_load_balancer=balancer
+    )
+    manager = manager_class(None, happened, replicas, Bus(({3}, set()), (set(), {2}), ({2}, set())), servers)
+    assert asyncio.run(manager.update_weights(4)) == {"bytes": 3}
+    assert balancer.servers == {"a": "A"} and happened == ["pushed 4"], "the commit resumes, and nobody else"
+    asyncio.run(manager.update_weights(5))
+    assert balancer.servers == {"a": "A", "b": "B"} and happened[1:] == ["pushed 5", "resumed 2"]
+    asyncio.run(manager.update_weights(6))
+    assert balancer.servers == {"b": "B"}
+    asyncio.run(manager.resume_generation_replicas())
+    assert happened[3:] == ["pushed 6", "resumed 2", "resumed 3"]
+
+
+def test_a_trainer_that_names_the_manager_alone_must_name_the_log(manager_class: Any) -> None:
+    config = SimpleNamespace(engine_kwargs={})
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.engine_kwargs\.rolloutctl\.log is missing"):
+        manager_class(config, [], [])
