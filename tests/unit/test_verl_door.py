@@ -19,6 +19,7 @@ from controlplane.trainers.verl import trainer as door
 from controlplane.trainers.verl.run import Updated, VerlRun
 from controlplane.trainers.verl.settings import read_settings
 from schemas.errors import CommandError, ConfigError
+from schemas.profiler.config import ProfilerConfig
 from schemas.reports import SyncReport
 from tests.running import python
 
@@ -397,3 +398,50 @@ def test_a_trainer_that_names_the_manager_alone_must_name_the_log(manager_class:
     config = SimpleNamespace(engine_kwargs={})
     with pytest.raises(ConfigError, match=r"checkpoint_engine\.engine_kwargs\.rolloutctl\.log is missing"):
         manager_class(config, [], [])
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def launched(rank: int, *nodes: str, nnodes: int | None = None) -> SimpleNamespace:
+    """A replica of verl's with a server on each of these nodes."""
+    ask = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, node=node: node)) for node in nodes]
+    mode = SimpleNamespace(value="hybrid")
+    return SimpleNamespace(
+        replica_rank=rank, servers=ask, nnodes=nnodes or len(nodes), gpus_per_replica_node=4, rollout_mode=mode
+    )
+
+
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray, with this process on the node `here`."""
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    fake = SimpleNamespace(get=lambda refs: refs, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "says"),
+    [
+        ([launched(0, "here"), launched(2, "here")], r"replicas are \[0, 2\]: rolloutctl needs 0, 1, 2"),
+        ([], "needs 0, 1, 2"),
+        ([launched(0, "here", "here", nnodes=1)], r"replica 0 has 2 servers on 1 nodes \(rollout\.disaggregation\?\)"),
+        ([launched(0, "here", "there")], r"1 of the servers' nodes are other machines: set \+rolloutctl\.address="),
+    ],
+)
+def test_servers_that_agents_can_not_be_placed_beside_end_the_run_at_its_start(
+    one_node: None, tmp_path: Path, replicas: list[Any], says: str
+) -> None:
+    settings = read_settings({}, tmp_path, tmp_path / "traces")
+    with pytest.raises(ConfigError, match=says) as refusal:
+        VerlRun.start(settings, replicas, ProfilerConfig())
+    assert "\n" not in str(refusal.value)
+    assert not list(tmp_path.iterdir()), "something was started"
+
+
+def test_agents_that_never_come_are_named_and_the_run_begins(caplog: pytest.LogCaptureFixture) -> None:
+    line = SimpleNamespace(agent="0.0", state="live")
+    plane = SimpleNamespace(status=lambda: SimpleNamespace(agents=[line]))
+    settings = read_settings({"join_timeout": 1}, Path("/runs/a"), Path("/runs/a/traces"))
+    VerlRun(plane, settings, ExitStack())._wait_for(frozenset({"0.0", "1.0"}))  # type: ignore[arg-type]
+    assert "agents 1.0 did not join within 1 s; verl goes on" in caplog.text
