@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from schemas import events
+from schemas.commands import Pushed
 from schemas.errors import DecisionUnreadable
 from schemas.formatting import count_outcomes, describe, format_agents, format_outcome
 from schemas.identity import agent_of
@@ -68,7 +69,9 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
         case bus_events.Issued():
             return f"asked to publish {describe(event.command)}"
         case bus_events.SyncRequested():
-            return f"asked for a sync to v{event.version} from {event.source.path}"
+            version = f"v{event.version}" if event.version is not None else "the next version"
+            pushed = f"pushed, {event.source.label}" if isinstance(event.source, Pushed) else ""
+            return f"asked for a sync to {version} from {event.source.path or pushed}"
         case bus_events.RetireRequested():
             return f"asked to retire {', '.join(event.places)}"
         case bus_events.SendFailed():
