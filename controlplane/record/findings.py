@@ -25,7 +25,7 @@ from controlplane.machine.fleet import CoordinatorState
 from controlplane.record.entries import LogEntry
 from schemas import events
 from schemas.config import ObservePolicy
-from schemas.formatting import format_duration, format_replicas
+from schemas.formatting import agent_order, format_duration, format_replicas
 from schemas.identity import Identity, RolloutMode, agent_of, identity_of, process_of
 from schemas.reports import Clock
 from schemas.wire import Welcome
@@ -312,13 +312,15 @@ class _TearWatch:
         self._since = self._torn = None
         if since is None or torn is None:
             return
-        labels = [label for label, _ in Counter(torn.values()).most_common()]
-        who = {label: [name for name, weights in torn.items() if weights == label] for label in labels}
+        who: dict[str, list[str]] = {}
+        for name in sorted(torn, key=agent_order):
+            who.setdefault(torn[name], []).append(name)
+        labels = sorted(who, key=lambda label: -len(who[label]))
         parts = [
             f"weights {label} on {format_replicas(identity_of(name).replica for name in who[label])}"
             for label in labels
         ]
-        agents = tuple(sorted(name for label in labels[1:] for name in who[label]))
+        agents = tuple(name for label in labels[1:] for name in who[label])
         lasted = f"for {_duration(at_ns - since.at_ns)} from {_clock(since.at_ns)}{ending}"
         text = f"replicas served different weights {lasted}: {'; '.join(parts)}"
         self.found.append(Finding("O1", since.position, agents, text))
