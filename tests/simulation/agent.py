@@ -89,18 +89,20 @@ class Slot:
     def lose_journal(self) -> None:
         """The agent dies with its disk, and its engine goes on: whoever comes next knows of nothing before it.
 
-        Not while a session is open, or after a load that was cut off: no engine could tell the next agent of that.
+        Not while a session is open, after a load that was cut off, or while it holds what the trainer pushed: no engine
+        could tell the next agent of that.
         """
         process, engine = self.process, self.engine
         if process is None or engine is None or engine.attempt is not None or process.state.activity is not None:
             return
-        if engine.session_step is not None or process.state.engine.torn:
+        pushed = engine.label is not None and engine.label.startswith("push")
+        if engine.session_step is not None or process.state.engine.torn or pushed:
             return
         self.world.say(f"{self.name} loses its journal")
         self.away_until = self.world.now + self.world.rng.randrange(2000, 5000)
         process.die()
         self.journal.clear()
-        self.ledger = Ledger(answered=self.ledger.answered)
+        self.ledger = Ledger(answered=self.ledger.answered, lost_epoch=self.ledger.lost_epoch)
 
     def relaunch(self) -> None:
         """Kill the engine and launch it again; it answers after a while."""

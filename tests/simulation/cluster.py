@@ -20,7 +20,7 @@ from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent, CoordinatorSettings
 from schemas.events import Effect, Event
-from schemas.identity import Identity, Operation, RolloutMode
+from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode
 from schemas.wire import encode, event_decoder
 from tests.simulation.agent import Process, Slot
 from tests.simulation.bus import Bus, Log
@@ -126,7 +126,9 @@ class World:
         memory = random.Random(f"memory {seed}")
         self.weather.releases = memory.choice((0.0, 0.0, 0.0, 0.3))
         for slot in self.slots:
-            if slot.engine is not None and self.weather.releases and memory.random() < 0.6:
+            if slot.engine is None or slot.identity.role != ROLLOUT:
+                continue
+            if self.weather.releases and memory.random() < 0.6:
                 slot.engine.memory = "trainer"
         pushing = random.Random(f"pushes {seed}")
         self.weather.pushes = pushing.choice((0.0, 0.0, 0.5))

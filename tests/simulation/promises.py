@@ -136,6 +136,7 @@ class Promises:
         self.peers: dict[str, str] = {}
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
         self.retired: set[str] = set()
+        self.begun_anew: set[int | str] = set()  # units whose desired state went with the last of their places
         self.ever_retired: set[str] = set()  # also by what the log has lost
         self.concluded: dict[tuple[int, int], Report] = {}
         self.learned: set[tuple[str, int, int]] = set()
@@ -241,6 +242,8 @@ class Promises:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer}, which never syncs, holds a sync")
             if ledger.lost_epoch:  # sent before the log lost what it rests on
                 newest = held
+            if identity.replica in self.begun_anew and syncs and held != newest:
+                newest = self.newest(identity.replica, event.seq, fleet_only=True)
             if held != newest:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer} says {held}, committed is {newest}")
             ledger.oracle, ledger.folded, ledger.lease_over = event.desired, event.seq, False
@@ -341,15 +344,16 @@ class Promises:
         ledger.oracle, ledger.folded = desired, state.seq
         return desired
 
-    def newest(self, replica: int, seq: int) -> str | None:
-        """Return the source of the newest commit for the replica up to `seq`."""
+    def newest(self, replica: int, seq: int, *, fleet_only: bool = False) -> str | None:
+        """Return the source of the newest commit for the replica up to `seq`; if `fleet_only`, of those for all."""
         newest: str | None = None
         version = 0
         for at, published in self.log.items():
             command = published.command
             if at > seq or not isinstance(command, WeightSync) or command.phase != "commit" or command.source is None:
                 continue
-            targeted = published.target.replicas is None or replica in published.target.replicas
+            named = published.target.replicas
+            targeted = named is None or (replica in named and not fleet_only)
             if targeted and command.version > version:
                 newest, version = weights_of(command.source), command.version
         return newest
@@ -454,6 +458,8 @@ class Promises:
             self.peers.pop(name, None)
         self.retired.update(effect.agents)
         self.ever_retired.update(effect.agents)
+        known = {self.world.slot(name).identity.unit for name in self.known}
+        self.begun_anew |= {self.world.slot(name).identity.unit for name in effect.agents} - known
 
     def _admitted(self, name: str) -> None:
         if name in self.retired:
@@ -578,6 +584,8 @@ def _is_absent(conclusion: Conclusion) -> bool:
 
 
 def _taken(before: AgentState, event: SnapshotReceived) -> bool:
-    """Whether the snapshot counts: not if its epoch is older, or this incarnation is already beyond its position."""
+    """Whether the snapshot counts: not if its epoch is older, if this incarnation is already beyond its position, or if
+    it was asked to end.
+    """
     behind = event.epoch == before.history and event.seq < before.seq
-    return event.epoch >= before.epoch and not behind
+    return event.epoch >= before.epoch and not behind and not before.stopping

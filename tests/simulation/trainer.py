@@ -91,7 +91,9 @@ class Trainer:
     def release(self) -> None:
         """Let the data plane release memory: never while a command may call an engine."""
         bus = self.world.bus
-        if bus is not None and bus.alive and bus.state.sync is None and not bus.state.open:
+        if bus is None or not bus.alive or bus.committing is not None or bus.queue:
+            return
+        if bus.state.sync is None and not bus.state.open:
             for slot in self.world.slots:
                 if slot.engine is not None and self.pushing.random() < 0.7:
                     slot.engine.release()
