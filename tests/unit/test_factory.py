@@ -1,6 +1,5 @@
 """What `--engine` may name, and one clear line for whatever it may not."""
 
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -70,13 +69,18 @@ def test_a_class_gets_the_url_and_the_key(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(made, Served) and (made.url, made.key) == ("http://here:1", "secret")
 
 
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("whole", f"{__name__}:Whole", factory.GROUP)
-    monkeypatch.setattr(factory, "entry_points", lambda group: EntryPoints([point]).select(group=group))
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that declares an adapter, as an installer leaves it."""
+    metadata = tmp_path / "whole_adapter-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: whole-adapter\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{factory.GROUP}]\nwhole = {__name__}:Whole\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_an_installed_adapter_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch)
+@pytest.mark.usefixtures("installed")
+def test_an_installed_adapter_is_found_by_its_entry_point() -> None:
     assert isinstance(make_engine("whole", OPTIONS), Whole)
 
 
@@ -95,8 +99,8 @@ def test_an_installed_adapter_is_found_by_its_entry_point(monkeypatch: pytest.Mo
         (f"{__name__}:Served", "its constructor needs `url`: give --url"),
     ],
 )
-def test_a_wrong_name_is_one_clear_line(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch)
+@pytest.mark.usefixtures("installed")
+def test_a_wrong_name_is_one_clear_line(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as raised:
         make_engine(name, OPTIONS)
     assert "\n" not in str(raised.value) and str(raised.value).startswith(f"--engine {name}")
