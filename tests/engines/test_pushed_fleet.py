@@ -10,17 +10,21 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import to_thread
+from msgspec import Raw
+from msgspec.structs import replace
 
 from controlplane.bus.bus import Bus
 from controlplane.machine.coordinator import CoordinatorState
+from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from schemas.commands import Pushed, Target
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import CommandFailed, EngineError
-from schemas.events import EngineCall, Load
+from schemas.events import Answer, EngineCall, EngineReturned, Load
 from schemas.identity import Identity
 from schemas.reports import SyncReport
+from schemas.wire import encode
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
@@ -167,3 +171,25 @@ async def test_no_adapter_is_asked_to_load_what_is_pushed(tmp_path: Path, monkey
     monkeypatch.setattr(TinyEngine, "perform", noted)
     async with fleet(tmp_path):
         assert made and not any(isinstance(call, Load) for call in made)
+
+
+async def test_a_log_shows_an_engine_that_is_left_on_weights_with_another_label(tmp_path: Path) -> None:
+    async with fleet(tmp_path):
+        pass
+    entries = list(RunLog.read(tmp_path / "run.db"))
+    (last,) = [entry for entry in entries if entry.agent == "0.0" and _served(entry)][-1:]
+    event = last.typed_event()
+    assert isinstance(event, EngineReturned) and event.observation is not None
+    other = replace(event, observation=replace(event.observation, label="step 9"))
+    changed = [replace(entry, event=Raw(encode(other))) if entry is last else entry for entry in entries]
+    (violation,) = verify(changed)
+    assert (violation.invariant, violation.agents) == ("I1", ("0.0",))
+    assert violation.text == "generates on weights labelled 'step 9', and 'step 1' is committed"
+
+
+def _served(entry: LogEntry) -> bool:
+    """Whether this is the end of the commit."""
+    answered = any(isinstance(effect, Answer) for effect in entry.typed_effects())
+    event = entry.typed_event()
+    seen = event.observation if isinstance(event, EngineReturned) else None
+    return answered and seen is not None and bool(seen.generating)
