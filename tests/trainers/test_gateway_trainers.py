@@ -27,7 +27,7 @@ def engine(request: HttpRequest) -> Reply:
             return 200, {"world_size": 1}
         case "GET", "/health":
             return 200, b""
-        case "GET", "/model_info" | "/get_weight_version":
+        case "GET", "/model_info":
             return 200, {"weight_version": "3", "model_path": "/m"}
         case "POST", "/fetch_weights" | "/pull_weights" | "/init_weight_transfer_engine":
             return 200, {"success": True, "status": "ok"}
@@ -148,6 +148,9 @@ def test_slime_reloads_from_disk_and_removes_the_files(ports: GatewayFleet) -> N
         trainer.reload(directory, str(version))
         assert ports.digests() == [digest_of(version)] * 2 and not directory.exists()
     assert ports.syncs() == [("committed", (0, 1))] * 2 and ports.operations() == []
+    trainer.reload(ports.write("weight_v000070", 3), "70")  # whatever the run counts
+    model = HTTP.get(f"{ports.urls[0]}/model_info").json()
+    assert model == {"weight_version": "70", "model_path": "/m"}
 
 
 def test_slime_is_told_of_an_abort_and_its_engines_generate_on(ports: GatewayFleet) -> None:

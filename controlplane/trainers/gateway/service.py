@@ -375,21 +375,24 @@ class Gateway:
         )
 
     async def _version_of(self, replica: int, path: str) -> Response:
-        """The engine's answer, with the trainer's label in place of the number of the bus."""
-        answer: dict[str, object] = {}
-        if self._engines:
-            headers = {"authorization": f"Bearer {self._engine_key}"} if self._engine_key else {}
-            try:
-                found = await self._http.get(f"{self._engines[replica]}{path}", headers=headers, timeout=30.0)
-                if found.status_code != 200:
-                    return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
-                answer = found.json()
-            except (httpx.HTTPError, ValueError) as error:
-                return _json(502, f"the engine of replica {replica} did not answer {path}: {error}")
-        serving = self._plane.serving()
-        if self._committed and serving.get(replica) == self._committed and self._state.label:
-            answer["weight_version"] = self._state.label
-        return JSONResponse({"weight_version": str(serving.get(replica, "unknown")), **answer})
+        """The engine's answer, with the trainer's label in place of the number of the bus.
+
+        SGLang 0.5.23 has no `/get_weight_version` any more, so it is not asked for it.
+        """
+        serving, label = self._plane.serving().get(replica), self._state.label
+        known: dict[str, object] = {}
+        if self._committed and serving == self._committed and label:
+            known = {"weight_version": label}
+        if not self._engines or (known and path == "/get_weight_version"):
+            return JSONResponse({"weight_version": "unknown" if serving is None else str(serving), **known})
+        headers = {"authorization": f"Bearer {self._engine_key}"} if self._engine_key else {}
+        try:
+            found = await self._http.get(f"{self._engines[replica]}{path}", headers=headers, timeout=30.0)
+            if found.status_code != 200:
+                return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+            return JSONResponse({**found.json(), **known})
+        except (httpx.HTTPError, ValueError, TypeError) as error:
+            return _json(502, f"the engine of replica {replica} did not answer {path}: {error}")
 
 
 class _Server(uvicorn.Server):
