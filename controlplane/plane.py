@@ -402,6 +402,17 @@ class ControlPlane:
         """
         return Step(self._profiling, global_step)
 
+    def oldest_version(self) -> int:
+        """Return the oldest version that anybody may still have to load: checkpoints of older ones can be deleted.
+
+        A replica that is away comes back to the version that was committed for it, also if later syncs did not name it.
+        During a sync, replicas may go back to that version. `retire` a replica that does not come back.
+
+        Raises:
+            BusFaulted, BusClosed: The bus has stopped.
+        """
+        return self.bus.oldest_version()
+
     def begin_step(self, global_step: int) -> None:
         """Begin a training step, for a trainer whose steps are callbacks. Waits as `with plane.step(n):` does.
 

@@ -24,7 +24,7 @@ from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.turns import Turns
 from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState
-from controlplane.machine.serving import serving_replicas
+from controlplane.machine.serving import oldest_version, serving_replicas
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
@@ -171,6 +171,15 @@ class Bus:
         """
         self._check()
         return serving_replicas(self.state)
+
+    def oldest_version(self) -> int:
+        """Return the oldest version that anybody may still have to load. May be called from any thread.
+
+        Raises:
+            BusFaulted, BusClosed: Nobody knows.
+        """
+        self._check()
+        return oldest_version(self.state)
 
     async def ask_anew(self) -> int:
         """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""

@@ -92,6 +92,12 @@ def unproven_replicas(state: CoordinatorState) -> frozenset[int]:
     return (syncing_replicas(state, Target()) & committed) - proven
 
 
+def oldest_version(state: CoordinatorState) -> int:
+    """Return the oldest version that a known replica, or one that is new, may still have to load."""
+    versions = [state.desired[replica].version for replica in syncing_replicas(state, Target()) & state.desired.keys()]
+    return min(versions, default=state.default_desired.version)
+
+
 def all_serve(state: CoordinatorState, count: int, since_us: int) -> bool:
     """Return whether `count` agents are live, and none that is live lacks anything."""
     live = [member for member in state.members.values() if member.state == "live"]

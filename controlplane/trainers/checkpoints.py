@@ -18,8 +18,8 @@ class CheckpointSync:
     """Brings the fleet to weights that the trainer writes as files.
 
     Each version gets a directory of its own below the plane's `checkpoints`. After a commit all but the `keep` newest
-    are deleted: a replica that was away comes back to the committed version. Directories of an earlier life of the
-    trainer stay.
+    are deleted, unless somebody may still have to load one (`ControlPlane.oldest_version`). Directories of an earlier
+    life of the trainer stay.
 
     Args:
         plane: The open control plane.
@@ -100,5 +100,7 @@ class CheckpointSync:
         return folder
 
     def _delete_unneeded(self) -> None:
+        needed = self._plane.oldest_version()
         for version in sorted(self._written)[: -self._keep]:
-            shutil.rmtree(self._written.pop(version), ignore_errors=True)
+            if version < needed:
+                shutil.rmtree(self._written.pop(version), ignore_errors=True)

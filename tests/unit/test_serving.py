@@ -9,7 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from controlplane.machine.serving import all_serve, serving_replicas, unproven_replicas, what_agents_lack
+from controlplane.machine.serving import (
+    all_serve,
+    oldest_version,
+    serving_replicas,
+    unproven_replicas,
+    what_agents_lack,
+)
 from controlplane.machine.status import fleet_status
 from schemas import errors
 from schemas.commands import EngineCommand, Target
@@ -72,6 +78,21 @@ def test_a_replica_that_does_not_serve_is_not_ready(said: AgentStatus, lacks: st
     bus = committed()
     heard(bus, at_us=5, a0_0=said)
     assert what_agents_lack(bus.state, 4) == {"0.0": lacks} and not all_serve(bus.state, 1, since_us=4)
+
+
+def test_the_oldest_version_is_that_of_whom_a_later_sync_did_not_name() -> None:
+    bus = Coordinator("0.0", "1.0")
+    assert oldest_version(bus.state) == 0
+    for version, replicas in ((1, None), (2, {0}), (3, None)):
+        bus.sync(version, target=Target(replicas=frozenset(replicas) if replicas else None))
+        assert oldest_version(bus.state) == max(0, min(version - 1, 1))  # until it is committed
+        for _ in range(3):
+            bus.answer(a0_0=DONE, a1_0=DONE if replicas is None else Skipped(Reason.NOT_TARGETED))
+        if version == 2:
+            bus.lose("1.0", at_us=SECOND_US)
+            assert oldest_version(bus.state) == 1  # it comes back to what was committed for it
+            bus.arrive("1.0")
+    assert oldest_version(bus.state) == 3
 
 
 def test_an_agent_that_is_away_is_named_and_not_waited_for() -> None:
