@@ -84,6 +84,8 @@ def trained(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     assert [version for version in (1, 2, 3) if f"weights commit v{version}" in shown] == [1, 2, 3]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_trainer_under_torchrun_trains(folder: Path) -> None:
     file, bus = written("torchrun_trainer", folder)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, file)
@@ -91,6 +93,8 @@ def test_a_trainer_under_torchrun_trains(folder: Path) -> None:
         trained(python(*launch, cwd=folder, env=paths(folder)), folder)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ray")
 def test_a_trainer_on_ray_trains(tmp_path: Path) -> None:
     (tmp_path / "my_trainer.py").write_text(LEARN)
@@ -118,6 +122,7 @@ def test_sigterm_closes_the_bus_of_the_page(folder: Path) -> None:
             pass  # it was closed in order, and has let go of its log
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # newer Pythons: forking with threads
 def test_a_child_that_is_forked_may_live_and_may_not_use_the_bus(tmp_path: Path) -> None:
     with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db") as plane:
         for use in (False, True):
