@@ -251,7 +251,7 @@ class Promises:
             ledger.oracle, ledger.lease_over = None, True
         if not state.joined:
             return
-        if state.desired.version < ledger.version:
+        if state.desired.version < ledger.version and not ledger.lost_epoch:  # else it may follow what was lost since
             self.broken("I4 monotonic", f"{process.peer} goes back to version {state.desired.version}")
         ledger.version = state.desired.version
 
