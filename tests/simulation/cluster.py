@@ -4,7 +4,8 @@ No sockets, no tasks, no sleep: a heap of (time, number, act) is the clock, and 
 drop, delay, crash and command. The same seed is the same run. Each seed also draws its own weather, so that some runs
 are only lossy, some only crash, and some have everything at once.
 
-    python -m tests.simulation.cluster 236      # run one seed and print its story
+    python -m tests.simulation.cluster 236          # run one seed and print its story
+    python -m tests.simulation.cluster 0 10000      # run many, and print those that break a promise
 """
 
 from __future__ import annotations
@@ -485,15 +486,25 @@ def simulate(seed: int, mechanisms: Mechanisms | None = None, story: list[str] |
 
 
 def main() -> int:
-    """Run one seed and print its story."""
-    story: list[str] = []
-    verdict = "every promise held"
+    """Run one seed and print its story, or a range of seeds and print what broke."""
+    first, *last = map(int, sys.argv[1:])
+    broken = [text for seed in range(first, *last) if (text := _tell(seed))] if last else [_tell(first, [])]
+    if last:
+        sys.stdout.write(f"{last[0] - first} seeds, {len(broken)} broke a promise\n")
+    return 1 if any(broken) else 0
+
+
+def _tell(seed: int, story: list[str] | None = None) -> str:
+    """Run a seed; print its story, if wanted, and what broke. Returns that."""
+    found = ""
     try:
-        simulate(int(sys.argv[1]), story=story)
+        simulate(seed, story=story)
     except Broken as broken:
-        verdict = str(broken)
-    sys.stdout.write("\n".join([*story, verdict]) + "\n")
-    return 0 if verdict == "every promise held" else 1
+        found = f"seed {seed}: {broken}"
+    if story is not None or found:
+        sys.stdout.write("\n".join([*(story or ()), found or "every promise held"]) + "\n")
+        sys.stdout.flush()
+    return found
 
 
 if __name__ == "__main__":
