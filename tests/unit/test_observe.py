@@ -206,6 +206,15 @@ def test_a_profile_start_that_may_have_happened_counts_as_done(
     assert planned(Desired(), engine) == (["stop_profile"] if believed else [])
 
 
+@pytest.mark.parametrize("profiling", [True, None, False])
+def test_a_session_that_a_new_launch_has_open_after_a_start_that_was_cut_off_is_stopped(profiling: bool | None) -> None:
+    """The engine may have been relaunched before the call, and not been observed since."""
+    seen = replace(PRESENT, instance="two", profiling=profiling)
+    engine, done = apply_interruption(READY, events.StartProfile(SESSION, "d"), seen)
+    assert not done and engine.session == (SESSION if profiling else None)
+    assert planned(Desired(), engine) == (["stop_profile"] if profiling else [])
+
+
 def test_a_load_that_was_cut_off_is_repeated_unless_it_is_proven() -> None:
     engine = replace(PAUSED, checked=V2)
     torn, _ = apply_interruption(engine, LOAD_2, replace(PRESENT, generating=False, version=2))

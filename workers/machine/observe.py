@@ -252,6 +252,8 @@ def apply_interruption(engine: EngineState, call: Call, observation: Observation
     """
     after = apply_observation(engine, observation)
     if _other_instance(engine, observation):
+        if isinstance(call, StartProfile) and observation.profiling:  # it may have been relaunched before the call
+            after = replace(after, session=call.session)
         return after, False
     intact = _same_digest(engine, observation)
     match call:
