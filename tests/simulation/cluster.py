@@ -456,7 +456,7 @@ class World:
                 return f"{process.peer} hears no heads"
             stuck = state.reconcile_blocked or (slot.engine is not None and slot.engine.unable)
             stuck = stuck or (slot.engine is not None and self.promises.stranded(slot.engine, state.desired))
-            stuck = stuck or bool(state.suppressed.quarantined)  # it waits for the next sync
+            stuck = stuck or self.promises.waits_for_push(state)
             if state.activity is not None or not (machine.in_sync(state) or stuck):
                 return f"{process.peer} is not as desired"
         return None

@@ -308,6 +308,12 @@ class Promises:
         source = desired.committed.source
         return durable_source(source) is None and engine.weights != weights_of(source)
 
+    def waits_for_push(self, state: AgentState) -> bool:
+        """Whether it is in quarantine until the next sync, and so has not even read what was pushed into its engine."""
+        committed = state.desired.committed
+        pushed = committed is not None and durable_source(committed.source) is None
+        return pushed and bool(state.desired.quarantined or state.suppressed.quarantined)
+
     def paused(self, process: Process) -> None:
         """I1: an engine that may not serve without a bus is paused once its lease is over, unless a pause failed."""
         engine = process.slot.engine
