@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from anyio.from_thread import BlockingPortal
 from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.thread import BusThread
-from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import Absent
 from controlplane.machine.serving import all_serve, what_agents_lack
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
+from controlplane.syncs import PhasedSync, SendWeights, send_when_loading
 from controlplane.tickets import Ticket
 from schemas.carriers.keys import KEYS_VARIABLE
 from schemas.carriers.sockets import Context
@@ -52,8 +52,6 @@ from schemas.safetensors.paths import resolve_below
 logger = logger_of("plane")
 
 StrPath = str | os.PathLike[str]
-SendWeights = Callable[[tuple[int, ...]], object]
-"""Broadcasts weights to the replicas whose indices it is given."""
 Replicas = Iterable[int] | None
 
 
@@ -354,9 +352,10 @@ class ControlPlane:
             manifest: What the source must hold; None to read it from the headers of the files on this machine.
             content: Hash the bytes of the tensors too, here and in every engine that can. Reads the whole checkpoint
                 in the caller's thread.
-            send: For a `Broadcast`. Called in a thread of its own when the load phase begins, with the replicas that
-                prepared. It creates the group if there is none yet, and broadcasts. If it raises, the load phase ends
-                at once, the sync is aborted, and its report says why. Engines that wait for the broadcast go on
+            send: For a `Broadcast` or `Pushed`. Called in a thread of its own when the load phase begins, with the
+                replicas that prepared. It creates the group if there is none yet, and sends. If it raises, the load
+                phase ends at once, the sync is aborted, and its report says why. Once it has returned, replicas have
+                `after_send_ms` of BusConfig (10 s) to finish their loads. Engines that wait for a broadcast go on
                 waiting until their group gives up, so give it a deadline.
             in_flight: What happens to running requests, see `pause`.
             quorum: Replicas that must load; None for more than half.
@@ -370,14 +369,7 @@ class ControlPlane:
             SyncInProgress: From the ticket. Another sync has not ended yet.
         """
         bus = self.bus
-        if isinstance(source, str | Path):
-            source = Checkpoint(os.fspath(source))
-        if manifest is None:
-            checkpoint = durable_source(source)
-            if checkpoint is None and isinstance(source, Broadcast):
-                raise ConfigError("a broadcast needs a manifest or a path: `manifest_of` makes one of names and shapes")
-            if checkpoint is not None:
-                manifest = build_manifest(resolve_below(self._checkpoints, checkpoint.path), content)
+        source, manifest = self._checked_source(source, manifest, content)
         ticket = bus.sync(
             version,
             source,
@@ -389,8 +381,59 @@ class ControlPlane:
             timeout_ms=milliseconds(timeout),
         )
         if send is not None:
-            self._portal.start_task_soon(_send_when_loading, bus, ticket, send)
+            self._portal.start_task_soon(send_when_loading, bus, ticket, send)
         return ticket
+
+    def begin_sync(
+        self,
+        version: int | None,
+        source: Source | str | Path,
+        *,
+        manifest: Manifest | None = None,
+        content: bool = False,
+        in_flight: InFlight = "abort",
+        quorum: int | None = None,
+        replicas: Replicas = None,
+        absent: Absent = "leave",
+        timeout: float = 600.0,
+    ) -> PhasedSync:
+        """Return a sync that its trainer takes through its phases: `with plane.begin_sync(7, source) as sync:`.
+
+        For a trainer that works or moves tensors between the phases. Everything else is as in `sync_weights`, the
+        arguments and the errors too.
+
+        Args:
+            timeout: Seconds for each phase, and for the trainer's own time after it: the next phase is asked for
+                within that time since the last one began, or the sync is aborted.
+        """
+        source, manifest = self._checked_source(source, manifest, content)
+        begin = partial(
+            self.bus.sync,
+            version,
+            source,
+            manifest,
+            in_flight=in_flight,
+            quorum=quorum,
+            absent=absent,
+            target=_target(replicas),
+            timeout_ms=milliseconds(timeout),
+        )
+        return PhasedSync(self.bus, begin)
+
+    def _checked_source(
+        self, source: Source | str | Path, manifest: Manifest | None, content: bool
+    ) -> tuple[Source, Manifest | None]:
+        """The source, and what it must hold, as its files say if nobody else does."""
+        if isinstance(source, str | Path):
+            source = Checkpoint(os.fspath(source))
+        if manifest is not None:
+            return source, manifest
+        checkpoint = durable_source(source)
+        if checkpoint is not None:
+            return source, build_manifest(resolve_below(self._checkpoints, checkpoint.path), content)
+        if isinstance(source, Broadcast):
+            raise ConfigError("a broadcast needs a manifest or a path: `manifest_of` makes one of names and shapes")
+        return source, None
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -436,23 +479,6 @@ class ControlPlane:
             raise ConfigError("end_step: no step has begun. Call `begin_step` at its beginning")
         step, self._begun = self._begun, None
         step.end()
-
-
-async def _send_when_loading(bus: Bus, ticket: Ticket[SyncReport], send: SendWeights) -> None:
-    """Call `send` once all receivers have prepared: a broadcast waits for everyone in its group."""
-
-    def loading_or_over(state: CoordinatorState) -> bool:
-        sync = state.sync
-        return ticket.done or (sync is not None and sync.request.ticket == ticket.number and sync.phase != "prepare")
-
-    try:
-        sync = (await bus.wait_until(loading_or_over)).sync
-        if sync is not None and sync.request.ticket == ticket.number and sync.phase == "load":
-            members = tuple(sorted(sync.members - sync.lost))
-            await to_thread.run_sync(send, members, abandon_on_cancel=True)
-    except (Exception, SystemExit) as error:  # of anybody's code, in a thread that must not end the bus
-        logger.warning("the weights of a sync were not sent: %s: %s", type(error).__name__, error)
-        bus.note_send_failure(ticket, f"{type(error).__name__}: {error}")
 
 
 async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[FleetStatus]) -> None:

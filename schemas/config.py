@@ -41,6 +41,9 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         history: Commands kept for resending. An agent that needs older ones gets a snapshot.
         queue: Commands that may be open at once: handed to the bus, and not concluded yet. More raise BusOverloaded.
         retransmit_ms: Time until an unanswered command is sent again; doubles with each attempt.
+        after_send_ms: What is left of the load phase of a sync once `send` has returned. A sender may return before its
+            receivers have copied everything (NCCL's does), and they still have to check what they hold. But a sender
+            that returned without sending must not stop the fleet for the whole timeout.
         publish_port: TCP port of the publish socket, on the host of the bus's address. None lets the system choose;
             name one for a firewall.
         agents_max: Places in the fleet, of agents that are there or gone. An agent at a further place is turned away.
@@ -59,6 +62,7 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     history: _Kept = 1_024
     queue: _Kept = 4_096
     retransmit_ms: Milliseconds = 1_000
+    after_send_ms: Milliseconds = 10_000
     publish_port: Port | None = None
     agents_max: _Kept = 8_192
     durability: Literal["disk", "os"] = "os"

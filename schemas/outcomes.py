@@ -107,12 +107,12 @@ class Missing(Struct, frozen=True, tag="missing", omit_defaults=True):
     Attributes:
         reason: `deadline` when time was up; `absent` when the agent was away already when the command was issued;
             `gone` when it fell silent since; `restarted` when another incarnation took its place; `engine_down` when a
-            sync went on without its engine; `not_sent` when the trainer could not send the weights; `bus_restarted`
-            when the trainer died while the command was open.
+            sync went on without its engine; `not_sent` when the trainer could not send the weights; `aborted` when it
+            gave the sync up; `bus_restarted` when it died while the command was open.
         away_ms: How long an absent agent had been away.
     """
 
-    reason: Literal["deadline", "absent", "gone", "restarted", "engine_down", "not_sent", "bus_restarted"]
+    reason: Literal["deadline", "absent", "gone", "restarted", "engine_down", "not_sent", "aborted", "bus_restarted"]
     away_ms: Count = 0
 
 

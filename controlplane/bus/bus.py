@@ -7,7 +7,7 @@ Every ticket ends: concluded, refused, or failed when the bus closes, however it
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import anyio
 import msgspec
@@ -115,7 +115,7 @@ class Bus:
         order = events.Issued(
             at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms
         )
-        self._hand_over(ticket, order)
+        self._hand_over(order, ticket)
         return ticket
 
     def sync(
@@ -129,8 +129,15 @@ class Bus:
         target: Target,
         timeout_ms: int,
         absent: events.Absent = "leave",
+        prepare: Ticket[Report] | None = None,
     ) -> Ticket[SyncReport]:
-        """Hand a weight sync to the bus. `timeout_ms` is for each phase. Otherwise like `publish`."""
+        """Hand a weight sync to the bus. Otherwise like `publish`.
+
+        Args:
+            timeout_ms: For each phase.
+            prepare: Gets the report of the prepare phase; the others are then asked for by `request_phase`. None for
+                phases that follow by themselves.
+        """
         ticket: Ticket[SyncReport] = self._callers.new_ticket()
         order = events.SyncRequested(
             at_us=0,
@@ -144,19 +151,31 @@ class Bus:
             target=target,
             timeout_ms=timeout_ms,
             absent=absent,
+            prepare=prepare.number if prepare is not None else None,
         )
-        self._hand_over(ticket, order)
+        self._hand_over(order, *((ticket,) if prepare is None else (ticket, prepare)))
         return ticket
 
-    def note_send_failure(self, ticket: Ticket[SyncReport], reason: str) -> None:
-        """Tell the bus that the weights of this sync will not come, which ends its load phase."""
-        self._callers.note_send_failure(ticket, reason)
+    def new_ticket(self) -> Ticket[Report]:
+        """Return a ticket to pass to `sync`."""
+        return self._callers.new_ticket()
+
+    def request_phase(self, sync: Ticket[SyncReport], phase: Literal["load", "commit", "abort"]) -> Ticket[Report]:
+        """Ask for the next phase of a sync. Otherwise like `publish`."""
+        ticket = self.new_ticket()
+        order = events.PhaseRequested(at_us=0, at_ns=0, ticket=ticket.number, sync=sync.number, phase=phase)
+        self._hand_over(order, ticket)
+        return ticket
+
+    def note_sent(self, ticket: Ticket[SyncReport], failure: str | None = None) -> None:
+        """Tell the bus that the weights of this sync were sent, or why they will not come: its load phase ends soon."""
+        self._callers.note_sent(ticket, failure)
         self._wakeup.notify()
 
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
         """Take places out of the run for good. Otherwise like `publish`."""
         ticket: Ticket[FleetStatus] = self._callers.new_ticket()
-        self._hand_over(ticket, events.RetireRequested(at_us=0, at_ns=0, ticket=ticket.number, places=places))
+        self._hand_over(events.RetireRequested(at_us=0, at_ns=0, ticket=ticket.number, places=places), ticket)
         return ticket
 
     def status(self) -> FleetStatus:
@@ -194,13 +213,13 @@ class Bus:
             await self._turns.change()
         return self.state
 
-    def _hand_over(self, ticket: Ticket[Any], order: Order) -> None:
+    def _hand_over(self, order: Order, *tickets: Ticket[Any]) -> None:
         order = checked_order(order)
         self._check()
-        self._callers.add(ticket, order)
+        self._callers.add(order, *tickets)
         self._wakeup.notify()
         if self._turns.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
-            self._callers.withdraw(ticket, self.fault or _closed(self.address))
+            self._callers.withdraw(self.fault or _closed(self.address), *tickets)
 
     def _check(self) -> None:
         if self.fault is not None:

@@ -15,9 +15,11 @@ from controlplane.machine.events import (
     Conclude,
     CoordinatorEvent,
     Issued,
+    PhaseRequested,
     Refuse,
     RetireRequested,
     SendFailed,
+    SendReturned,
     SyncRequested,
 )
 from controlplane.tickets import Ticket
@@ -44,7 +46,7 @@ _REFUSALS: Final = {
     "retire": CommandError,
 }
 
-Order = Issued | SyncRequested | RetireRequested | SendFailed
+Order = Issued | SyncRequested | PhaseRequested | RetireRequested | SendFailed | SendReturned
 _order_decoder: Decoder[Order] = Decoder(Order)
 
 
@@ -114,24 +116,28 @@ class Callers:
         """Return a ticket with a number of its own."""
         return Ticket(next(self._numbers))
 
-    def add(self, ticket: Ticket[Any], order: Order) -> None:
+    def add(self, order: Order, *tickets: Ticket[Any]) -> None:
         """Queue an order for the next turn. Raises BusOverloaded."""
-        if len(self._tickets) >= self._limit:
+        if len(self._tickets) + len(tickets) > self._limit:
             raise BusOverloaded(
                 f"{self._limit} commands are open (`queue` in BusConfig): wait for their tickets before publishing "
                 "more. Nothing was sent"
             )
-        self._tickets[ticket.number] = ticket
+        self._tickets.update((ticket.number, ticket) for ticket in tickets)
         self._orders.append(order)
 
-    def note_send_failure(self, ticket: Ticket[Any], reason: str) -> None:
-        """Queue that the weights of a sync can't be sent."""
-        self._orders.append(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=reason[:REASON_MAX]))
+    def note_sent(self, ticket: Ticket[Any], failure: str | None) -> None:
+        """Queue that the weights of a sync were sent, or why they can't be."""
+        if failure is None:
+            self._orders.append(SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
+        else:
+            self._orders.append(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
 
-    def withdraw(self, ticket: Ticket[Any], error: BaseException) -> None:
-        """Fail a ticket that was added when the bus had already closed."""
-        self._tickets.pop(ticket.number, None)
-        ticket.fail(error)
+    def withdraw(self, error: BaseException, *tickets: Ticket[Any]) -> None:
+        """Fail tickets that were added when the bus had already closed."""
+        for ticket in tickets:
+            self._tickets.pop(ticket.number, None)
+            ticket.fail(error)
 
     def add_operator(self, connection: bytes, request: Submit | Retire) -> str | None:
         """Queue what an operator asks for, or return the reason why not."""

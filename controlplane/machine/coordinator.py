@@ -68,12 +68,15 @@ def decide(
         case events.Issued():
             state = _on_issued(state, event, effects)
         case events.SyncRequested():
-            state, phase = syncs.on_requested(state, event, effects)
-            state = _conclude(_open_phase(state, phase, _now(event), effects), _now(event), effects)
+            state = _go_on(*syncs.on_requested(state, event, effects), _now(event), effects)
+        case events.PhaseRequested():
+            state = _go_on(*syncs.on_phase_requested(state, event, effects), _now(event), effects)
         case events.RetireRequested():
             state = membership.on_retire_requested(state, event, effects)
         case events.SendFailed():
-            state = _conclude(syncs.on_send_failed(state, event), _now(event), effects)
+            state = _go_on(*syncs.on_send_failed(state, event, effects), _now(event), effects)
+        case events.SendReturned():
+            state = syncs.on_send_returned(state, event)
         case events.TimerFired():
             state = _on_timer(state, event, effects)
         case events.Opened():
@@ -87,7 +90,9 @@ def decide(
 
 def next_deadline(state: CoordinatorState) -> int | None:
     """Return when the machine wants a `TimerFired`, in µs of the bus's clock; None if nothing is pending."""
-    return min((min(command.deadline_us, command.retransmit_us) for command in state.open), default=None)
+    held_us = state.sync.held_until_us if state.sync is not None else None
+    moments = [min(command.deadline_us, command.retransmit_us) for command in state.open]
+    return min(moments if held_us is None else [*moments, held_us], default=None)
 
 
 # --- issuing ----------------------------------------------------------------------------------------------------------
@@ -142,7 +147,12 @@ def _open_phase(state: CoordinatorState, phase: syncs.Phase | None, now: _Now, e
     """Publish the next phase of a sync, if one follows."""
     if phase is None:
         return state
-    return _publish(state, phase.command, phase.target, phase.timeout_ms, now, effects)
+    return _publish(state, phase.command, phase.target, phase.timeout_ms, now, effects, phase.ticket)
+
+
+def _go_on(state: CoordinatorState, phase: syncs.Phase | None, now: _Now, effects: Effects) -> CoordinatorState:
+    """Publish the phase of a sync that follows, and end what nobody is waited for."""
+    return _conclude(_open_phase(state, phase, now, effects), now, effects)
 
 
 def _publish(
@@ -252,7 +262,8 @@ def _conclude(state: CoordinatorState, now: _Now, effects: Effects) -> Coordinat
         state = replace(state, open=tuple(command for command in state.open if command is not ended))
         effects.append(events.Conclude(ticket=ended.ticket, report=report))
         if state.sync is not None and state.sync.seq == report.seq:
-            state, phase = syncs.end_phase(state, state.sync, report, effects)
+            until_us = ended.issued_us + state.sync.request.timeout_ms * 1000
+            state, phase = syncs.end_phase(state, state.sync, report, until_us, effects)
             state = _open_phase(state, phase, now, effects)
 
 
@@ -264,7 +275,8 @@ def _on_timer(state: CoordinatorState, event: events.TimerFired, effects: Effect
         elif event.at_us >= command.retransmit_us:
             command = _retransmit(state, command, event.at_us, effects)
         open_commands.append(command)
-    return _conclude(replace(state, open=tuple(open_commands)), _now(event), effects)
+    state = _conclude(replace(state, open=tuple(open_commands)), _now(event), effects)
+    return _go_on(*syncs.on_time(state, event.at_us, effects), _now(event), effects)
 
 
 def _retransmit(state: CoordinatorState, command: OpenCommand, at_us: int, effects: Effects) -> OpenCommand:

@@ -31,6 +31,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     publish_port: Port | None = None
     head_interval_ms: Milliseconds | None = None
     agents_max: Positive = 8_192
+    after_send_ms: Milliseconds = 10_000
     observe: ObservePolicy | None = None
 
 
@@ -73,6 +74,7 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
         quorum: Replicas that must load; None for more than half.
         timeout_ms: For each phase.
         absent: Whether a phase waits for replicas whose engines are known to be down, though it has its quorum.
+        prepare: Ticket of the prepare phase, if the trainer asks for each phase; None if they follow by themselves.
     """
 
     at_us: int
@@ -86,6 +88,22 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     target: Target
     timeout_ms: Milliseconds
     absent: Absent = "leave"
+    prepare: Positive | None = None
+
+
+class PhaseRequested(Struct, frozen=True, kw_only=True, tag="phase_requested"):
+    """The trainer asks for the next phase of a sync, or gives the sync up.
+
+    Attributes:
+        ticket: For the report of the phase.
+        sync: Ticket of the sync.
+    """
+
+    at_us: int
+    at_ns: int
+    ticket: Positive
+    sync: Positive
+    phase: Literal["load", "commit", "abort"]
 
 
 class RetireRequested(Struct, frozen=True, kw_only=True, tag="retire_requested"):
@@ -113,6 +131,18 @@ class SendFailed(Struct, frozen=True, kw_only=True, tag="send_failed"):
     at_ns: int
     ticket: Positive
     reason: Text
+
+
+class SendReturned(Struct, frozen=True, kw_only=True, tag="send_returned"):
+    """The trainer says that it has sent the weights that the load phase of a sync waits for.
+
+    Attributes:
+        ticket: Of the sync.
+    """
+
+    at_us: int
+    at_ns: int
+    ticket: Positive
 
 
 class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
@@ -199,7 +229,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
 
 
 PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
-CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed
+CallerEvent = Issued | SyncRequested | PhaseRequested | RetireRequested | SendFailed | SendReturned
 CoordinatorEvent = Opened | CallerEvent | PeerEvent | AnswersReceived | TimerFired | Closed
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ PAGE_BYTES = 192 * 1024
 """Bytes of commands in one page, at most."""
 UNKNOWN_PEER = Rejoin(reason="the bus does not know you: say hello")
 
-MissingReason = Literal["deadline", "gone", "restarted", "engine_down", "not_sent", "bus_restarted"]
+MissingReason = Literal["deadline", "gone", "restarted", "engine_down", "not_sent", "aborted", "bus_restarted"]
 """Why an agent that was waited for is missing."""
 Effects = list[events.CoordinatorEffect]
 K = TypeVar("K")

@@ -38,7 +38,11 @@ class Sync(Struct, frozen=True, kw_only=True):
         lost: Replicas that failed.
         restarted: Replicas whose agent joined as a new incarnation since the sync began.
         reports: Of the phases that have ended.
-        failure: Why the trainer could not send the weights, if it could not.
+        sent: The trainer has sent the weights that are being loaded.
+        stuck: Replicas that have not received them: their engines may wait for a long time, and nobody waits for them.
+        failure: Why the trainer gave it up, if it did.
+        abort: Ticket of the abort, if the trainer waits for its report.
+        held_until_us: The phase waits until then for the trainer to ask for it; None if it is open.
     """
 
     request: SyncRequested
@@ -49,7 +53,11 @@ class Sync(Struct, frozen=True, kw_only=True):
     lost: frozenset[Count] = frozenset()
     restarted: frozenset[Count] = frozenset()
     reports: tuple[Report, ...] = ()
+    sent: bool = False
+    stuck: frozenset[Count] = frozenset()
     failure: str = ""
+    abort: Positive | None = None
+    held_until_us: int | None = None
 
 
 def first_phase(sync: Sync) -> WeightSync:
@@ -62,6 +70,18 @@ def first_phase(sync: Sync) -> WeightSync:
         manifest=request.manifest,
         in_flight=request.in_flight,
     )
+
+
+def phase_command(sync: Sync) -> WeightSync:
+    """Return the command of a later phase."""
+    lost = sync.lost - sync.restarted
+    match sync.phase:
+        case "load":
+            return WeightSync(phase="load", version=sync.version, quarantine=lost)
+        case "commit":
+            return commit_phase(sync, lost)
+        case _:
+            return WeightSync(phase="abort", version=sync.version)
 
 
 def commit_phase(sync: Sync, lost: frozenset[int]) -> WeightSync:
@@ -82,8 +102,7 @@ def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync,
         known: Replicas of the run that the sync is for.
     """
     conclusions = primary_conclusions(report.outcomes, known)
-    sync = _with_report(sync, report, conclusions)
-    version = sync.version
+    sync = with_report(sync, report, known)
     succeeded = _followed(sync, conclusions)
     match sync.phase:
         case "prepare" if sync.members and all(
@@ -95,18 +114,18 @@ def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync,
         case "commit":
             return sync, _report(sync, "committed", conclusions, known)
         case _ if not _meets_quorum(sync, succeeded):
-            return replace(sync, phase="abort"), WeightSync(phase="abort", version=version)
+            sync = replace(sync, phase="abort")
         case "prepare":
-            return replace(sync, phase="load"), WeightSync(phase="load", version=version, quarantine=sync.lost)
+            sync = replace(sync, phase="load")
         case "load":
-            return replace(sync, phase="commit"), commit_phase(sync, sync.lost)
+            sync = replace(sync, phase="commit")
+    return sync, phase_command(sync)
 
 
-def failed_report(sync: Sync, report: Report, known: frozenset[int]) -> SyncReport:
-    """Return the report of a sync whose weights could not be sent, at the end of its load phase."""
-    conclusions = primary_conclusions(report.outcomes, known)
-    ended = _report(_with_report(sync, report, conclusions), "aborted", conclusions, known)
-    return replace(ended, reason=f"the trainer could not send the weights: {sync.failure}")
+def given_up_report(sync: Sync, known: frozenset[int]) -> SyncReport:
+    """Return the report of a sync that the trainer gave up, after the end of the phase that it was in."""
+    conclusions = primary_conclusions(sync.reports[-1].outcomes, known)
+    return replace(_report(sync, "aborted", conclusions, known), reason=sync.failure)
 
 
 def may_leave_out(sync: Sync, outcomes: Iterable[AgentOutcome], down: frozenset[int], known: frozenset[int]) -> bool:
@@ -129,8 +148,9 @@ def primary_conclusions(outcomes: Iterable[AgentOutcome], known: frozenset[int])
     return conclusions
 
 
-def _with_report(sync: Sync, report: Report, conclusions: Mapping[int, Conclusion]) -> Sync:
-    """The sync after a phase: who takes part, and who has dropped out."""
+def with_report(sync: Sync, report: Report, known: frozenset[int]) -> Sync:
+    """Return the sync after a phase: who takes part, and who has dropped out."""
+    conclusions = primary_conclusions(report.outcomes, known)
     taking_part = _taking_part(conclusions)
     members = taking_part if sync.phase == "prepare" else sync.members | taking_part
     failed = frozenset(replica for replica in members & conclusions.keys() if _dropped_out(conclusions[replica]))

@@ -72,10 +72,14 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
             version = f"v{event.version}" if event.version is not None else "the next version"
             pushed = f"pushed, {event.source.label}" if isinstance(event.source, Pushed) else ""
             return f"asked for a sync to {version} from {event.source.path or pushed}"
+        case bus_events.PhaseRequested():
+            return f"asked for the {event.phase} phase of its sync"
         case bus_events.RetireRequested():
             return f"asked to retire {', '.join(event.places)}"
         case bus_events.SendFailed():
             return f"could not send the weights: {event.reason}"
+        case bus_events.SendReturned():
+            return "has sent the weights"
         case bus_events.TimerFired():
             return "timer fires"
         case bus_events.Closed():

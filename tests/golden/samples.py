@@ -225,6 +225,8 @@ SAMPLES: tuple[Struct, ...] = (
     bus.ResendRequested(at_us=8, peer="1.0/i", first=3, credit=64),
     bus.PeerLost(at_us=9, peer="1.0/i", reason="silent"),
     bus.SendFailed(at_us=9, at_ns=10, ticket=4, reason="RuntimeError: no group"),
+    bus.SendReturned(at_us=9, at_ns=10, ticket=4),
+    bus.PhaseRequested(at_us=9, at_ns=10, ticket=5, sync=4, phase="load"),
     bus.TimerFired(at_us=10),
     bus.Closed(at_us=11, at_ns=12),
     # its effects

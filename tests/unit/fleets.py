@@ -1,6 +1,6 @@
 """A coordinator without a bus, which tests feed with the events of agents."""
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -120,6 +120,7 @@ class Coordinator:
         path: str | None = None,
         target: Target | None = None,
         absent: events.Absent = "leave",
+        prepare: int | None = None,
     ) -> int:
         """Ask for a weight sync; returns its ticket."""
         self.tickets += 1
@@ -136,8 +137,15 @@ class Coordinator:
                 target=target or Target(),
                 timeout_ms=30_000,
                 absent=absent,
+                prepare=prepare,
             )
         )
+        return self.tickets
+
+    def ask(self, sync: int, phase: Literal["load", "commit", "abort"], at_us: int = 0) -> int:
+        """Ask for a phase of a sync; returns the ticket of the phase."""
+        self.tickets += 1
+        self.feed(events.PhaseRequested(at_us=at_us, at_ns=0, ticket=self.tickets, sync=sync, phase=phase))
         return self.tickets
 
     def retire(self, *places: str) -> int:
@@ -149,6 +157,10 @@ class Coordinator:
     def send_failed(self, ticket: int, reason: str = "RuntimeError: no group") -> None:
         """The trainer can't send the weights of a sync."""
         self.feed(events.SendFailed(at_us=0, at_ns=0, ticket=ticket, reason=reason))
+
+    def send_returned(self, ticket: int, at_us: int = 0) -> None:
+        """The trainer has sent the weights of a sync."""
+        self.feed(events.SendReturned(at_us=at_us, at_ns=0, ticket=ticket))
 
     def answer(self, seq: int | None = None, *, at_us: int = 0, origin: int | None = None, **outcomes: Outcome) -> None:
         """One batch of answers to `seq`, the newest by default. Keywords: `a0_1` is agent 0.1, `actor_1` is actor.1."""

@@ -11,6 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 from anyio import to_thread
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import zeros
 
@@ -299,6 +300,66 @@ def test_two_syncs_at_once_are_refused(tmp_path: Path) -> None:
             first.wait()
     finally:
         plane.close()
+
+
+def test_a_sender_that_returns_without_having_sent_ends_the_phase_soon(tmp_path: Path) -> None:
+    engine = Receiver()
+    config = replace(QUICK, after_send_ms=200)
+    plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=config, checkpoints=tmp_path)
+    with plane, agents(plane.address, tmp_path, {PRIMARY: engine}):
+        plane.wait_for_agents(1, timeout=20).wait()
+        report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=lambda _: None, timeout=600).wait(20)
+        assert report.status == "aborted" and not engine.sent.is_set()
+        engine.sent.set()
+
+
+def test_a_trainer_takes_a_sync_through_its_phases(plane: ControlPlane, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "one")
+    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
+        plane.wait_for_agents(1, timeout=20).wait()
+        with plane.begin_sync(None, source, timeout=60) as sync:
+            assert sync.prepare().wait(20).command == WeightSync(
+                phase="prepare", version=1, source=source, manifest=build_manifest(tmp_path / "one", content=False)
+            )
+            assert plane.serving() == {}
+            with pytest.raises(errors.CommandError, match="goes on with load, not with commit"):
+                sync.commit().wait(20)
+            assert sync.load().wait(20).acted == ("0.0",)
+            sync.commit().wait(20)
+        sync.report.wait(20).raise_for_failures()
+        assert plane.serving() == {0: 1}
+        with pytest.raises(errors.CommandError, match="this sync has ended: weights v1 committed"):
+            sync.load()
+
+
+def test_leaving_the_block_aborts_what_was_not_committed(plane: ControlPlane, tmp_path: Path) -> None:
+    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
+        plane.wait_for_agents(1, timeout=20).wait()
+        with pytest.raises(ZeroDivisionError), plane.begin_sync(1, checkpoint(tmp_path / "one")) as sync:
+            sync.prepare().wait(20)
+            1 / 0  # noqa: B018
+        assert sync.report.wait(20).reason == "the trainer aborted it"
+        wait_until(lambda: plane.serving() == {0: 0})
+        with plane.begin_sync(2, "one") as unused:
+            pass
+        with pytest.raises(errors.CommandError, match="call `prepare` first"):
+            unused.load()
+        assert plane.sync_weights(None, "one").wait(20).version == 2
+
+
+def test_an_async_trainer_takes_a_sync_through_its_phases(plane: ControlPlane, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "one")
+
+    async def trainer() -> None:
+        async with plane.begin_sync(1, source) as sync:
+            await sync.prepare()
+            with pytest.raises(errors.CommandError, match="`prepare` is called once"):
+                sync.prepare()
+        assert (await sync.report).status == "aborted"
+
+    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
+        plane.wait_for_agents(1, timeout=20).wait()
+        anyio.run(trainer)
 
 
 # --- misuse -----------------------------------------------------------------------------------------------------------
