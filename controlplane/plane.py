@@ -23,9 +23,9 @@ from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.thread import BusThread
 from controlplane.machine.events import Absent
 from controlplane.machine.serving import all_serve, what_agents_lack
+from controlplane.phased_sync import PhasedSync, SendWeights, send_when_loading
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
-from controlplane.syncs import PhasedSync, SendWeights, send_when_loading
 from controlplane.tickets import Ticket
 from schemas.carriers.keys import KEYS_VARIABLE
 from schemas.carriers.sockets import Context

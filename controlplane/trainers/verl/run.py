@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
+from controlplane.phased_sync import SendWeights
 from controlplane.plane import ControlPlane
-from controlplane.syncs import SendWeights
 from controlplane.tickets import Ticket
 from controlplane.trainers.verl.servers import ServerEngines
 from controlplane.trainers.verl.settings import SECTION, VerlSettings
