@@ -1,0 +1,75 @@
+"""The gateway in front of a real SGLang on the CPU, driven as slime and AReaL drive their engines."""
+
+import asyncio
+from collections.abc import Iterator
+from shutil import copytree
+
+import pytest
+
+from controlplane.trainers.gateway.service import Gateway
+from tests.engines.servers import Request, complete
+from tests.engines.sglang_fleet import SGLangFleet
+from tests.trainers.gateway_fleet import on_a_thread
+from tests.trainers.posting_trainers import HTTP, AReaL, Slime
+
+pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
+
+ENDLESS = 200
+"""Tokens of a request that runs until it is aborted, once each forward lasts a while."""
+
+
+@pytest.fixture
+def gateway(sglang_fleet: SGLangFleet) -> Iterator[Gateway]:
+    """For replica 0. The judge never syncs, and has no place in front of a trainer."""
+    fleet = sglang_fleet
+    served = Gateway(
+        fleet.plane, replicas=1, checkpoints=fleet.folder, engines=[fleet.urls[0]], ports=True, timeout_s=60
+    )
+    with on_a_thread(served.serve):
+        yield served
+    fleet.version = fleet.plane.status().version  # the fleet's other tests count on from here
+    fleet.rest()
+
+
+def tokens(gateway: Gateway, fleet: SGLangFleet) -> list[int]:
+    """Greedy tokens, asked for through the gateway."""
+    return complete("sglang", gateway.base_urls()[0], "hello", 8, fleet.model)
+
+
+def test_slime_discovers_reloads_and_profiles_an_engine_behind_the_gateway(
+    gateway: Gateway, sglang_fleet: SGLangFleet
+) -> None:
+    fleet, (url,) = sglang_fleet, gateway.base_urls()
+    trainer = Slime([url.removeprefix("http://")], ci_test=True)
+    (info,) = trainer.discover()
+    assert info["tp_size"] == 2
+    fleet.slow_down(0.05)
+    running = Request("sglang", url, fleet.model, ENDLESS).running()
+    directory = copytree(fleet.folder / "b", fleet.folder / "weight_v000070")
+    trainer.reload(directory, "70")
+    assert running.tokens() < ENDLESS and not directory.exists()  # its pause aborts, and it removes what it wrote
+    fleet.slow_down(0)
+    assert HTTP.get(f"{url}/model_info").json()["weight_version"] == "70" and fleet.label() != "70"
+    second = tokens(gateway, fleet)
+    assert second == fleet.tokens()
+
+    payload = {"output_dir": "/tmp/sglang_profile", "num_steps": 3, "activities": ["CPU"], "profile_by_stage": False}
+    HTTP.post(f"{url}/start_profile", json=payload, timeout=60).raise_for_status()
+    tokens(gateway, fleet)
+    stopped = HTTP.post(f"{url}/stop_profile", json={}, timeout=60)
+    assert stopped.status_code == 200 and "/replica_0" in stopped.json()["message"]
+
+
+def test_areal_updates_an_engine_that_generates_while_it_writes(gateway: Gateway, sglang_fleet: SGLangFleet) -> None:
+    fleet, (url,) = sglang_fleet, gateway.base_urls()
+    before, directory = tokens(gateway, fleet), fleet.folder / "weight_update_v1"
+    trainer = AReaL([url.removeprefix("http://")])
+    asyncio.run(trainer.initialize())
+
+    def save() -> None:
+        assert tokens(gateway, fleet) == before  # after AReaL's pause
+        copytree(fleet.folder / "c", directory)
+
+    asyncio.run(trainer.update_weights(directory, save))
+    assert tokens(gateway, fleet) == fleet.tokens() != before
+    assert [status for _, status in trainer.attempts] == [200, 200, 200]
