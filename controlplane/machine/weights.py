@@ -196,7 +196,9 @@ def _report(
     committed = status == "committed"
     loaded = _followed(sync, conclusions) if committed else frozenset[int]()
     quarantined = sync.lost & answered if committed else set()
-    proven = loaded if committed else answered - failed
+    given_up = status == "aborted" and sync.phase != "abort"  # so nobody has answered an abort yet
+    taking_no_part = {replica for replica, conclusion in conclusions.items() if conclusion in _TAKES_NO_PART}
+    proven = loaded if committed else taking_no_part if given_up else answered - failed
     return SyncReport(
         version=sync.version,
         status=status,

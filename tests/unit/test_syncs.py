@@ -110,9 +110,9 @@ def test_a_sender_that_raises_ends_the_load_phase_at_once_and_the_report_says_wh
     bus.send_failed(ticket)
     assert phase(bus) == WeightSync(phase="abort", version=1)
     (report,) = bus.synced
-    assert (report.status, report.loaded, report.quarantined, report.unproven) == ("aborted", (), (), (1, 2))
+    assert (report.status, report.loaded, report.quarantined, report.unproven) == ("aborted", (), (), (0, 1, 2))
     assert report.headline.endswith(
-        "aborted; unproven: replicas 1, 2: the trainer could not send the weights: RuntimeError: no group"
+        "aborted; unproven: replicas 0 … 2: the trainer could not send the weights: RuntimeError: no group"
     )
     assert [line.conclusion for line in report.phases[-1].outcomes] == [DONE, Missing("not_sent"), Missing("not_sent")]
     with pytest.raises(CommandFailed, match="no group"):
