@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Final, Literal
 
 from controlplane.bus.callers import Order, checked_order
-from controlplane.machine.events import Issued, Publish, RetireRequested, SendFailed, SyncRequested
+from controlplane.machine.events import Issued, Publish, RetireRequested, SendFailed, SendReturned, SyncRequested
 from schemas.commands import (
     Checkpoint,
     Command,
@@ -183,8 +183,11 @@ class Trainer:
                 continue
             delay_ms = self.pushing.choice((1, 50, 700))
             self.world.at(delay_ms, self._push, bus, sync.request.ticket, engine, source, engine.instance)
-        if fails:
-            self.world.at(delay_ms + 1, self._send_fails, bus, sync.request.ticket)
+        # A sender may return before its last push has arrived.
+        ends, after_ms = (
+            (self._send_fails, delay_ms) if fails else (self._send_returns, self.pushing.choice((1, delay_ms)))
+        )
+        self.world.at(after_ms + 1, ends, bus, sync.request.ticket)
 
     def _push(self, bus: Bus, ticket: int, engine: Engine, source: Pushed, instance: int) -> None:
         """A trainer that is gone pushes nothing, and a push has ended when the load phase has."""
@@ -193,6 +196,10 @@ class Trainer:
         if lives and sync is not None and sync.request.ticket == ticket and sync.phase == "load":
             done = engine.push(source, instance)
             self.world.say(f"the trainer pushes {source.label!r}: {done}")
+
+    def _send_returns(self, bus: Bus, ticket: int) -> None:
+        if bus.alive:
+            self.hand_over(bus, SendReturned(at_us=bus.now_us, at_ns=self.world.now, ticket=ticket))
 
     def _send_fails(self, bus: Bus, ticket: int) -> None:
         self.world.say(f"the trainer can't push the weights of the sync with ticket {ticket}")
