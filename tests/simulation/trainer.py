@@ -185,7 +185,7 @@ class Trainer:
             self.world.at(delay_ms, self._push, bus, sync.request.ticket, engine, source, engine.instance)
         # A sender may return before its last push has arrived.
         ends, after_ms = (
-            (self._send_fails, delay_ms) if fails else (self._send_returns, self.pushing.choice((1, delay_ms)))
+            (self._send_fails, delay_ms) if fails else (self._send_returns, 1 if sync.request.ticket % 2 else delay_ms)
         )
         self.world.at(after_ms + 1, ends, bus, sync.request.ticket)
 
