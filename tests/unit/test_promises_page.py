@@ -26,6 +26,18 @@ def test_every_file_and_folder_that_is_named_exists() -> None:
     assert named and all((TESTS.parent / path).exists() for path in named), named
 
 
+def test_every_promise_was_attacked_by_something_that_can_be_run_again() -> None:
+    attacks = [line.split(" | ") for line in PAGE.partition("## Attacks")[2].splitlines() if line.startswith("| ")][2:]
+    promises: set[int] = set()
+    for _, _, attacked, command in attacks:
+        for first, _, last in re.findall(r"P(\d+)( to P(\d+))?", attacked):
+            promises.update(range(int(first), int(last or first) + 1))
+        files = re.findall(r"tests/[\w/]+\.py", command)
+        assert files or command.startswith("`python -m "), command
+        assert all((TESTS.parent / path).exists() for path in files), command
+    assert promises == set(range(1, 12))
+
+
 def test_every_scenario_and_ablation_that_is_named_exists() -> None:
     scenarios = {path.stem for path in (TESTS / "scenarios" / "corpus").glob("*.scenario")}
     named = listed("scenario")

@@ -6,7 +6,6 @@ What goes wrong after that is raised when somebody asks for one of our trainers,
 """
 
 import importlib
-import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -26,8 +25,6 @@ MODES: Final = {
 PREFIX: Final = "rolloutctl_"
 _REGISTERED: Final = "_rolloutctl"
 """Set on that package once it has our trainers, whoever loads this module again."""
-
-logger = logging.getLogger("rolloutctl.verl")
 
 
 class _AfterImport(MetaPathFinder):
@@ -75,9 +72,14 @@ def register(verl_trainers: Any) -> None:
         try:
             verl_trainers.register_trainer(PREFIX + mode)(cls)
         except ValueError as error:  # the name is taken
-            logger.error(
-                "trainer.v1.trainer_mode=%s%s is another's plugin, and not rolloutctl: %s", PREFIX, mode, error
-            )
+            _log_taken(mode, error)
+
+
+def _log_taken(mode: str, error: ValueError) -> None:
+    from schemas.logs import logger_of
+
+    text = "trainer.v1.trainer_mode=%s%s is another's plugin, and not rolloutctl: %s"
+    logger_of("verl").error(text, PREFIX, mode, error)
 
 
 def _raising(mode: str, cause: Exception) -> Any:
