@@ -25,6 +25,7 @@ import zmq
 from anyio import CancelScope
 
 from schemas import events
+from schemas.carriers.alarm import Alarm
 from schemas.carriers.keys import KeySource, PeerKeys, StrPath
 from schemas.carriers.sockets import Context
 from schemas.config import AgentConfig, within_bounds
@@ -56,16 +57,14 @@ class _Life:
     Attributes:
         scope: Cancelled to end it.
         restarting: The machine has asked for the next one.
-        tick_ms: When the next tick is planned.
-        tick_moved: Set when that is earlier than before.
+        alarm: Rings at the machine's next deadline.
     """
 
-    def __init__(self, link: Link, driver: EngineDriver) -> None:
+    def __init__(self, link: Link, driver: EngineDriver, tick: Callable[["_Life"], None]) -> None:
         self.link, self.driver = link, driver
         self.scope = CancelScope()
         self.restarting = False
-        self.tick_ms: int | None = None
-        self.tick_moved = anyio.Event()
+        self.alarm = Alarm(lambda: tick(self))
 
 
 class Agent:
@@ -199,7 +198,7 @@ class Agent:
         driver = EngineDriver(
             self._engine, self._commanded, self._traces, self._config.observe_ms, lambda: self.state, self._step
         )
-        self._life = _Life(link, driver)
+        self._life = _Life(link, driver, self._tick)
         settings = events.MachineSettings(
             reconcile_timeout_ms=self._config.reconcile_timeout_ms,
             on_lost_bus=self._config.on_lost_bus,
@@ -214,7 +213,7 @@ class Agent:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(life.driver.make_calls)
                     tasks.start_soon(life.driver.watch)
-                    tasks.start_soon(self._tick, life)
+                    tasks.start_soon(life.alarm.serve)
                     tasks.start_soon(self._announce_end)
                     tasks.start_soon(life.link.run)
         finally:
@@ -308,25 +307,16 @@ class Agent:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _plan_tick(self, state: AgentState, life: _Life) -> None:
-        """Wake the clock if it would be late. If it would be early it checks again, which costs less."""
         due_ms = next_deadline(state)
-        if due_ms is not None and (life.tick_ms is None or due_ms < life.tick_ms):
-            life.tick_ms = due_ms
-            life.tick_moved.set()
+        if due_ms is not None:
+            life.alarm.set(due_ms / 1000)
 
-    async def _tick(self, life: _Life) -> None:
-        """Give the machine a tick at each of its deadlines."""
-        while True:
-            due_ms = life.tick_ms = next_deadline(self.state)
-            life.tick_moved = anyio.Event()
-            if due_ms is None:
-                await life.tick_moved.wait()
-                continue
-            with CancelScope(deadline=due_ms / 1000):
-                await life.tick_moved.wait()
-                continue
-            if next_deadline(self.state) == due_ms:
-                self._step(events.Tick(at_ms=max(due_ms, now_ms())))
+    def _tick(self, life: _Life) -> None:
+        """Give the machine a tick at each of its deadlines. The alarm may ring for one that has moved."""
+        due_ms = next_deadline(self.state)
+        if due_ms is not None and now_ms() + 1 >= due_ms:  # now is rounded down, and some loops round too
+            self._step(events.Tick(at_ms=max(due_ms, now_ms())))
+        self._plan_tick(self.state, life)
 
 
 def _commandable(engine: Engine | EngineView) -> Engine:
