@@ -82,3 +82,10 @@ async def agent_of(
 
 def live(bus: Bus) -> list[str]:
     return sorted(name for name, member in bus.state.members.items() if member.state == "live")
+
+
+def following(bus: Bus) -> list[str]:
+    """Agents that have reported the position of the bus. None of them still waits for a snapshot, which would supersede
+    a command that is issued before it.
+    """
+    return [name for name in live(bus) if bus.state.members[name].seq == bus.state.seq]

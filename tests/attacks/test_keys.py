@@ -25,7 +25,19 @@ from schemas.carriers.keys import (
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
 from schemas.commands import Target
 from schemas.errors import AddressInUse, CommandError, IdentityTaken, KeyRefused
-from tests.attacks.keyed_bus import FLUSH, HERE, NOBODY, agent_of, bus_of, first, live, reach, source, stranger
+from tests.attacks.keyed_bus import (
+    FLUSH,
+    HERE,
+    NOBODY,
+    agent_of,
+    bus_of,
+    first,
+    following,
+    live,
+    reach,
+    source,
+    stranger,
+)
 from tests.unit.small_bus import Engine
 from tests.waiting import until
 from workers.link import link
@@ -146,7 +158,7 @@ async def test_an_agent_takes_no_other_place_than_its_own(folder: KeyFolder, tmp
         assert "key node-0 is for 0, and may not be agent 1.0" in str(ended[0])
         assert bus.state.members == {}
         async with agent_of(reach(bus), keys, tmp_path / "state", replica=0) as (_, ended):
-            await until(lambda: live(bus) == ["0.0"])
+            await until(lambda: following(bus) == ["0.0"])
             assert (await bus.publish(FLUSH, Target(), 5_000)).acted
         assert not ended
 
@@ -197,7 +209,7 @@ async def test_a_key_that_is_revoked_during_the_run_is_out_at_once_and_others_st
         await until(lambda: bool(ended))
         assert isinstance(ended[0], IdentityTaken)
         assert "key node-0 was revoked" in str(ended[0])
-        await until(lambda: live(bus) == ["1.0"])
+        await until(lambda: following(bus) == ["1.0"])
         assert bus.state.members["0.0"].state == "gone"
         report = await bus.publish(FLUSH, Target(), 5_000)
         assert report.acted == ("1.0",)
@@ -313,7 +325,7 @@ async def test_an_agent_gets_a_new_key_as_it_runs_and_then_the_old_one_is_refuse
         new = folder.rotate("node")
         await until(lambda: "agent 0.0 has the old key of node" in caplog.text)
         write_private(tmp_path / "node.key", read_peer_keys(new), replace=True)
-        await until(lambda: bus.state.members["0.0"].peer != peer and live(bus) == ["0.0"])
+        await until(lambda: bus.state.members["0.0"].peer != peer and following(bus) == ["0.0"])
         assert "agent 0.0 has the new key of node" in caplog.text
         folder.finish("node")
         assert (await bus.publish(FLUSH, Target(), 5_000)).acted
@@ -339,7 +351,7 @@ async def test_the_key_of_the_bus_is_replaced_between_two_lives_of_the_trainer_a
             incarnation = bus.state.members["0.0"].hello.incarnation
         folder.finish_server()
         async with bus_of(folder, tmp_path, address) as bus:
-            await until(lambda: live(bus) == ["0.0"])
+            await until(lambda: following(bus) == ["0.0"])
             assert bus.state.members["0.0"].hello.incarnation == incarnation
             assert (await bus.publish(FLUSH, Target(), 5_000)).acted
         assert not ended

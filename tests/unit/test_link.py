@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from schemas import wire
 from schemas.carriers.sockets import Context
 from schemas.commands import ProfileCommand
+from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.errors import AgentError, BusAddressError, EngineError, IdentityTaken, LogLocked
 from schemas.events import CommandReceived, Decision
@@ -94,6 +95,37 @@ async def test_an_agent_that_the_bus_has_forgotten_says_hello_again(bus: Bus, ru
         await reaches(agent, lambda state: state.epoch == 2)
         bus.publish(PAUSE)
         assert isinstance((await bus.outcome(1)).outcome, Acted)
+
+
+async def test_an_agent_that_joins_a_newer_bus_asks_for_the_desired_state_once(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that is issued between two snapshots is superseded by the second one."""
+    monkeypatch.setattr("workers.link.link.random.uniform", lambda low, high: low)
+    config = AgentConfig(hello_retry_ms=60_000)
+    async with (
+        Agent(
+            bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, config=config, context=context
+        ) as agent,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(agent.run)
+        tasks.start_soon(bus.serve)
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined)
+        bus.epoch = 2
+        bus.greet()
+        bus.say(STRANGER)
+        await bus.next(wire.Hello)
+        bus.say(bus.welcome())
+        await bus.next(wire.Join)
+        bus.ignored.clear()
+        for _ in range(3):
+            await bus.next(AgentStatus)
+        assert not [message for message in bus.ignored if isinstance(message, wire.Join)]
+        bus.say(wire.Snapshot(desired=Desired()))
+        await reaches(agent, lambda state: state.epoch == 2 and not state.diverged)
+        tasks.cancel_scope.cancel()
 
 
 async def test_an_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:

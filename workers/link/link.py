@@ -170,8 +170,9 @@ class Link:
         self._send(wire.ResendRequest(first=first, credit=CREDIT))
 
     def request_snapshot(self) -> None:
-        """Ask for the desired state."""
-        self._send(wire.Join())
+        """Ask for the desired state, unless the agent is about to join: then `_join` does."""
+        if self._session is not None and self._session.snapshot.is_set():
+            self._send(wire.Join())
 
     def note_decision(self, state: AgentState) -> None:
         """Note a decision that led to `state`: upload it soon, and report at once if the agent became ready."""
@@ -254,12 +255,15 @@ class Link:
             await anyio.sleep_forever()
 
     async def _join(self, session: _Session) -> None:
-        """Ask for the desired state. Only now, since everything published from here on arrives."""
+        """Ask for the desired state. Only now, since everything published from here on arrives.
+
+        It is asked for once: a command that is issued between two snapshots is superseded by the second one.
+        """
         pause_ms = self._config.hello_retry_ms
         self._waiting.reason = f"the bus at {self._bus} has not sent the desired state"
         session.snapshot = anyio.Event()
         while True:
-            self.request_snapshot()
+            self._send(wire.Join())
             with anyio.move_on_after(self._jittered_s(pause_ms)):
                 return await session.snapshot.wait()
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
