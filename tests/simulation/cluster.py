@@ -33,7 +33,9 @@ from workers.machine import decide as machine
 from workers.machine.decide import AgentState
 from workers.machine.suppressed import still_desired
 
-SETTINGS = CoordinatorSettings(heartbeat_ms=1000, agent_timeout_ms=4000, lease_ms=12_000, history=12, retransmit_ms=500)
+SETTINGS = CoordinatorSettings(
+    heartbeat_ms=1000, agent_timeout_ms=4000, lease_ms=12_000, history=12, retransmit_ms=500, after_send_ms=1000
+)
 
 LACKING = ({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}, {Operation.PAUSE})
 

@@ -44,16 +44,16 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode, agent_of
-from schemas.outcomes import Acted, Conclusion, Missing, Outcome, Reason, Skipped
+from schemas.outcomes import Acted, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
-from tests.simulation.bus import COMMIT_MS
+from tests.simulation.bus import COMMIT_MS, event_decoder
 from tests.simulation.engine import LAUNCHED, Engine, weights_of
 from tests.simulation.sessions import closing
+from tests.simulation.tickets import Tickets
 from workers.machine.decide import AgentState, in_sync
 from workers.machine.suppressed import still_desired
 
-event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
 effects_decoder: Decoder[tuple[CoordinatorEffect, ...]] = Decoder(tuple[CoordinatorEffect, ...])
 
 if TYPE_CHECKING:
@@ -63,15 +63,11 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import World
 
 
-_effects_decoder = Decoder(tuple[CoordinatorEffect, ...])
-
-
 class Broken(AssertionError):
-    """A promise was broken. `promise` is its name."""
+    """A promise was broken."""
 
     def __init__(self, promise: str, text: str) -> None:
         super().__init__(f"{promise}: {text}")
-        self.promise = promise
 
 
 @dataclass
@@ -141,6 +137,7 @@ class Promises:
         self.concluded: dict[tuple[int, int], Report] = {}
         self.learned: set[tuple[str, int, int]] = set()
         self.concluded_at: dict[tuple[int, int], int] = {}  # position in the log
+        self.tickets = Tickets()
         self.lost: dict[tuple[int, int], Published] = {}  # by origin and seq: what the log had and has lost
 
     def broken(self, promise: str, text: str) -> NoReturn:
@@ -415,7 +412,7 @@ class Promises:
         """P9: with durability `disk`, all that anybody has learned is in the log, whatever crashed when."""
         learned, self.learned = self.learned, set()
         for _, effects in records:
-            for effect in _effects_decoder.decode(effects):
+            for effect in effects_decoder.decode(effects):
                 self.told(effect)
         if lost := learned - self.learned:
             self.broken("P9 recorded", f"told and not in the log: {sorted(lost)}")
@@ -434,9 +431,18 @@ class Promises:
                 self._concluded(bus, effect.report)
             elif isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self._true(effect.report)
+        if wrong := self.tickets.after(bus, event, effects):  # each ends once
+            self.broken("P3 answer", wrong)
         self._serves(bus)
         if len(state.history) > bus.world.settings.history:
             self.broken("P8 bounded", f"the ring holds {len(state.history)} commands")
+
+    def sent(self, bus: Bus, ticket: int) -> None:
+        """P3: the load phase of a sync ends soon after the trainer has sent the weights."""
+        sync = bus.state.sync
+        if sync is not None and sync.request.ticket == ticket and sync.phase == "load" and sync.seq in self.log:
+            until_us = bus.now_us + 1000 * self.world.settings.after_send_ms
+            self.log[sync.seq].deadline_us = min(self.log[sync.seq].deadline_us, until_us)
 
     def _follow(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> None:
         """Who is known and who is live, by what the bus was told and what it sent."""
@@ -507,7 +513,8 @@ class Promises:
         if len(names) != len(set(names)) or frozenset(names) != published.live | published.away:
             known = sorted(published.live | published.away)
             self.broken("P3 answer", f"command {report.seq} was for {known}, concluded for {names}")
-        absent = {line.agent for line in report.outcomes if _is_absent(line.conclusion)}
+        missing = {line.agent: line.conclusion for line in report.outcomes if isinstance(line.conclusion, Missing)}
+        absent = {agent for agent, conclusion in missing.items() if conclusion.reason == "absent"}
         if absent != published.away:
             self.broken("P3 answer", f"command {report.seq}: {published.away} were away, {absent} are named absent")
         if published.life == bus.life and bus.now_us > published.deadline_us + late_us:
@@ -583,10 +590,6 @@ class Promises:
 
 def _syncs(place: Identity) -> bool:
     return place.role == ROLLOUT and place.mode is not RolloutMode.COLOCATED
-
-
-def _is_absent(conclusion: Conclusion) -> bool:
-    return isinstance(conclusion, Missing) and conclusion.reason == "absent"
 
 
 def _taken(before: AgentState, event: SnapshotReceived) -> bool:

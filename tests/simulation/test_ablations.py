@@ -13,7 +13,14 @@ from msgspec.structs import replace
 
 from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
-from controlplane.machine.events import Conclude, CoordinatorEffect, CoordinatorEvent, Opened, RetireRequested
+from controlplane.machine.events import (
+    Conclude,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Opened,
+    RetireRequested,
+    SendReturned,
+)
 from controlplane.machine.fleet import Member
 from schemas.commands import ProfileCommand
 from schemas.events import (
@@ -158,6 +165,19 @@ def forgetting_what_was_loaded(
     return replace(after, loaded=()), effects
 
 
+def holding_for_ever(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Wait for a trainer that does not ask for the next phase, however long."""
+    after, effects = coordinator.decide(state, event)
+    if after.sync is not None and after.sync.held_until_us is not None:
+        after = replace(after, sync=replace(after.sync, held_until_us=10**18))
+    return after, effects
+
+
+def trusting_the_sender(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Wait for weights until the deadline of the load phase, though the sender has returned."""
+    return (state, ()) if isinstance(event, SendReturned) else coordinator.decide(state, event)
+
+
 def forgetting_who_left(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
     """Forget, in a new life of the bus, how a replica that left is deployed."""
     after, effects = coordinator.decide(state, event)
@@ -197,7 +217,7 @@ class Ablation(NamedTuple):
 ABLATIONS = {
     # A bus with nothing to say can't be told from a dead one, so the lease of a quiet fleet runs out. With a lease that
     # never ends, agents are still left behind: nothing shows that the last command or a resend request was lost.
-    "head beacon": Ablation(Mechanisms(beacon=False), "convergence", first=35),
+    "head beacon": Ablation(Mechanisms(beacon=False), "convergence", first=157),
     # What was lost is never asked for, and what comes after it is applied without it.
     "hole check": Ablation(Mechanisms(agent=without_hole_check), "P2 no hole"),
     # An agent that starts again has forgotten which calls it made.
@@ -238,6 +258,10 @@ ABLATIONS = {
     "one version for the same weights": Ablation(
         Mechanisms(bus=forgetting_what_was_loaded), "I1 no torn serving", first=344
     ),
+    # A trainer begins a sync, and forgets it: the engines stay paused.
+    "a held phase expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=60),
+    # A sender returned, and some weights have not arrived: the engines wait for as long as for a whole load.
+    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=118),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
     "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order", first=17),
     # What was published or answered before it was on the disk is not there after a crash.

@@ -25,6 +25,7 @@ from schemas.errors import CommandError
 from schemas.identity import REPLICAS_MAX, TIME_MAX_MS, Tag
 from schemas.wire import decode_command
 from tests.simulation.engine import Engine, digest_of, weights_of
+from tests.simulation.phases import Phases
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -62,6 +63,8 @@ class Trainer:
         )  # chance of a target and a timeout at their bounds or beyond
         self.pushing = random.Random(f"push {world.seed}")
         self.versions = random.Random(f"versions {world.seed}")
+        self.phases = Phases(self, random.Random(f"phases {world.seed}"))
+        self.counting = random.Random(f"counting {world.seed}")
         self.pace_ms = world.rng.choice((200, 800, 2500))
 
     def work(self) -> None:
@@ -134,32 +137,38 @@ class Trainer:
         timeout_ms: int | None = None,
         version: int | None = None,
         again: bool = True,
-    ) -> int:
-        """Sync to a version above the committed one. If `again`, perhaps one that was tried before, from another
-        source: the bus refuses it if anybody was told to load it.
+    ) -> None:
+        """Sync to a version above the committed one, or to one that the run counts; at once or phase by phase. If
+        `again`, perhaps to one that was tried before, from another source: the bus refuses it if anybody was told to
+        load it.
         """
         rng = self.world.rng
         self.take_back()
         bus.tickets += 1
+        ticket = bus.tickets
         self.tries += 1
         version = version or self._version(again)
         source = self._source(f"v{version}/try{self.tries}", quorum)
+        counted = again and not self.world.promises.lost and self.counting.random() < 0.2
+        prepare = self.phases.prepare(bus) if again else None
         content = digest_of(weights_of(source))
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content) if rng.random() < 0.5 else None
         order = SyncRequested(
             at_us=bus.now_us,
             at_ns=self.world.now,
-            ticket=bus.tickets,
-            version=version,
+            ticket=ticket,
+            version=None if counted else version,
             source=source,
             manifest=manifest,
             in_flight=rng.choice(("abort", "wait", "keep")),
             quorum=quorum,
             target=Target() if quorum is not None else self._target(),
             timeout_ms=timeout_ms if timeout_ms is not None else rng.choice((1000, 3000, 6000)),
+            prepare=prepare,
         )
         self.hand_over(bus, order)
-        return version
+        if prepare is not None:
+            self.phases.advance(bus, ticket)
 
     def _source(self, path: str, quorum: int | None) -> Source:
         pushes = self.world.weather.pushes
@@ -199,6 +208,7 @@ class Trainer:
 
     def _send_returns(self, bus: Bus, ticket: int) -> None:
         if bus.alive:
+            self.world.promises.sent(bus, ticket)
             self.hand_over(bus, SendReturned(at_us=bus.now_us, at_ns=self.world.now, ticket=ticket))
 
     def _send_fails(self, bus: Bus, ticket: int) -> None:
@@ -225,8 +235,8 @@ class Trainer:
         if bus.state.sync is not None:
             self._send_fails(bus, bus.state.sync.request.ticket)
 
-    def restore(self) -> int:
-        """Issue what a replica needs to come back, then one sync for all. Returns its version."""
+    def restore(self) -> None:
+        """Issue what a replica needs to come back, then one sync for all."""
         bus = self.world.bus
         if bus is None:
             self.world.promises.broken("convergence", "there is no bus to restore from")
@@ -236,7 +246,7 @@ class Trainer:
         self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=9000)
         self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=9000)
         self.world.run(self.world.now + 10_000)
-        return self.sync(bus, quorum=1, timeout_ms=30_000, again=False)  # slow engines are not broken ones
+        self.sync(bus, quorum=1, timeout_ms=30_000, again=False)  # slow engines are not broken ones
 
     def _target(self) -> Target:
         rng = self.world.rng
