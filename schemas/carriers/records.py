@@ -400,9 +400,11 @@ class RecordFile(RecordReader):
             last = group[-1][0] if group else self._last
             with self._transaction():
                 self._connection.executemany(_INSERT, group)
-                self._connection.executemany(_INSERT_MARK, marks)
+                if marks:
+                    self._connection.executemany(_INSERT_MARK, marks)
                 self._set_bound("last", last)
-                self._remove_dropped()
+                if self._dropped_before or self.removing:
+                    self._remove_dropped()
             if self._relaxes:
                 self._connection.execute("PRAGMA synchronous = NORMAL")
                 self._relaxes = False
