@@ -23,7 +23,7 @@ class SGLangFleet:
     """The replica over two nodes, the judge, and the trainer's end."""
 
     def __init__(self, folder: Path, open_: ExitStack) -> None:
-        self.folder, self.version = folder, 0
+        self.folder = folder
         self.model = str(save_model(folder / "a", 1))
         save_weights(folder / "b", weights(2))
         save_weights(folder / "c", weights(3))

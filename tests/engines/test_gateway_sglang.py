@@ -7,6 +7,7 @@ from shutil import copytree
 import pytest
 
 from controlplane.trainers.gateway.service import Gateway
+from schemas.commands import Checkpoint
 from tests.engines.servers import Request, complete
 from tests.engines.sglang_fleet import SGLangFleet
 from tests.trainers.gateway_fleet import on_a_thread
@@ -27,8 +28,8 @@ def gateway(sglang_fleet: SGLangFleet) -> Iterator[Gateway]:
     )
     with on_a_thread(served.serve):
         yield served
-    fleet.version = fleet.plane.status().version  # the fleet's other tests count on from here
     fleet.rest()
+    assert fleet.plane.sync_weights(None, Checkpoint("a"), timeout=60).wait().status == "committed"  # as it was found
 
 
 def tokens(gateway: Gateway, fleet: SGLangFleet) -> list[int]:

@@ -27,6 +27,7 @@ def gateway(vllm_fleet: VLLMFleet) -> Iterator[Gateway]:
         yield served
     vllm_fleet.version = vllm_fleet.plane.status().version  # the fleet's other tests count on from here
     vllm_fleet.rest()
+    assert vllm_fleet.sync("a").status == "committed"  # as it was found
 
 
 def tokens(gateway: Gateway, fleet: VLLMFleet) -> list[list[int]]:

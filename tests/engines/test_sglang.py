@@ -100,39 +100,40 @@ def test_an_activity_that_sglang_would_silently_accept_is_never_sent(fleet: SGLa
 
 def test_weights_from_disk_change_what_both_ranks_generate(fleet: SGLangFleet) -> None:
     launched = fleet.tokens()
-    report = fleet.plane.sync_weights(1, Checkpoint("b"), timeout=60).wait()
+    report = fleet.plane.sync_weights(None, Checkpoint("b"), timeout=60).wait()
     assert report.loaded == (0,)
     assert conclusions(report.phases[1])["0.1"] == Skipped(Reason.NOT_PRIMARY)
     assert conclusions(report.phases[1])["1.0"] == Skipped(Reason.MODE_NEVER_SYNCS)
-    assert fleet.tokens() != launched and fleet.label() == "1"
-    assert fleet.plane.sync_weights(2, Checkpoint("a"), timeout=60).wait().loaded == (0,)
-    assert fleet.tokens() == launched and fleet.label() == "2"
+    assert fleet.tokens() != launched and fleet.label() == str(report.version)
+    report = fleet.plane.sync_weights(None, Checkpoint("a"), timeout=60).wait()
+    assert report.loaded == (0,)
+    assert fleet.tokens() == launched and fleet.label() == str(report.version)
 
 
 def test_weights_come_through_a_group_of_the_trainer_and_both_ranks(fleet: SGLangFleet) -> None:
-    assert fleet.plane.sync_weights(3, Checkpoint("c"), timeout=60).wait().loaded == (0,)
+    assert fleet.plane.sync_weights(None, Checkpoint("c"), timeout=60).wait().loaded == (0,)
     from_disk = fleet.tokens()
-    assert fleet.plane.sync_weights(4, Checkpoint("b"), timeout=60).wait().loaded == (0,)
+    assert fleet.plane.sync_weights(None, Checkpoint("b"), timeout=60).wait().loaded == (0,)
     assert fleet.tokens() != from_disk
     source = Broadcast(host="127.0.0.1", port=free_port(), group="weights-1", replicas=(0,), backend="gloo")
     manifest = build_manifest(fleet.folder / "c", content=False)
     send = sender(source, 2, weights(3))
-    report = fleet.plane.sync_weights(5, source, manifest=manifest, send=send, timeout=60).wait()
+    report = fleet.plane.sync_weights(None, source, manifest=manifest, send=send, timeout=60).wait()
     assert report.loaded == (0,), report
-    assert fleet.tokens() == from_disk and fleet.label() == "5"
+    assert fleet.tokens() == from_disk and fleet.label() == str(report.version)
 
 
 def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: SGLangFleet) -> None:
     others = Broadcast(host="127.0.0.1", port=1, group="others", replicas=(3,), backend="gloo")
     manifest = build_manifest(fleet.folder / "c", content=False)
-    report = fleet.plane.sync_weights(6, others, manifest=manifest, timeout=30).wait()
+    report = fleet.plane.sync_weights(None, others, manifest=manifest, timeout=30).wait()
     assert "is not in group" in failed(report.phases[0]).message
     small = weights(1)
     del small["lm_head.weight"]
     save_weights(fleet.folder / "small", small)
     another = Broadcast(host="127.0.0.1", port=1, group="another", replicas=(0,), backend="gloo")
     manifest = build_manifest(fleet.folder / "small", content=False)
-    report = fleet.plane.sync_weights(7, another, manifest=manifest, timeout=30).wait()
+    report = fleet.plane.sync_weights(None, another, manifest=manifest, timeout=30).wait()
     assert failed(report.phases[0]).error is ErrorKind.SOURCE_REFUSED
 
 
