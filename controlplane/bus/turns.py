@@ -43,7 +43,7 @@ logger = logger_of("bus")
 
 TURN_MAX: Final = 256
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
-FLOOD_TURNS: Final = 100
+FLOOD_TURNS: Final = 40
 """Turns in a row that leave messages unread, and end with a message of one connection, before that is cut off."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
