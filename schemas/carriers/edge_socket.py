@@ -28,6 +28,7 @@ import os
 import select
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import TracebackType
@@ -380,7 +381,7 @@ class _Receiver(_Waiter):
             self.ended.set_exception(error)
 
 
-class _Watch:
+class _Watch(ABC):
     """All sockets of one event loop behind one epoll descriptor, and all tasks that wait for them.
 
     Waiting for a descriptor costs a loop far more than waking a task does. One therefore waits for all sockets, and one
@@ -410,13 +411,13 @@ class _Watch:
             self._stop_waiting()
             self._epoll.close()
 
+    @abstractmethod
     async def wait(self, waiter: _Waiter) -> None:
         """Return when the waiter has been woken."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stop_waiting(self) -> None:
         """Let go of the epoll descriptor, which is about to close."""
-        raise NotImplementedError
 
     def _wake_at_edges(self) -> None:
         for fd, _ in self._epoll.poll(0):

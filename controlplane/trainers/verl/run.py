@@ -207,7 +207,7 @@ class VerlRun:
             return None
 
     def _leave(self, label: str) -> None:
-        """Leave the run to verl alone: agents that know nothing of its weights would keep their servers paused."""
+        """End the bus and its agents; verl goes on alone. Agents that stayed would keep their servers paused."""
         self._left = True
         logger.error("no replica is proven to serve the weights of step %s: verl goes on without rolloutctl", label)
         try:
