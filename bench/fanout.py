@@ -3,9 +3,13 @@
     python -m bench.fanout [--agents 1,8,32,64,256] [--rounds 200] [--systems ...] [--out FILE]
 
 Ours publishes, records, decides on every agent, journals, answers, concludes and reports. In `rolloutctl` the engines
-act on every command; in `rolloutctl-skip` the agents decide to skip it (node rank 1 and up); `rolloutctl-keys` is
-`rolloutctl` with CURVE on both sockets, and its ratio to `rolloutctl` is the cost of keys. The peers only exchange.
-Agents of all systems but Ray live in two processes. Compare ratios, not microseconds.
+act on every command, in a task of their own; in `rolloutctl-skip` the agents decide to skip it (node rank 1 and up);
+`rolloutctl-keys` is `rolloutctl` with CURVE on both sockets: its ratio to `rolloutctl` is the cost of keys. `floor` and
+`floor-skip` are the same promises written by hand (`bench.floor`, engines called inline). The peers only exchange.
+Agents of all systems but Ray live in two processes.
+
+All systems but Ray are open at the same time and measured in turn, some rounds each, while the agents of the others are
+stopped: whatever else the machine does strikes all. Ray is measured after them. Compare ratios, not microseconds.
 """
 
 import argparse
@@ -15,48 +19,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 
 from bench import peers
-from bench.processes import Worker, spawn
+from bench.floor import floor, floor_agents
+from bench.null_engine import NullEngine
+from bench.processes import System, spawn
+from controlplane.bus.descriptors import raise_limit
 from schemas.commands import EngineCommand
-from schemas.events import Call, Observation, Returned
-from schemas.identity import Identity, Operation
+from schemas.config import BusConfig
+from schemas.identity import Identity
 
+PATIENT = BusConfig(agent_timeout_ms=3_600_000, lease_ms=3_600_000)
+"""Agents that are stopped for a while have not left."""
 RAY_MAX = 32
 """Each Ray actor is a process; with more of them, the machine's memory is what is measured."""
-
-
-class NullEngine:
-    """An engine that has every operation and does nothing, so that only the way to it and back is measured."""
-
-    def __init__(self, tokenizer: bool) -> None:
-        self._observation = Observation(
-            engine="null",
-            tokenizer="present" if tokenizer else "absent",
-            operations=frozenset(Operation),
-            generating=True,
-            asleep=frozenset(),
-            profiling=False,
-            version=0,
-        )
-
-    async def open(self) -> None:
-        """Nothing to attach to."""
-
-    async def observe(self) -> Observation:
-        """Always the same."""
-        return self._observation
-
-    async def perform(self, call: Call, timeout_s: float) -> Returned:
-        """Done."""
-        return Returned()
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
 
 def our_agents(first: int, count: int, bus: str, nodes: str, key: str) -> None:
@@ -79,26 +60,26 @@ def our_agents(first: int, count: int, bus: str, nodes: str, key: str) -> None:
     anyio.run(main, backend_options={"use_uvloop": True})
 
 
-def ours(nodes: int, *, with_keys: bool = False) -> Callable[[int], AbstractContextManager[Worker]]:
+def ours(nodes: int, *, with_keys: bool = False) -> Callable[[int], AbstractContextManager[System]]:
     """Our exchange, with every agent on node rank 0 (replicas of one node) or on node rank 1 (replicas of two)."""
 
     @contextmanager
-    def exchange_with(agents: int) -> Iterator[Worker]:
+    def exchange_with(agents: int) -> Iterator[System]:
         from controlplane import ControlPlane
 
         with tempfile.TemporaryDirectory() as folder:
             log = str(Path(folder) / "run.db")
             keys, key = (Path(folder) / "keys", fleet_key(Path(folder) / "keys")) if with_keys else (None, "")
-            with ControlPlane("tcp://127.0.0.1:0", log=log, keys=keys) as plane:
+            with ControlPlane("tcp://127.0.0.1:0", log=log, keys=keys, config=PATIENT) as plane:
                 command = EngineCommand(operation="flush")
 
                 def exchange() -> None:
                     report = plane.publish(command).wait()
                     assert len(report.acted) + len(report.skipped) == agents, report
 
-                with spawn("rolloutctl", agents, plane.address, str(nodes), key):
+                with spawn("rolloutctl", agents, plane.address, str(nodes), key) as fleet:
                     plane.wait_for_agents(agents, timeout=120).wait()
-                    yield exchange
+                    yield System(exchange, fleet)
 
     return exchange_with
 
@@ -112,44 +93,72 @@ def fleet_key(folder: Path) -> str:
     return str(keys.add("fleet", "agent", ()))
 
 
-SYSTEMS: dict[str, Callable[[int], AbstractContextManager[Worker]]] = {
+SYSTEMS: dict[str, Callable[[int], AbstractContextManager[System]]] = {
     "rolloutctl": ours(1),
     "rolloutctl-skip": ours(2),
     "rolloutctl-keys": ours(1, with_keys=True),
+    "floor": floor(1),
+    "floor-skip": floor(2),
     "pyzmq": peers.pyzmq_exchange,
     "http": peers.http_exchange,
     "ray": peers.ray_exchange,
 }
+PEERS = ("pyzmq", "http", "ray")
 
 
-def measure(system: str, agents: int, rounds: int) -> dict[str, object]:
-    """Return one row: the median and the 99th percentile of `rounds` exchanges, in µs."""
-    with SYSTEMS[system](agents) as exchange:
-        for _ in range(max(5, rounds // 10)):
+class Times:
+    """One system at one number of agents, and how long its exchanges took."""
+
+    def __init__(self, name: str, agents: int, system: System) -> None:
+        self.name, self.agents, self.fleet = name, agents, system.fleet
+        self._exchange, self._us = system.exchange, list[float]()
+
+    def take(self, rounds: int) -> None:
+        """Measure some rounds, after some that don't count, in which the agents take up their work again."""
+        exchange = self._exchange
+        self.fleet.go_on()
+        for _ in range(max(2, rounds // 4)):
             exchange()
-        took = []
         for _ in range(rounds):
             start = time.perf_counter_ns()
             exchange()
-            took.append((time.perf_counter_ns() - start) / 1000)
-    cuts = statistics.quantiles(took, n=100)
-    return {"system": system, "agents": agents, "p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
+            self._us.append((time.perf_counter_ns() - start) / 1000)
+        self.fleet.stop()
+
+    def row(self) -> dict[str, Any]:
+        """Return the median and the 99th percentile, in µs."""
+        cuts = statistics.quantiles(self._us, n=100)
+        return {"system": self.name, "agents": self.agents, "p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
 
 
-def _ratio(row: dict[str, object], medians: dict[object, object]) -> str:
-    median = medians.get(row["agents"])
-    return f"{float(str(row['p50_us'])) / float(str(median)):.2f}" if median else "-"
+def measure(systems: list[str], agents: int, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each system."""
+    block = max(2, min(20, 1280 // agents, rounds))
+    with ExitStack() as stack:
+        times = [Times(name, agents, stack.enter_context(SYSTEMS[name](agents))) for name in systems]
+        for one_system in times:  # not before all are there: an agent that was stopped for seconds dials anew
+            one_system.fleet.stop()
+        for _ in range(max(1, rounds // block)):
+            for one_system in times:
+                one_system.take(block)
+    return [one_system.row() for one_system in times]
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    """Return the rows as text, with each system's median as a multiple of bare pyzmq's, and of ours without keys."""
-    bare = {row["agents"]: row["p50_us"] for row in rows if row["system"] == "pyzmq"}
-    plain = {row["agents"]: row["p50_us"] for row in rows if row["system"] == "rolloutctl"}
-    lines = [f"{'agents':>6}  {'system':<16} {'p50 µs':>10} {'p99 µs':>10}  {'x pyzmq':>8}  {'x rolloutctl':>12}"]
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of one number of agents, each with its median as a multiple of each peer's, and of ours."""
+    medians = {row["system"]: row["p50_us"] for row in rows}
+    against = [name for name in (*PEERS, "rolloutctl") if name in medians]
+    return [row | {f"x_{name}": round(row["p50_us"] / medians[name], 3) for name in against} for row in rows]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text."""
+    columns = [f"x_{name}" for name in (*PEERS, "rolloutctl")]
+    heads = "  ".join(f"{name.replace('x_', 'x '):>12}" for name in columns)
+    lines = [f"{'agents':>6}  {'system':<16} {'p50 µs':>10} {'p99 µs':>10}  {heads}"]
     for row in rows:
-        ratio, of_ours = (_ratio(row, medians) for medians in (bare, plain))
-        median, tail = row["p50_us"], row["p99_us"]
-        lines.append(f"{row['agents']:>6}  {row['system']:<16} {median:>10} {tail:>10}  {ratio:>8}  {of_ours:>12}")
+        ratios = "  ".join(f"{row.get(name, '-'):>12}" for name in columns)
+        lines.append(f"{row['agents']:>6}  {row['system']:<16} {row['p50_us']:>10} {row['p99_us']:>10}  {ratios}")
     return "\n".join(lines)
 
 
@@ -158,6 +167,7 @@ def main() -> None:
     if len(sys.argv) > 2 and sys.argv[1] == "--serve":
         serve: dict[str, Callable[..., None]] = {
             "rolloutctl": our_agents,
+            "floor": floor_agents,
             "pyzmq": peers.pyzmq_agents,
             "http": peers.http_agents,
         }
@@ -170,14 +180,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = []
+    systems = options.systems.split(",")
     for agents in (int(count) for count in options.agents.split(",")):
-        for system in options.systems.split(","):
-            if system == "ray" and agents > RAY_MAX:
-                continue
-            rounds = options.rounds if agents <= 64 else max(20, options.rounds // 4)
-            rows.append(measure(system, agents, rounds))
-            print(table(rows[-1:]).splitlines()[1], flush=True)  # noqa: T201
-    print("\n" + table(rows))  # noqa: T201
+        raise_limit(len(systems) * agents)
+        rounds = options.rounds if agents <= 64 else max(4, options.rounds // 4)
+        found = measure([system for system in systems if system != "ray"], agents, rounds)
+        if "ray" in systems and agents <= RAY_MAX:
+            found += measure(["ray"], agents, rounds)
+        rows += with_ratios(found)
+        print(table(rows[-len(found) :]), flush=True)  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -2,11 +2,11 @@
 
     python -m bench.join [--agents 128,256,512,1024] [--out FILE] [--profile FOLDER]
 
-`joined`: from the start of the agents' processes until all of them are ready. `again`: the bus is killed with SIGKILL
-and started again on its log and address; from the kill until all are ready. Real TCP sockets and real journals, with
-agents that have an engine which does nothing, in two processes. Beside each stands the CPU time that it took, which
-tells more where other programs run. Journals and log lie in memory: elsewhere each agent has a disk of its own, and
-creating a thousand files on one would be what is measured.
+`joined`: from the start of the processes of the agents until all are ready. `answered`: from a command to its report,
+the median of some. `again`: the bus is killed with SIGKILL and started again on its log and address; from the kill
+until all are ready. Real TCP sockets and real journals; the engines do nothing, and live in two processes.
+Beside each stands the CPU time that it took, which tells more where other programs run. Journals and log lie in memory:
+elsewhere each agent has a disk of its own, and creating a thousand files on one would be what is measured.
 With --profile, cProfile's figures of each process that is not killed are left in a folder; the times then mean nothing.
 """
 
@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,14 +30,16 @@ from pathlib import Path
 import anyio
 import zmq
 
-from bench.fanout import NullEngine
+from bench.null_engine import NullEngine
 from bench.processes import shares
 from controlplane.bus.bus import Bus
 from controlplane.record.log import RunLog
+from schemas.commands import EngineCommand, Target
 from schemas.identity import Identity
 from workers.agent import Agent
 
 PATIENCE_S = 120
+COMMANDS = 5
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -59,6 +62,13 @@ def bus(address: str, log: str, agents: str) -> None:
                 )
             )
             print("whole", flush=True)  # noqa: T201
+            took_s = []
+            for _ in range(COMMANDS):
+                start = time.monotonic()
+                report = await opened.publish(EngineCommand(operation="flush"), Target(), 60_000)
+                assert len(report.acted) == int(agents), report
+                took_s.append(time.monotonic() - start)
+            print(statistics.median(took_s), flush=True)  # noqa: T201
             await anyio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
 
     anyio.run(main, backend_options={"use_uvloop": True})
@@ -143,6 +153,7 @@ def measure(count: int, profile: Path | None) -> dict[str, object]:
         ]
         line(first)
         joined = {"joined_s": time.monotonic() - start, "bus_cpu_s": cpu_s(first), "agents_cpu_s": cpu_s(*fleet)}
+        joined["answered_s"] = float(line(first))
         first.send_signal(signal.SIGKILL)
         start, used_s = time.monotonic(), cpu_s(*fleet)
         first.wait()
@@ -154,7 +165,7 @@ def measure(count: int, profile: Path | None) -> dict[str, object]:
             "again_bus_cpu_s": cpu_s(second),
             "again_agents_cpu_s": cpu_s(*fleet) - used_s,
         }
-    return {"agents": count, **{name: round(figure, 2) for name, figure in (joined | again).items()}}
+    return {"agents": count, **{name: round(figure, 3) for name, figure in (joined | again).items()}}
 
 
 def main() -> None:

@@ -1,15 +1,18 @@
-"""What a run's log costs: how long it takes to open, and where its bytes go.
+"""What a run's log costs: how long a commit takes, how long opening and replaying it, and where its bytes go.
 
     python -m bench.logs [--agents 4] [--commands 151000] [--log FILE] [--out FILE]
 
 The log is what a bus writes for agents that skip every command, except one that acts: both machines decide, and nothing
-is sent. `opened` is the time to open the log again, and how many records were folded for it.
+is sent. `commit` is the time of a commit by the clock, over the whole run; that of an agent's journal stands beside
+it, with the decisions of the agent that acts. `opened` is the time to open the log again, and how many records were
+folded for it. `replay` reads all of it back, folds the machines over it and compares the effects.
 """
 
 import argparse
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -18,6 +21,8 @@ from pathlib import Path
 
 from msgspec import Raw
 
+from bench import machines
+from controlplane.cli.reducers import replay_log
 from controlplane.machine import coordinator
 from controlplane.machine.events import (
     AnswersReceived,
@@ -39,6 +44,7 @@ from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted
 from schemas.reports import AgentStatus
 from schemas.wire import DecisionBatch, Hello, decode_command, encode
+from workers.link.journal import Journal
 from workers.link.upload import STATE_EVERY
 from workers.machine import decide as machine
 
@@ -47,8 +53,6 @@ SETTINGS = CoordinatorSettings(
 )
 TURN = 256
 """Answers that the bus takes in at once."""
-BATCH = 32
-"""Decisions that an agent uploads at once."""
 START_NS = 1_700_000_000 * 10**9
 
 
@@ -105,6 +109,9 @@ class Run:
         agents: Replicas of one node.
         bytes_max, age_max_s: As in `RunLog.open`.
         state_every: Decisions of an agent between two uploads of its state.
+
+    Attributes:
+        commits_us: How long each commit took.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Run:
         self._log = RunLog.open(path, "bench", bytes_max=bytes_max, age_max_s=age_max_s)
         self._state = self._log.state
         self._now_us = 0
+        self.commits_us: list[float] = []
         self._nodes = [Node(replica) for replica in range(agents)]
         self._decide(Opened(at_us=0, at_ns=START_NS, run="bench", settings=SETTINGS, logic=coordinator.LOGIC))
         for node in self._nodes:
@@ -130,7 +138,7 @@ class Run:
             self._decide(JoinReceived(at_us=0, peer=node.peer))
             status = AgentStatus(ready=True, tokenizer="present", engine="null", generating=True)
             self._decide(StatusReceived(at_us=0, peer=node.peer, seq=1, status=status))
-        self._log.commit()
+        self._commit()
 
     def commands(self, count: int) -> None:
         """Publish this many commands. Replica 0 acts, the others skip."""
@@ -146,7 +154,7 @@ class Run:
                 timeout_ms=60_000,
             )
             (publish,) = self._decide(issued)
-            self._log.commit()
+            self._commit()
             assert isinstance(publish, Publish)
             self._answer(publish)
 
@@ -160,8 +168,8 @@ class Run:
         for first in range(0, len(answers), TURN):
             self._now_us += 1000
             self._decide(AnswersReceived(at_us=self._now_us, answers=tuple(answers[first : first + TURN])))
-            self._log.commit()
-        if len(self._nodes[0].waiting) >= BATCH:
+            self._commit()
+        if len(self._nodes[0].waiting) >= machines.BATCH:
             self._upload()
 
     def _upload(self) -> None:
@@ -176,7 +184,12 @@ class Run:
             self._log.append_batch(node.identity.agent, batch, START_NS + self._now_us * 1000)
             node.uploaded = uploaded
             node.waiting.clear()
+        self._commit()
+
+    def _commit(self) -> None:
+        start = time.perf_counter_ns()
         self._log.commit()
+        self.commits_us.append((time.perf_counter_ns() - start) / 1000)
 
     def _decide(self, event: CoordinatorEvent) -> tuple[object, ...]:
         self._state, effects = coordinator.decide(self._state, event)
@@ -198,6 +211,29 @@ def bytes_by_kind(path: Path) -> dict[str, int]:
     return dict(found.most_common())
 
 
+def percentiles(took_us: list[float]) -> dict[str, float]:
+    """Return the tail of a distribution, in µs."""
+    cuts = statistics.quantiles(took_us, n=1000)
+    tail = {"p50": cuts[499], "p99": cuts[989], "p99.9": cuts[998], "max": max(took_us)}
+    return {name: round(value, 1) for name, value in tail.items()}
+
+
+def journal_commits(path: Path, commands: int) -> list[float]:
+    """Return how long each commit of an agent's journal takes: two for a command, before its call and after it."""
+    _, events = machines.agent(0, 2 * commands)
+    state, took_us = machine.AgentState(), []
+    journal = Journal.open(path, "0.0", "os")
+    for event in events:
+        state, effects = machine.decide(state, event)
+        journal.append(event, effects, state)
+        start = time.perf_counter_ns()
+        journal.commit()
+        took_us.append((time.perf_counter_ns() - start) / 1000)
+        journal.release(journal.committed)
+    journal.close()
+    return took_us
+
+
 def measure(path: Path, agents: int, commands: int) -> dict[str, object]:
     """Write a log and open it again."""
     run = Run(path, agents)
@@ -209,6 +245,9 @@ def measure(path: Path, agents: int, commands: int) -> dict[str, object]:
     with RunLog.open(path) as log:
         opened_s = time.perf_counter() - start
         folded = log.folded
+    start = time.perf_counter()
+    replayed = replay_log(RunLog.read(path))
+    replay_s = time.perf_counter() - start
     return {
         "agents": agents,
         "commands": commands,
@@ -218,6 +257,10 @@ def measure(path: Path, agents: int, commands: int) -> dict[str, object]:
         "written_s": round(written_s, 1),
         "opened_s": round(opened_s, 3),
         "folded": folded,
+        "commit_us": percentiles(run.commits_us),
+        "journal_commit_us": percentiles(journal_commits(path.with_name("journal.db"), commands)),
+        "replayed": replayed.records,
+        "replayed_a_second": round(replayed.records / replay_s),
         "bytes": bytes_by_kind(path),
     }
 

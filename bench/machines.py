@@ -1,16 +1,20 @@
-"""How many decisions a second the machines make, and how many records a second a replay folds, on one core.
+"""How many decisions a second of CPU the machines make, and how many records a replay folds, on one core.
 
-    python -m bench.machines [--decisions 200000] [--out FILE]
+    python -m bench.machines [--decisions 200000] [--agents 64,4096] [--out FILE]
 
 `agent skipping` is a node rank 1 that skips every command; `agent acting` a primary whose engine is called for each
 (two decisions a command: one begins the call, one ends it). `coordinator` counts each answer of 64 agents as one.
 `replay` reads a log of those decisions back from its file, folds both machines over it and compares the effects.
+
+The second table shows what one decision of the coordinator costs in fleets of different sizes: µs of CPU, the smallest
+of several. An answer is one of a batch of that size. None of these may come near 5 ms, the longest turn of a bus.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Raw
@@ -26,9 +30,14 @@ from controlplane.machine.events import (
     JoinReceived,
     Opened,
     PeerAnswer,
+    PeerLost,
+    StatusReceived,
+    SyncRequested,
+    TimerFired,
 )
+from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
-from schemas.commands import EngineCommand, Target
+from schemas.commands import Checkpoint, EngineCommand, Target
 from schemas.desired import Desired
 from schemas.events import (
     CommandReceived,
@@ -44,11 +53,15 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted
+from schemas.reports import AgentStatus
 from schemas.wire import DecisionBatch, Hello, encode
 from workers.machine import decide as machine
 
+BATCH = 32
+"""Decisions that an agent uploads at once."""
 AGENTS = 64
 FLUSH = EngineCommand(operation="flush")
+DONE = Acted(calls=("flush",))
 
 
 def joined(node_rank: int) -> tuple[machine.AgentState, list[Event]]:
@@ -75,7 +88,7 @@ def agent(node_rank: int, decisions: int) -> tuple[float, list[Event]]:
         for seq in range(1, decisions + 1)
     ]
     events: list[Event] = []
-    start = time.perf_counter()
+    start = time.thread_time()
     for command in commands:
         state, effects = machine.decide(state, command)
         events.append(command)
@@ -86,44 +99,138 @@ def agent(node_rank: int, decisions: int) -> tuple[float, list[Event]]:
             events.append(returned)
         if len(events) >= decisions:
             break
-    took = time.perf_counter() - start
+    took = time.thread_time() - start
     return len(events) / took, seen + events
+
+
+class Fleet:
+    """A coordinator whose agents, one per replica, have all joined and sent a heartbeat."""
+
+    def __init__(self, agents: int) -> None:
+        self.agents = agents
+        self.peers = [f"{replica}.0/bench" for replica in range(agents)]
+        self.state = coordinator.CoordinatorState()
+        settings = CoordinatorSettings(
+            heartbeat_ms=2000, agent_timeout_ms=10_000, lease_ms=60_000, history=1024, retransmit_ms=1000
+        )
+        opening: list[CoordinatorEvent] = [
+            Opened(at_us=0, at_ns=0, run="bench", settings=settings, logic=coordinator.LOGIC)
+        ]
+        for made in (self.hello, self.join, self.status):
+            opening += [made(replica) for replica in range(agents)]
+        self.opening = opening
+        for event in opening:
+            self.state, _ = coordinator.decide(self.state, event)
+
+    def hello(self, replica: int) -> CoordinatorEvent:
+        hello = Hello(
+            identity=Identity(replica=replica, node_rank=0), incarnation="bench", journal="j", host="h", pid=1
+        )
+        return HelloReceived(at_us=0, peer=self.peers[replica], hello=hello, recorded_decisions=0)
+
+    def join(self, replica: int) -> CoordinatorEvent:
+        return JoinReceived(at_us=0, peer=self.peers[replica])
+
+    def status(self, replica: int) -> CoordinatorEvent:
+        status = AgentStatus(ready=True, tokenizer="present", engine="null", generating=True)
+        return StatusReceived(at_us=1, peer=self.peers[replica], seq=self.state.seq, status=status)
+
+    def lost(self, replica: int) -> CoordinatorEvent:
+        return PeerLost(at_us=1, peer=self.peers[replica], reason="silent")
+
+    def issue(self, seq: int, command: EngineCommand = FLUSH) -> CoordinatorEvent:
+        return Issued(at_us=seq, at_ns=seq, ticket=seq, command=command, target=Target(), timeout_ms=1000)
+
+    def answers(self, seq: int, batch: int) -> list[CoordinatorEvent]:
+        """Return all answers to a command, in batches."""
+        every = [PeerAnswer(peer=peer, origin=1, seq=seq, outcome=DONE, rule=10) for peer in self.peers]
+        return [
+            AnswersReceived(at_us=seq, answers=tuple(every[first : first + batch]))
+            for first in range(0, self.agents, batch)
+        ]
 
 
 def bus(decisions: int) -> tuple[float, list[CoordinatorEvent]]:
     """Return the answers a second that the coordinator takes in batches of 16, and its events."""
-    settings = CoordinatorSettings(
-        heartbeat_ms=2000, agent_timeout_ms=10_000, lease_ms=60_000, history=1024, retransmit_ms=1000
-    )
-    state = coordinator.CoordinatorState()
-    opening: list[CoordinatorEvent] = [
-        Opened(at_us=0, at_ns=0, run="bench", settings=settings, logic=coordinator.LOGIC)
-    ]
-    peers = [f"{replica}.0/bench" for replica in range(AGENTS)]
-    for replica, peer in enumerate(peers):
-        hello = Hello(
-            identity=Identity(replica=replica, node_rank=0), incarnation="bench", journal="j", host="h", pid=1
-        )
-        opening += [
-            HelloReceived(at_us=0, peer=peer, hello=hello, recorded_decisions=0),
-            JoinReceived(at_us=0, peer=peer),
-        ]
-    for event in opening:
-        state, _ = coordinator.decide(state, event)
-    events: list[CoordinatorEvent] = []
-    outcome = Acted(calls=("flush",))
+    fleet, events = Fleet(AGENTS), list[CoordinatorEvent]()
+    state = fleet.state
     for seq in range(state.seq + 1, state.seq + 1 + decisions // AGENTS):
-        events.append(Issued(at_us=seq, at_ns=seq, ticket=seq, command=FLUSH, target=Target(), timeout_ms=1000))
-        for batch in range(0, AGENTS, 16):
-            answers = tuple(
-                PeerAnswer(peer=peer, origin=1, seq=seq, outcome=outcome, rule=10) for peer in peers[batch : batch + 16]
-            )
-            events.append(AnswersReceived(at_us=seq, answers=answers))
-    start = time.perf_counter()
+        events += [fleet.issue(seq), *fleet.answers(seq, 16)]
+    start = time.thread_time()
     for event in events:
         state, _ = coordinator.decide(state, event)
-    took = time.perf_counter() - start
-    return (decisions // AGENTS) * AGENTS / took, opening + events
+    took = time.thread_time() - start
+    return (decisions // AGENTS) * AGENTS / took, fleet.opening + events
+
+
+def growth(agents: int) -> dict[str, float]:
+    """Return what one decision costs in a fleet of this size, and the longest about all of it: µs of CPU."""
+    fleet, costs = Fleet(agents), dict[str, float]()
+    seq = fleet.state.seq + 1
+    sample = [replica * 37 % agents for replica in range(200)]
+    for name, event in (("hello", fleet.hello), ("join", fleet.join), ("status", fleet.status), ("lost", fleet.lost)):
+        costs[name], _, _ = decided(fleet.state, [event(replica) for replica in sample])
+    _, costs["issue flush"], issued = decided(fleet.state, [fleet.issue(seq)])
+    _, costs["issue pause"], _ = decided(fleet.state, [fleet.issue(seq, EngineCommand(operation="pause"))])
+    for batch in (1, 16, 64, 256):
+        events = fleet.answers(seq, batch)
+        cost, longest, _ = decided(issued, events, repeats=3)
+        costs[f"answer, of {batch}"] = cost * len(events) / agents
+        costs[f"longest batch of {batch}"] = longest
+    _, costs["all answers at once"], _ = decided(issued, fleet.answers(seq, agents))
+    _, costs["deadline, all missing"], _ = decided(issued, [TimerFired(at_us=2_000_000)])
+    costs["longest of a sync"] = max(sync_decisions(fleet, fleet.state))
+    costs["all lost and back"], _, _ = decided(
+        fleet.state, [event(replica) for event in (fleet.lost, fleet.hello, fleet.join) for replica in range(agents)], 1
+    )
+    costs["status of the fleet"] = smallest(lambda: fleet_status(fleet.state, 1, "log", {}))
+    return costs
+
+
+def decided(
+    state: coordinator.CoordinatorState, events: list[CoordinatorEvent], repeats: int = 5
+) -> tuple[float, float, coordinator.CoordinatorState]:
+    """Decide events one after the other: return the mean and the longest, in µs of CPU, and the state at the end."""
+    best = [float("inf")] * len(events)
+    for _ in range(repeats):
+        after = state
+        for number, event in enumerate(events):
+            began = time.thread_time_ns()
+            after, _ = coordinator.decide(after, event)
+            best[number] = min(best[number], (time.thread_time_ns() - began) / 1000)
+    return sum(best) / len(best), max(best), after
+
+
+def smallest(work: Callable[[], object], repeats: int = 5) -> float:
+    """Return the smallest µs of CPU of several runs."""
+    took = []
+    for _ in range(repeats):
+        began = time.thread_time_ns()
+        work()
+        took.append((time.thread_time_ns() - began) / 1000)
+    return min(took)
+
+
+def sync_decisions(fleet: Fleet, state: coordinator.CoordinatorState) -> list[float]:
+    """Return what each decision of a whole weight sync costs, answered in batches of 256."""
+    request = SyncRequested(
+        at_us=1,
+        at_ns=1,
+        ticket=1,
+        version=1,
+        source=Checkpoint("v1"),
+        manifest=None,
+        in_flight="abort",
+        quorum=None,
+        target=Target(),
+        timeout_ms=1000,
+    )
+    _, longest, state = decided(state, [request])
+    costs = [longest]
+    while state.sync is not None:
+        _, longest, state = decided(state, fleet.answers(state.sync.seq, 256), repeats=3)
+        costs.append(longest)
+    return costs
 
 
 def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tuple[float, int]:
@@ -140,10 +247,12 @@ def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tupl
                 for agent_event in seen:
                     state, decided = machine.decide(state, agent_event)
                     decisions.append(Decision(Raw(encode(agent_event)), Raw(encode(decided))))
-                log.append_batch(f"0.{number}", DecisionBatch(journal="j", first=1, decisions=tuple(decisions)), 1)
-        start = time.perf_counter()
+                for done in range(0, len(decisions), BATCH):
+                    upload = DecisionBatch(journal="j", first=done + 1, decisions=tuple(decisions[done : done + BATCH]))
+                    log.append_batch(f"0.{number}", upload, 1)
+        start = time.thread_time()
         replayed = replay_log(RunLog.read(path))
-        took = time.perf_counter() - start
+        took = time.thread_time() - start
     return replayed.records / took, replayed.records
 
 
@@ -151,6 +260,7 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decisions", type=int, default=200_000)
+    parser.add_argument("--agents", default="64,1024,4096", help="sizes of the fleets in the second table")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     acting, primary = agent(0, options.decisions)
@@ -165,6 +275,12 @@ def main() -> None:
     ]
     for row in rows:
         print(f"{row['what']:<16} {row['per_second']:>10,} a second")  # noqa: T201
+    sizes = [int(size) for size in options.agents.split(",")]
+    tables = {size: growth(size) for size in sizes}
+    print(f"\n{'µs of CPU':<24}" + "".join(f"{size:>10,}" for size in sizes))  # noqa: T201
+    for what in tables[sizes[0]]:
+        print(f"{what:<24}" + "".join(f"{tables[size][what]:>10,.1f}" for size in sizes))  # noqa: T201
+    rows += [{"what": what, "agents": size, "us": round(us, 1)} for size in sizes for what, us in tables[size].items()]
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

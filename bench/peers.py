@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import msgspec
 import zmq
 
-from bench.processes import PROCESSES, Worker, spawn
+from bench.processes import PROCESSES, Fleet, System, spawn
 
 
 class Command(msgspec.Struct):
@@ -58,8 +58,8 @@ def pyzmq_agents(first: int, count: int, events: str, control: str) -> None:
 
 
 @contextmanager
-def pyzmq_exchange(agents: int) -> Iterator[Worker]:
-    """A function that runs one exchange over XPUB and ROUTER."""
+def pyzmq_exchange(agents: int) -> Iterator[System]:
+    """Yields what runs one exchange over XPUB and ROUTER."""
     context = zmq.Context()
     publisher, router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
     publisher.setsockopt(zmq.XPUB_VERBOSER, 1)
@@ -78,10 +78,10 @@ def pyzmq_exchange(agents: int) -> Iterator[Worker]:
             _, body = router.recv_multipart()
             assert decode(body).seq == seq
 
-    with spawn("pyzmq", agents, events, control):
+    with spawn("pyzmq", agents, events, control) as fleet:
         for _ in range(agents):
             publisher.recv()  # one subscription each
-        yield exchange
+        yield System(exchange, fleet)
     context.destroy(linger=0)
 
 
@@ -114,8 +114,8 @@ def http_agents(first: int, count: int, ports: str) -> None:
 
 
 @contextmanager
-def http_exchange(agents: int) -> Iterator[Worker]:
-    """A function that posts to every server at once and reads all answers, over kept-alive connections."""
+def http_exchange(agents: int) -> Iterator[System]:
+    """Yields what posts to every server at once and reads all answers, over kept-alive connections."""
     import aiohttp
 
     ports = _free_ports(agents)
@@ -141,10 +141,10 @@ def http_exchange(agents: int) -> Iterator[Worker]:
         seq += 1
         loop.run_until_complete(fan_out())
 
-    with spawn("http", agents, ",".join(map(str, ports))):
+    with spawn("http", agents, ",".join(map(str, ports))) as fleet:
         for port in ports:
             _wait_for_port(port)
-        yield exchange
+        yield System(exchange, fleet)
         loop.run_until_complete(session.close())
     loop.close()
 
@@ -172,8 +172,8 @@ def _wait_for_port(port: int, patience_s: float = 60.0) -> None:
 
 
 @contextmanager
-def ray_exchange(agents: int) -> Iterator[Worker]:
-    """A function that calls every actor and gets all results. One actor is one process."""
+def ray_exchange(agents: int) -> Iterator[System]:
+    """Yields what calls every actor and gets all results. One actor is one process."""
     import ray
 
     ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -197,6 +197,6 @@ def ray_exchange(agents: int) -> Iterator[Worker]:
 
     try:
         exchange()
-        yield exchange
+        yield System(exchange, Fleet([]))
     finally:
         ray.shutdown()

@@ -1,15 +1,43 @@
 """Child processes that hold the agents of one system while it is measured."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 PROCESSES = 2
 """Processes that the agents of a system are spread over: one for each core of the machine that the limits are for."""
 
-Worker = Callable[[], None]
-"""Runs one exchange: a command to all agents, all outcomes back."""
+
+class Fleet:
+    """The processes of one system's agents."""
+
+    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
+        self.children = children
+
+    def stop(self) -> None:
+        """Stop them for a while, so that they cost nothing while another system is measured."""
+        for child in self.children:
+            child.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them go on."""
+        for child in self.children:
+            child.send_signal(signal.SIGCONT)
+
+
+class System(NamedTuple):
+    """One system that is ready.
+
+    Attributes:
+        exchange: Runs one exchange: a command to all agents, all outcomes back.
+        fleet: The processes of its agents.
+    """
+
+    exchange: Callable[[], None]
+    fleet: Fleet
 
 
 def shares(agents: int) -> list[tuple[int, int]]:
@@ -19,14 +47,14 @@ def shares(agents: int) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def spawn(system: str, agents: int, *arguments: str) -> Iterator[None]:
-    """Start the processes with `python -m bench.fanout --serve`, and end them."""
+def spawn(system: str, agents: int, *arguments: str, module: str = "bench.fanout") -> Iterator[Fleet]:
+    """Start the processes with `python -m MODULE --serve`, and end them."""
     children = [
-        subprocess.Popen([sys.executable, "-m", "bench.fanout", "--serve", system, str(first), str(count), *arguments])
+        subprocess.Popen([sys.executable, "-m", module, "--serve", system, str(first), str(count), *arguments])
         for first, count in shares(agents)
     ]
     try:
-        yield
+        yield Fleet(children)
     finally:
         for child in children:
             child.kill()
