@@ -35,7 +35,8 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         head_interval_ms: Time between two head beacons.
-        heartbeat_ms: Time between two heartbeats of an agent.
+        heartbeat_ms: Time between two heartbeats of an agent. Longer in a fleet of more than a thousand for each
+            second of it, up to half of `agent_timeout_ms`.
         agent_timeout_ms: An agent that is silent for this long has left the fleet.
         lease_ms: Agents that hear nothing from the bus for this long continue without the trainer.
         history: Commands kept for resending. An agent that needs older ones gets a snapshot.

@@ -21,7 +21,7 @@ from schemas.commands import (
     UnknownCommand,
     WeightSync,
 )
-from schemas.identity import ROLLOUT, Count, Identity, InFlight, Positive, RolloutMode, Tag
+from schemas.identity import COLOCATED, OBSERVED, ROLLOUT, Count, Identity, InFlight, Positive, Tag
 from schemas.selection import profile_skip_reason
 
 ALL_TAGS: frozenset[Tag] = frozenset({"weights", "kv_cache"})
@@ -97,6 +97,13 @@ def orphaned(desired: Desired) -> Desired:
     return replace(desired, generation="running", pause_mode="abort", profile=None, sync=None)
 
 
+def changes_nothing(command: Command | UnknownCommand) -> bool:
+    """Return whether a command changes nothing that is desired of anybody: it is done, and leaves nothing behind."""
+    if isinstance(command, EngineCommand):
+        return command.operation in ("flush", "abort")
+    return isinstance(command, ProfileCommand) and command.action not in ("start", "stop")
+
+
 def desired_after(desired: Desired, command: Command | UnknownCommand, targeted: bool, identity: Identity) -> Desired:
     """Return the desired state of a replica, or of a training rank, after the next command of the run.
 
@@ -108,7 +115,7 @@ def desired_after(desired: Desired, command: Command | UnknownCommand, targeted:
     """
     if identity.role != ROLLOUT and not isinstance(command, ProfileCommand | EpochStart):
         return desired
-    if identity.mode is RolloutMode.OBSERVED:
+    if identity.mode is OBSERVED:
         return desired
     match command:
         case EngineCommand():
@@ -164,7 +171,7 @@ def _after_engine_command(desired: Desired, command: EngineCommand) -> Desired:
 
 
 def _after_sync(desired: Desired, command: WeightSync, identity: Identity) -> Desired:
-    if identity.mode is RolloutMode.COLOCATED or command.version <= desired.version:
+    if identity.mode is COLOCATED or command.version <= desired.version:
         return desired
     sync, source = desired.sync, command.source
     quarantined = identity.replica in command.quarantine

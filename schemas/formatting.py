@@ -5,12 +5,13 @@ Reports print by `Printable`: plain lines, colour in a terminal that rich writes
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple, assert_never
 
 from msgspec import Struct
 
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
-from schemas.identity import ROLLOUT, identity_of
+from schemas.identity import NAMES_CACHED, ROLLOUT, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 
 MAX_LINES: Final = 20
@@ -129,6 +130,7 @@ def is_trouble(outcome: Conclusion) -> bool:
 # --- order and grouping -----------------------------------------------------------------------------------------------
 
 
+@lru_cache(NAMES_CACHED)
 def agent_order(agent: str) -> tuple[bool, str, int, int]:
     """Sort key of agents' names: replicas first, by node rank, then training ranks by role."""
     identity = identity_of(agent)
@@ -235,7 +237,7 @@ class Printable(Struct, frozen=True):
         return "\n".join(f"[red]{text}[/red]" if trouble else text for text, trouble in lines)
 
     def _repr_html_(self) -> str:
-        lines = [(_escape_html(line.text), line.trouble) for line in _shorten(self.lines())]
+        lines = [(escape_html(line.text), line.trouble) for line in _shorten(self.lines())]
         marked = [f'<span style="color:#b00020">{text}</span>' if trouble else text for text, trouble in lines]
         return "<pre>" + "\n".join(marked) + "</pre>"
 
@@ -254,5 +256,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_WIDTH else f"{text[:MAX_WIDTH]} …"
 
 
-def _escape_html(text: str) -> str:
+def escape_html(text: str) -> str:
+    """Return text that a page shows as it is."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -5,6 +5,7 @@ on has a type of its own, with a bound that the loop, sleep or allocation can be
 """
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
@@ -14,6 +15,8 @@ NUMBER_MAX: Final = 1 << 53
 REPLICAS_MAX: Final = 1 << 20
 NODES_MAX: Final = 1024
 GPUS_PER_NODE_MAX: Final = 64
+NAMES_CACHED: Final = 16_384
+"""Agents' names that are not parsed again. A fleet's are, for each report and each status."""
 TIME_MAX_MS: Final = 7 * 86_400_000
 """Longest timeout and longest interval: a week."""
 
@@ -65,6 +68,11 @@ class RolloutMode(StrEnum):
     OBSERVED = "observed"  # somebody else commands it: its agent reads, and calls nothing
 
 
+COLOCATED: Final = RolloutMode.COLOCATED
+OBSERVED: Final = RolloutMode.OBSERVED
+"""Each decision asks for these two, and to look a member up in an enum costs as much as to build an answer."""
+
+
 class Operation(StrEnum):
     """What an engine can do. An engine lists its operations; a command that needs another one fails `unsupported`."""
 
@@ -80,7 +88,7 @@ class Operation(StrEnum):
     __hash__ = str.__hash__  # Enum's own is written in Python, and every decision looks one up in a set
 
 
-class Identity(Struct, frozen=True, kw_only=True):
+class Identity(Struct, frozen=True, gc=False, kw_only=True):
     """The place of one agent: one node of one replica, or one rank of a training role.
 
     Attributes:
@@ -110,7 +118,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     @property
     def syncs(self) -> bool:
         """Whether weight syncs are for this replica: it is no training rank, no judge, and not merely observed."""
-        return self.role == ROLLOUT and self.mode not in (RolloutMode.COLOCATED, RolloutMode.OBSERVED)
+        return self.role == ROLLOUT and self.mode is not COLOCATED and self.mode is not OBSERVED
 
     @property
     def unit(self) -> int | str:
@@ -135,12 +143,14 @@ class Identity(Struct, frozen=True, kw_only=True):
         return range(first, first + self.gpus_per_node)
 
 
+@lru_cache(NAMES_CACHED)
 def replica_and_node(agent: str) -> tuple[int, int] | None:
     """Split the name of a rollout agent; return None for a training rank, whose name begins with its role."""
     replica, _, node_rank = agent.partition(".")
     return (int(replica), int(node_rank)) if replica.isdecimal() and node_rank.isdecimal() else None
 
 
+@lru_cache(NAMES_CACHED)
 def identity_of(agent: str) -> Identity:
     """Return the identity that an agent's name implies. It has no replica size, so `nnodes` is a lower bound."""
     place = replica_and_node(agent)

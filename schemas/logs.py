@@ -1,8 +1,14 @@
 """Loggers whose lines can't be forged: what engines, hosts, paths and peers say is made harmless first."""
 
+import datetime
+import json
 import logging
+import sys
+from typing import Literal
 
 from schemas.formatting import printable
+
+LogFormat = Literal["text", "json"]
 
 
 def logger_of(name: str) -> logging.Logger:
@@ -11,6 +17,56 @@ def logger_of(name: str) -> logging.Logger:
     if _make_printable not in logger.filters:
         logger.addFilter(_make_printable)
     return logger
+
+
+def log_to_stderr(level: int, kind: LogFormat = "text") -> None:
+    """Write the log to stderr: our lines from a level on, and warnings of everybody else.
+
+    Args:
+        level: Of `logging`.
+        kind: `text`, lines that begin with the time and its zone; or `json`, one object in each line, with `time`,
+            `level`, `logger` and `message`, and `error` where there is a traceback.
+    """
+    handler = _Stderr()
+    handler.setFormatter(
+        _JsonFormatter() if kind == "json" else _TextFormatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("rolloutctl").setLevel(level)
+
+
+def time_with_zone(seconds: float) -> str:
+    """Return a wall clock's time as text, in the zone of this machine: `2026-11-23T09:41:07.120+01:00`."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
+
+
+class _Stderr(logging.Handler):
+    """Writes to what is stderr at that moment: while a progress bar is shown, that prints above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class _TextFormatter(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return time_with_zone(record.created)
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time_with_zone(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def _make_printable(record: logging.LogRecord) -> bool:

@@ -65,7 +65,7 @@ class Trace(Struct, frozen=True, omit_defaults=True):
     rank: Count | None = None
 
 
-class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
+class Acted(Struct, frozen=True, gc=False, kw_only=True, tag="acted", omit_defaults=True):
     """The engine was called, and its state was read back and shows the effect.
 
     Attributes:
@@ -88,20 +88,20 @@ class Acted(Struct, frozen=True, kw_only=True, tag="acted", omit_defaults=True):
     still_running: bool = False
 
 
-class Skipped(Struct, frozen=True, tag="skipped"):
+class Skipped(Struct, frozen=True, gc=False, tag="skipped"):
     """There was nothing to do on this agent."""
 
     reason: Reason
 
 
-class Failed(Struct, frozen=True, tag="failed"):
+class Failed(Struct, frozen=True, gc=False, tag="failed"):
     """The agent should have acted and could not. The message says what the engine holds now."""
 
     error: ErrorKind
     message: Text
 
 
-class Missing(Struct, frozen=True, tag="missing", omit_defaults=True):
+class Missing(Struct, frozen=True, gc=False, tag="missing", omit_defaults=True):
     """The agent did not answer. Never sent: the bus concludes it.
 
     Attributes:

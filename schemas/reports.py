@@ -62,14 +62,14 @@ class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return ", ".join(["observed", weights, generating, *(["profiling"] if self.profiling else [])])
 
 
-class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults=True):
+class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omit_defaults=True):
     """The heartbeat: what an agent and its engine are doing. The header's seq is the last command applied.
 
     Attributes:
         ready: The engine is as desired, and serves. One that is paused, asleep or in quarantine is not ready.
         quarantined: Version that this replica could not follow; 0 if none.
         torn: A load failed or was cut off, and what the engine holds is unknown.
-        activity: The engine call in flight, and for how long.
+        activity: The engine call in flight.
         queued: Commands that wait for the engine.
         buffered: Commands that arrived out of order, and wait for those before them.
         clock: The newest estimate of the agent's clocks; None before the first.
@@ -126,7 +126,7 @@ class AgentStatus(Struct, frozen=True, kw_only=True, tag="status", omit_defaults
         return ", ".join(parts)
 
 
-class AgentLine(Struct, frozen=True, kw_only=True):
+class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
     """One agent in `rolloutctl status`.
 
     Attributes:
@@ -135,6 +135,7 @@ class AgentLine(Struct, frozen=True, kw_only=True):
         waits_for: Commands that it has not answered yet.
         away_ms: How long it has been away; 0 if it is live.
         serving: On node rank 0, the version that its replica is proven to serve; None if it is not proven to serve.
+        latency_us: From publishing a command to the arrival of its newest answer; None if it has not answered lately.
     """
 
     agent: Name
@@ -147,6 +148,7 @@ class AgentLine(Struct, frozen=True, kw_only=True):
     waits_for: tuple[Text, ...] = ()
     away_ms: Count = 0
     serving: Count | None = None
+    latency_us: Count | None = None
 
     @property
     def condition(self) -> str:
@@ -211,6 +213,47 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
         return next((line for line in self.agents if identity_of(line.agent).node_rank == 0), None)
 
 
+class RecentFailure(Struct, frozen=True, kw_only=True):
+    """A command or a sync that did not succeed, in `FleetStatus.failures`.
+
+    Attributes:
+        ago_ms: Time since its end.
+        text: What it was, and who failed or is missing.
+    """
+
+    ago_ms: Count
+    text: Text
+
+
+class PendingCommand(Struct, frozen=True, kw_only=True):
+    """A command that is not concluded, in `FleetStatus.pending`. The agents' own lines name it in `waits_for`.
+
+    Attributes:
+        name: The command and its seq, as in `AgentLine.waits_for`.
+        age_ms: Time since it was published.
+        left_ms: Time until its deadline, at which those that have not answered are missing.
+        waiting: How many agents have not answered.
+    """
+
+    name: Text
+    age_ms: Count
+    left_ms: Count
+    waiting: Count
+
+
+class HeldSync(Struct, frozen=True, kw_only=True):
+    """A weight sync whose trainer has not asked for the next phase yet, in `FleetStatus.held`.
+
+    Attributes:
+        phase: The one that the trainer is to ask for.
+        left_ms: Time until the sync is given up.
+    """
+
+    version: Positive
+    phase: Name
+    left_ms: Count
+
+
 INSECURE: Final = "INSECURE: anybody who can reach this bus can command the engines; it has no keys"
 
 
@@ -225,6 +268,10 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         insecure: Other machines can reach the bus, and it has no keys: anybody on them can command the engines.
         unproven: Replicas that the run knows and that are not proven to hold the committed weights.
         descriptors: Said while the trainer's process has few file descriptors left: for how many agents they last.
+        failures: The last ones in this life of the bus, the newest first.
+        read_only: The key of who asked may read the status, and not command.
+        pending: The oldest of the commands in `open`, with their deadlines.
+        held: The weight sync that waits for the trainer; None if none does.
     """
 
     run: Name
@@ -237,6 +284,10 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     insecure: bool = False
     unproven: tuple[Count, ...] = ()
     descriptors: Text = ""
+    failures: tuple[RecentFailure, ...] = ()
+    read_only: bool = False
+    pending: tuple[PendingCommand, ...] = ()
+    held: HeldSync | None = None
 
     @property
     def replicas(self) -> dict[int, ReplicaStatus]:
@@ -280,7 +331,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         return f"run {self.run}, epoch {self.epoch}, seq {self.seq}, weights v{self.version}, log {self.log}"
 
 
-class AgentOutcome(Struct, frozen=True, kw_only=True):
+class AgentOutcome(Struct, frozen=True, kw_only=True, gc=False):
     """One agent's line in a report.
 
     Attributes:

@@ -6,13 +6,15 @@ with the unit. Nothing is decoded into `Any`, and no hook builds objects.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from schemas.commands import Command, Target, UnknownCommand
+from schemas.commands import Command, RelativePath, Target, UnknownCommand
 from schemas.desired import Desired
 from schemas.errors import WireError
 from schemas.events import Decision, Effect, Event
@@ -29,7 +31,7 @@ from schemas.identity import (
     Text,
 )
 from schemas.outcomes import Outcome
-from schemas.reports import AgentStatus, FleetStatus, Report
+from schemas.reports import AgentStatus, FleetStatus, Report, SyncReport
 
 MAGIC = 0x524F  # "RO"
 MAJOR = 2
@@ -86,7 +88,7 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
 # --- agent to bus -----------------------------------------------------------------------------------------------------
 
 
-class Hello(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
+class Hello(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag="hello"):
     """An agent introduces itself.
 
     Attributes:
@@ -111,7 +113,7 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class TimeRequest(Struct, frozen=True, kw_only=True, tag="time_request"):
-    """Ask for the time of the bus. Sent with every heartbeat. `sent_ns` is on a clock that only the agent reads."""
+    """Ask for the time of the bus. Sent with some heartbeats. `sent_ns` is on a clock that only the agent reads."""
 
     sent_ns: Nanoseconds
 
@@ -222,18 +224,20 @@ class Rejoin(Struct, frozen=True, kw_only=True, tag="rejoin"):
     give_up: bool = False
 
 
-class TimeReply(Struct, frozen=True, kw_only=True, tag="time_reply"):
+class TimeReply(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="time_reply"):
     """Answer to `TimeRequest`.
 
     Attributes:
         sent_ns: Copied from the request.
         received_ns: Wall clock of the bus when it read the request.
         replied_ns: Wall clock of the bus when it sent this answer.
+        heartbeat_ms: Time between two heartbeats from now on, while the fleet is large; None for that of the welcome.
     """
 
     sent_ns: Nanoseconds
     received_ns: Nanoseconds
     replied_ns: Nanoseconds
+    heartbeat_ms: Milliseconds | None = None
 
 
 Downward = Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply
@@ -260,6 +264,20 @@ class Submit(Struct, frozen=True, kw_only=True, tag="submit"):
     force: bool = False
 
 
+class SyncRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sync_request"):
+    """Bring the fleet to a checkpoint for an operator, and answer with the report of the sync.
+
+    Attributes:
+        path: Of the checkpoint, below the checkpoint root of the bus and of each agent.
+        timeout_ms: For each phase.
+        version: None for the next of the run.
+    """
+
+    path: RelativePath
+    timeout_ms: Milliseconds
+    version: Positive | None = None
+
+
 class Retire(Struct, frozen=True, kw_only=True, tag="retire"):
     """Take places out of the run for good, and answer with the status of the fleet.
 
@@ -276,22 +294,24 @@ class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
     reason: Text
 
 
-Operator = StatusRequest | Submit | Retire
+Operator = StatusRequest | Submit | SyncRequest | Retire
+Answer = FleetStatus | Report | SyncReport
+"""What an operator may be answered, in parts if it is of a large fleet."""
 
 
 class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
     """A part of a reply that is too large for one message. The parts are of one moment, and sent one after the other.
 
     Attributes:
-        part: The reply, with some of its agents or outcomes.
-        left: Agents or outcomes in the parts that follow; 0 in the last.
+        part: The reply, with some of its agents or outcomes; of a sync with one phase, or some outcomes of one.
+        left: Agents, outcomes and phases of a sync in the parts that follow; 0 in the last.
     """
 
-    part: FleetStatus | Report
+    part: Answer
     left: Count
 
 
-Reply = FleetStatus | Report | RequestRejected | ReplyPart
+Reply = FleetStatus | Report | SyncReport | RequestRejected | ReplyPart
 
 OPERATOR_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Operator))
 
@@ -374,9 +394,15 @@ def encode_reply(reply: Reply | Rejoin) -> list[bytes]:
         return [body]
     match reply:
         case FleetStatus(agents=agents):
-            parts: list[FleetStatus | Report] = [replace(reply, agents=rows) for rows in _portions(agents)]
+            parts: list[Answer] = [replace(reply, agents=rows) for rows in _portions(agents)]
         case Report(outcomes=outcomes):
             parts = [replace(reply, outcomes=rows) for rows in _portions(outcomes)]
+        case SyncReport(phases=phases):
+            parts = [
+                replace(reply, phases=(replace(phase, outcomes=rows),))
+                for phase in phases
+                for rows in _portions(phase.outcomes)
+            ]
         case _:
             parts = []
     left = [sum(map(_rows, parts[number:])) for number in range(1, len(parts) + 1)]
@@ -387,18 +413,32 @@ def encode_reply(reply: Reply | Rejoin) -> list[bytes]:
     return [encode(RequestRejected(reason=reason))]
 
 
-def join_parts(parts: Sequence[FleetStatus | Report]) -> FleetStatus | Report:
+def join_parts(parts: Sequence[Answer]) -> Answer:
     """Return the reply that was sent in parts."""
     first = parts[0]
     if isinstance(first, FleetStatus):
         return replace(
             first, agents=tuple(row for part in parts if isinstance(part, FleetStatus) for row in part.agents)
         )
+    if isinstance(first, SyncReport):
+        pieces = [phase for part in parts if isinstance(part, SyncReport) for phase in part.phases]
+        joined = [tuple(pieces_of) for _, pieces_of in groupby(pieces, key=attrgetter("origin", "seq"))]
+        return replace(
+            first,
+            phases=tuple(
+                replace(same[0], outcomes=tuple(chain.from_iterable(p.outcomes for p in same))) for same in joined
+            ),
+        )
     return replace(first, outcomes=tuple(row for part in parts if isinstance(part, Report) for row in part.outcomes))
 
 
-def _rows(part: FleetStatus | Report) -> int:
-    return len(part.agents if isinstance(part, FleetStatus) else part.outcomes)
+def _rows(part: Answer) -> int:
+    match part:
+        case FleetStatus(agents=agents):
+            return len(agents)
+        case SyncReport(phases=phases):
+            return sum(1 + len(phase.outcomes) for phase in phases)
+    return len(part.outcomes)
 
 
 def _portions(rows: tuple[R, ...]) -> Iterator[tuple[R, ...]]:

@@ -14,7 +14,7 @@ Rule 2  An agent that cannot write its journal stops acting. It ends with an err
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,18 +28,21 @@ from schemas import events
 from schemas.carriers.alarm import Alarm
 from schemas.carriers.keys import KeySource, PeerKeys, StrPath
 from schemas.carriers.sockets import Context
+from schemas.carriers.wakeup import loop_clock_ms
 from schemas.config import AgentConfig, within_bounds
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
+from schemas.listeners import Listeners
 from schemas.logs import logger_of
 from schemas.outcomes import Acted, Failed, Skipped
 from workers.driver import EngineDriver
 from workers.engine import Engine, EngineView
 from workers.link.journal import Journal, archive_journal
-from workers.link.link import Link, RunChanged, now_ms
+from workers.link.link import Link, RunChanged
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import is_ready
 from workers.machine.state import AgentState
+from workers.state_folder import given_folder, state_folder
 from workers.traces.node import NodeTraces
 
 logger = logger_of("agent")
@@ -57,14 +60,13 @@ class _Life:
     Attributes:
         scope: Cancelled to end it.
         restarting: The machine has asked for the next one.
-        alarm: Rings at the machine's next deadline.
+        alarm: Rings at the next moment for which the machine, the link or the driver has asked.
     """
 
-    def __init__(self, link: Link, driver: EngineDriver, tick: Callable[["_Life"], None]) -> None:
-        self.link, self.driver = link, driver
+    def __init__(self, link: Link, driver: EngineDriver, alarm: Alarm) -> None:
+        self.link, self.driver, self.alarm = link, driver, alarm
         self.scope = CancelScope()
         self.restarting = False
-        self.alarm = Alarm(lambda: tick(self))
 
 
 class Agent:
@@ -75,7 +77,8 @@ class Agent:
         identity: The place of this node. Two live agents cannot hold the same.
         engine: What the agent commands; opened on entering and closed on leaving. With an identity of mode `observed`
             the agent only observes it: it opens, reads and closes it, and has no way to make a call.
-        state_dir: Directory of the journal. It must outlive the process, on a disk of this machine.
+        state_dir: Directory of the journal. It must outlive the process, on a disk of this machine. None for the user's
+            state folder, see `workers.state_folder`.
         traces: What profiling sessions leave on this node's disk; None if no session leaves anything.
         config: Intervals and limits.
         keys: File with this agent's key, for a bus that has keys; None for that of `ROLLOUTCTL_KEY_FILE`, or for
@@ -84,8 +87,12 @@ class Agent:
             own.
         wall_ns: The node's wall clock, which is compared with the bus's.
 
+    Attributes:
+        decisions: Who hears of each event and its effects, in the loop of the agent, once they were performed or begun.
+
     Raises:
-        ConfigError: The engine offers no calls, and the identity is not one that only observes.
+        ConfigError: The engine offers no calls, and the identity is not one that only observes. On entering: the user's
+            state folder can't be made.
         KeyFileError: The keys can't be used.
         BusAddressError: On entering: the address cannot be dialled.
         LogLocked: On entering: another process runs this agent.
@@ -94,8 +101,10 @@ class Agent:
         EngineError: On entering: there is no engine to attach to.
     """
 
-    _journal: Journal  # these two exist once the agent is entered
+    _path: Path  # these four exist once the agent is entered
+    _journal: Journal
     _life: _Life
+    _now_ms: Callable[[], int]
 
     def __init__(
         self,
@@ -103,7 +112,7 @@ class Agent:
         bus: str,
         identity: Identity,
         engine: Engine | EngineView,
-        state_dir: Path,
+        state_dir: Path | None = None,
         traces: NodeTraces | None = None,
         config: AgentConfig | None = None,
         keys: StrPath | PeerKeys | None = None,
@@ -114,8 +123,9 @@ class Agent:
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
         self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
         self._commanded = None if identity.mode is RolloutMode.OBSERVED else _commandable(engine)
-        self._path = state_dir / f"agent-{identity.agent}.db"
+        self._state_dir = state_dir
         self._keys = KeySource.find(keys)
+        self.decisions: Listeners[[events.Event, Sequence[events.Effect]]] = Listeners()
         self._resources = AsyncExitStack()
         self._changed: anyio.Event | None = None  # while somebody waits for a state
 
@@ -130,7 +140,10 @@ class Agent:
         return self._life.link.malformed
 
     async def __aenter__(self) -> Self:
+        self._now_ms = loop_clock_ms()
         async with AsyncExitStack() as stack:
+            folder = given_folder(self._state_dir) if self._state_dir is not None else state_folder(self._bus)
+            self._path = folder / f"agent-{self.identity.agent}.journal"
             self._journal = self._open_journal()
             stack.callback(lambda: self._journal.close())
             self._begin()
@@ -183,7 +196,11 @@ class Agent:
 
     def _begin(self) -> None:
         """Begin an incarnation: dial the bus, and give the machine `Started`."""
-        incarnation = secrets.token_hex(16)
+        incarnation, alarm = secrets.token_hex(16), Alarm(self._on_time)
+
+        def wake_at(at_ms: int) -> None:
+            alarm.set(at_ms / 1000)
+
         link = Link(
             bus=self._bus,
             identity=self.identity,
@@ -192,42 +209,51 @@ class Agent:
             config=self._config,
             context=self._context,
             handle=self._step,
+            now_ms=self._now_ms,
+            wake_at=wake_at,
             wall_ns=self._wall_ns,
             keys=self._keys,
         )
         driver = EngineDriver(
-            self._engine, self._commanded, self._traces, self._config.observe_ms, lambda: self.state, self._step
+            self._engine,
+            self._commanded,
+            self._traces,
+            observe_ms=self._config.observe_ms,
+            state=lambda: self.state,
+            handle=self._step,
+            now_ms=self._now_ms,
+            wake_at=wake_at,
         )
-        self._life = _Life(link, driver, self._tick)
+        self._life = _Life(link, driver, alarm)
         settings = events.MachineSettings(
             reconcile_timeout_ms=self._config.reconcile_timeout_ms,
             on_lost_bus=self._config.on_lost_bus,
             memory=self._config.memory,
             wedged_after_ms=self._config.wedged_after_s * 1000,
         )
-        self._step(events.Started(at_ms=now_ms(), identity=self.identity, incarnation=incarnation, settings=settings))
+        self._step(
+            events.Started(at_ms=self._now_ms(), identity=self.identity, incarnation=incarnation, settings=settings)
+        )
 
     async def _serve(self, life: _Life) -> None:
         try:
             with life.scope:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(life.driver.make_calls)
-                    tasks.start_soon(life.driver.watch)
+                    tasks.start_soon(life.driver.run)
                     tasks.start_soon(life.alarm.serve)
-                    tasks.start_soon(self._announce_end)
                     tasks.start_soon(life.link.run)
+                    try:
+                        await anyio.sleep_forever()
+                    finally:  # at once: a call in flight is awaited, and may take minutes
+                        try:
+                            self._step(events.Stopping(at_ms=self._now_ms()))
+                        finally:
+                            life.driver.end()
         finally:
             try:
                 self._journal.commit()
             finally:
                 life.link.leave()
-
-    async def _announce_end(self) -> None:
-        """Tell the machine as soon as the agent is to end: a call in flight is awaited, and may take minutes."""
-        try:
-            await anyio.sleep_forever()
-        finally:
-            self._step(events.Stopping(at_ms=now_ms()))
 
     def _open_journal(self) -> Journal:
         return Journal.open(self._path, self.identity.agent, self._config.durability)
@@ -260,7 +286,14 @@ class Agent:
         engine, queue = state.engine, state.queue
         if state.activity is not before.activity or queue is not before.queue or engine is not before.engine:
             self._plan_tick(state, life)
+            if engine.version != before.engine.version:
+                logger.info(
+                    "agent %s: its engine holds weights v%d (before: v%d)",
+                    *(self.identity.agent, engine.version, before.engine.version),
+                )
         life.link.note_decision(state)
+        if self.decisions:
+            self.decisions.tell(event, effects)
         if self._changed is not None:
             self._changed.set()
             self._changed = None
@@ -311,12 +344,15 @@ class Agent:
         if due_ms is not None:
             life.alarm.set(due_ms / 1000)
 
-    def _tick(self, life: _Life) -> None:
-        """Give the machine a tick at each of its deadlines. The alarm may ring for one that has moved."""
+    def _on_time(self) -> None:
+        """Do what is due, and set the alarm for what is not. It may ring for a moment that has moved."""
+        life, now_ms = self._life, self._now_ms() + 1  # the clock is rounded down, and some loops round too
         due_ms = next_deadline(self.state)
-        if due_ms is not None and now_ms() + 1 >= due_ms:  # now is rounded down, and some loops round too
-            self._step(events.Tick(at_ms=max(due_ms, now_ms())))
+        if due_ms is not None and now_ms >= due_ms:
+            self._step(events.Tick(at_ms=max(due_ms, now_ms - 1)))
         self._plan_tick(self.state, life)
+        life.driver.notice_time(now_ms)
+        life.link.notice_time(now_ms)
 
 
 def _commandable(engine: Engine | EngineView) -> Engine:

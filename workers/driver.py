@@ -2,7 +2,8 @@
 
 Rule 1  Calls never overlap, and the engine is not observed during a call: such an observation belongs to no moment.
 Rule 2  A call that has begun is never cancelled, not even when the agent ends: engines hang, or give the late reply to
-        the next caller. What follows from a call that takes too long is for the machine to decide.
+        the next caller. What follows from a call that takes too long is for the machine to decide. So all of this runs
+        in one task behind a shield, which ends when it is told to.
 Rule 3  Nothing that an engine raises leaves this file. It becomes a `Fault`, and the machine decides what it means.
 Rule 4  Nothing that an adapter returns reaches the machine unless it can be encoded and decoded again: the journal has
         to be readable after a restart.
@@ -16,15 +17,17 @@ from typing import Final, TypeVar
 import anyio
 from anyio import CancelScope
 
+from schemas.carriers.wakeup import Signal
 from schemas.errors import CheckpointError, EngineError, UnsupportedError
 from schemas.events import (
     AwaitPush,
     Call,
-    DiskCall,
+    CollectTraces,
     EngineObserved,
     EngineReturned,
     Event,
     Fault,
+    FinishProfile,
     Observation,
     Observe,
     Perform,
@@ -33,7 +36,6 @@ from schemas.events import (
 from schemas.logs import logger_of
 from schemas.wire import DECODE_ERRORS, encode, event_decoder
 from workers.engine import Engine, EngineView
-from workers.link.link import now_ms
 from workers.machine.progress import is_news, stalls_after
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
@@ -52,6 +54,8 @@ WARN_AGAIN_MS: Final = 60_000
 """Time between two warnings about the same engine."""
 
 _DONE = Returned()
+_ONLY_OBSERVED = (Observe, AwaitPush)
+_DISK_CALLS = (CollectTraces, FinishProfile)
 
 T = TypeVar("T")
 
@@ -66,6 +70,8 @@ class EngineDriver:
         observe_ms: Time between two observations.
         state: Returns the agent's state.
         handle: Gives an event to the machine.
+        now_ms: The agent's monotonic time.
+        wake_at: Asks for a call of `notice_time` at a moment, in ms.
     """
 
     def __init__(
@@ -76,13 +82,18 @@ class EngineDriver:
         observe_ms: int,
         state: Callable[[], AgentState],
         handle: Callable[[Event], None],
+        now_ms: Callable[[], int],
+        wake_at: Callable[[int], None],
     ) -> None:
         self._engine, self._commanded = engine, commanded
-        self._traces, self._observe_s = traces, observe_ms / 1000
+        self._traces, self._observe_ms = traces, observe_ms
         self._state, self._handle = state, handle
+        self._now_ms, self._wake_at = now_ms, wake_at
         self._requested: Perform | None = None
-        self._wanted = anyio.Event()
-        self._lock = anyio.Lock(fast_acquire=True)
+        self._wake = Signal()
+        self._ending = False
+        self._observing = CancelScope()
+        self._observe_at_ms: int | None = None  # when the next observation is due; None if it is already
         self._observed: Observation | None = None  # the newest one
         self._fed: Observation | None = None  # the newest one that the machine has seen
         self._warned_ms: int | None = None  # when the engine's trouble was last logged
@@ -91,51 +102,66 @@ class EngineDriver:
     def request(self, perform: Perform) -> None:
         """Make a call as soon as the engine is free."""
         self._requested = perform
-        self._wanted.set()
+        self._wake.set()
 
-    async def make_calls(self) -> None:
-        """Make the requested calls until cancelled. A call under way is awaited first."""
-        while True:
-            await self._wanted.wait()
-            self._wanted = anyio.Event()
-            while (perform := self._requested) is not None:
-                self._requested = None
-                if isinstance(perform.call, AwaitPush):
+    def notice_time(self, now_ms: int) -> None:
+        """Observe the engine if it is time."""
+        if self._observe_at_ms is None:
+            return
+        if now_ms < self._observe_at_ms:
+            self._wake_at(self._observe_at_ms)
+        else:
+            self._observe_at_ms = None
+            self._wake.set()
+
+    def end(self) -> None:
+        """Begin no other call, and return from `run` after the one under way."""
+        self._ending = True
+        self._observing.cancel()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Make the requested calls, and observe the engine between them, until `end`. It can't be cancelled."""
+        with CancelScope(shield=True):
+            while not self._ending:
+                perform, self._requested = self._requested, None
+                if perform is None and self._observe_at_ms is None:
+                    await self._watch()
+                elif perform is None:
+                    await self._wake.wait()
+                elif isinstance(perform.call, AwaitPush):
                     await self._await_label(perform, perform.call.source.label)
-                    continue
-                with CancelScope(shield=True):
-                    async with self._lock:
-                        await self._make(perform)
+                else:
+                    await self._make(perform)
 
-    async def watch(self) -> None:
-        """Observe the engine between calls until cancelled. A change is an event."""
-        while True:
-            async with self._lock:
-                observation = await self._observe()
-                if observation is not None:
-                    self._warn_of_trouble(observation)
-                    self._feed(observation)
-            await anyio.sleep(self._observe_s)
+    async def _watch(self) -> None:
+        """Observe the engine between calls. A change is an event."""
+        observation = await self._observe_unless_ended()
+        self._observe_at_ms = self._now_ms() + self._observe_ms
+        self._wake_at(self._observe_at_ms)
+        if observation is not None:
+            self._warn_of_trouble(observation)
+            self._feed(observation)
 
     async def _await_label(self, perform: Perform, label: str) -> None:
         """Observe the engine until it reports the label. Ends without a result if the machine no longer waits."""
         delay_s = LABEL_FIRST_S
         while self._is_current(perform):
-            async with self._lock:
-                observation = await self._observe()
-                if observation is not None and observation.label == label:
-                    if self._is_current(perform):
-                        self._report(perform, Returned(), observation)
-                    return
-                if observation is not None:
-                    self._feed(observation)
+            observation = await self._observe_unless_ended()
+            if observation is not None and observation.label == label:
+                if self._is_current(perform):
+                    self._report(perform, Returned(), observation)
+                return
+            if observation is not None:
+                self._feed(observation)
             with anyio.move_on_after(delay_s):
-                await self._wanted.wait()
+                await self._wake.wait()
             delay_s = min(2 * delay_s, LABEL_LAST_S)
 
     def _is_current(self, perform: Perform) -> bool:
         activity = self._state().activity
-        return activity is not None and activity.call_id == perform.call_id and self._requested is None
+        current = activity is not None and activity.call_id == perform.call_id
+        return current and self._requested is None and not self._ending
 
     def _feed(self, observation: Observation) -> None:
         stalls = stalls_after(self._stalls, self._observed, observation)
@@ -143,7 +169,7 @@ class EngineDriver:
         self._observed, self._stalls = observation, stalls
         if news:
             self._fed = observation
-            self._handle(EngineObserved(at_ms=now_ms(), observation=observation))
+            self._handle(EngineObserved(at_ms=self._now_ms(), observation=observation))
 
     async def _make(self, perform: Perform) -> None:
         result = await _or_fault(self._perform(perform.call))
@@ -153,21 +179,26 @@ class EngineDriver:
     def _report(self, perform: Perform, result: Returned | Fault, observation: Observation | None) -> None:
         self._observed = self._fed = observation
         self._stalls = 0
-        event = EngineReturned(at_ms=now_ms(), call_id=perform.call_id, result=result, observation=observation)
+        event = EngineReturned(at_ms=self._now_ms(), call_id=perform.call_id, result=result, observation=observation)
         self._handle(event)
 
     async def _perform(self, call: Call) -> Returned:
         if self._commanded is None:
             raise UnsupportedError("this agent only observes: it makes no calls.")
-        if isinstance(call, Observe | AwaitPush):
+        if isinstance(call, _ONLY_OBSERVED):
             return _DONE  # the observation that follows is what was asked for
-        if not isinstance(call, DiskCall):
-            activity = self._state().activity
-            timeout_s = (activity.deadline_ms - now_ms()) / 1000 if activity is not None else 0.0
-            return await self._commanded.perform(call, max(0.0, timeout_s))
-        if self._traces is None:
-            raise UnsupportedError("this agent was started without a traces root, so it knows of no traces.")
-        return await self._traces.perform(call)
+        if isinstance(call, _DISK_CALLS):
+            if self._traces is None:
+                raise UnsupportedError("this agent was started without a traces root, so it knows of no traces.")
+            return await self._traces.perform(call)
+        activity = self._state().activity
+        timeout_s = (activity.deadline_ms - self._now_ms()) / 1000 if activity is not None else 0.0
+        return await self._commanded.perform(call, max(0.0, timeout_s))
+
+    async def _observe_unless_ended(self) -> Observation | None:
+        with CancelScope() as self._observing:
+            return await self._observe()
+        return None
 
     async def _observe(self) -> Observation | None:
         observation = await _or_fault(self._engine.observe())
@@ -178,7 +209,7 @@ class EngineDriver:
 
     def _warn_of_trouble(self, observation: Observation) -> None:
         """Log an engine that can't be used from here, at once and then now and then: somebody has to act."""
-        now = now_ms()
+        now = self._now_ms()
         if observation.trouble is None:
             self._warned_ms = None
         elif self._warned_ms is None or now - self._warned_ms >= WARN_AGAIN_MS:

@@ -56,7 +56,7 @@ class AgentActor:
         bus: str,
         identity: Identity,
         engine: EngineFactory,
-        state_dir: Path,
+        state_dir: Path | None,
         traces: NodeTraces | None,
         config: AgentConfig,
         keys: str | None,
@@ -83,7 +83,6 @@ class AgentActor:
                     await self._serve()
 
     async def _serve(self) -> None:
-        self._state_dir.mkdir(parents=True, exist_ok=True)
         async with Agent(
             bus=self._bus,
             keys=self._keys.replace("{agent}", self._identity.agent) if self._keys is not None else None,
@@ -184,7 +183,7 @@ def place_agents(
     bus: str,
     replicas: Sequence[ReplicaNodes],
     engine: EngineFactory,
-    state_dir: Path,
+    state_dir: Path | None = None,
     traces: Path | None = None,
     finish_hook: str = "",
     config: AgentConfig | None = None,
@@ -198,7 +197,7 @@ def place_agents(
         bus: Its address, as the nodes reach it.
         replicas: The position in this sequence is the replica's index.
         engine: Makes the engine of one node.
-        state_dir: Directory of the journals, on a disk of each node.
+        state_dir: Directory of the journals, on a disk of each node; None for the user's state folder there.
         traces: Root of the session directories; None to collect no traces.
         finish_hook: Command to run after the last profiled step.
         config: Settings of every agent.

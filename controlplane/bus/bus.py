@@ -7,6 +7,7 @@ Every ticket ends: concluded, refused, or failed when the bus closes, however it
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import anyio
@@ -24,7 +25,7 @@ from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.turns import Turns
 from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState
-from controlplane.machine.serving import oldest_version, serving_replicas
+from controlplane.machine.serving import oldest_version, proven_replicas
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
@@ -35,6 +36,7 @@ from schemas.commands import Command, Manifest, Source, Target
 from schemas.config import BusConfig
 from schemas.errors import AddressInUse, BusClosed, BusFaulted, LogError
 from schemas.identity import InFlight
+from schemas.listeners import Listeners
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus, Report, SyncReport
 
@@ -51,8 +53,13 @@ class Bus:
         log: Open; the bus closes it.
         insecure: Allow an address that other machines can reach, without keys.
         keys: Let in only who holds one of these keys, and what it may do. Not for `inproc://`, which needs none.
+        checkpoints: Directory that the paths of an operator's syncs are relative to.
         context: For `inproc://` addresses, which exist within one context only; else the process's own, or with keys
             one of the bus's own, since a context has one handler for keys.
+
+    Attributes:
+        orders: Who hears of each order, in the thread of its caller, before the bus does.
+        decisions: Who hears of each event and its effects, in the loop of the bus, once they were performed.
 
     Raises:
         AddressInUse, BusAddressError, KeyFileError, LogError: On entering.
@@ -66,15 +73,19 @@ class Bus:
         *,
         insecure: bool = False,
         keys: KeyFolder | None = None,
+        checkpoints: Path = Path(),
         context: Context | None = None,
     ) -> None:
         self.address = address
         self._log, self._config, self._insecure = log, config or BusConfig(), insecure
         self._keys = keys if not address.startswith("inproc://") else None
+        self._checkpoints = checkpoints
         self._access: Access | None = None
         self._given_context = context
         self._turns = Turns(log, self._config)
         self._callers = self._turns.callers
+        self.orders: Listeners[[Order]] = Listeners()
+        self.decisions = self._turns.decisions
         self._open = AsyncExitStack()
 
     @property
@@ -86,6 +97,16 @@ class Bus:
     def fault(self) -> BusFaulted | None:
         """Why the bus has stopped, if it has."""
         return self._turns.fault
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is open and takes orders."""
+        return not self._turns.closed and self.fault is None
+
+    @property
+    def log_path(self) -> Path:
+        """File of the run's log."""
+        return self._log.path
 
     @property
     def malformed(self) -> int:
@@ -153,7 +174,9 @@ class Bus:
             absent=absent,
             prepare=prepare.number if prepare is not None else None,
         )
-        self._hand_over(order, *((ticket,) if prepare is None else (ticket, prepare)))
+        of_earlier_life = version is not None and version <= self._log.state.newest_version
+        advice = self._log.continues if of_earlier_life else ""
+        self._hand_over(order, *((ticket,) if prepare is None else (ticket, prepare)), advice=advice)
         return ticket
 
     def new_ticket(self) -> Ticket[Report]:
@@ -189,7 +212,7 @@ class Bus:
             BusFaulted, BusClosed: Nobody knows what the replicas serve.
         """
         self._check()
-        return serving_replicas(self.state)
+        return proven_replicas(self.state).serving
 
     def oldest_version(self) -> int:
         """Return the oldest version that anybody may still have to load. May be called from any thread.
@@ -199,6 +222,14 @@ class Bus:
         """
         self._check()
         return oldest_version(self.state)
+
+    def now_us(self) -> int:
+        """Return the moment on the clock that its states and events use. May be called from any thread."""
+        return self._turns.now_us()
+
+    def silent_us(self, peer: str) -> int:
+        """Return the time since the peer's last message; 0 if it is not connected. May be called from any thread."""
+        return self._turns.silent_us(peer)
 
     async def ask_anew(self) -> int:
         """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""
@@ -213,10 +244,11 @@ class Bus:
             await self._turns.change()
         return self.state
 
-    def _hand_over(self, order: Order, *tickets: Ticket[Any]) -> None:
+    def _hand_over(self, order: Order, *tickets: Ticket[Any], advice: str = "") -> None:
         order = checked_order(order)
         self._check()
-        self._callers.add(order, *tickets)
+        self.orders.tell(order)
+        self._callers.add(order, *tickets, advice=advice)
         self._wakeup.notify()
         if self._turns.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
             self._callers.withdraw(self.fault or _closed(self.address), *tickets)
@@ -248,6 +280,7 @@ class Bus:
             for task in (turns.read_router, turns.keep_time, turns.finish_turns, self._read_subscriptions):
                 tasks.start_soon(task)
             tasks.start_soon(self._wakeup.serve, turns.begin)
+            tasks.start_soon(self._callers.look_at_checkpoints, self._checkpoints, turns.begin)
             if self._access is not None:
                 tasks.start_soon(self._access.serve, self._handler)
                 tasks.start_soon(self._watch_keys, self._access)

@@ -6,8 +6,11 @@ Every ticket ends: concluded or refused by the coordinator, or failed when the b
 import itertools
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import anyio
+from anyio import to_thread
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
@@ -23,11 +26,13 @@ from controlplane.machine.events import (
     SyncRequested,
 )
 from controlplane.tickets import Ticket
-from schemas.commands import EngineCommand, ProfileCommand
+from schemas.commands import Checkpoint, EngineCommand, Manifest, ProfileCommand, Target
 from schemas.config import complaint
-from schemas.errors import BusClosed, BusOverloaded, CommandError, SyncInProgress
+from schemas.errors import BusClosed, BusOverloaded, CheckpointError, CommandError, SyncInProgress
 from schemas.reports import FleetStatus, Report, SyncReport
-from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Retire, Submit, encode
+from schemas.safetensors.manifest import build_manifest
+from schemas.safetensors.paths import resolve_below
+from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Retire, Submit, SyncRequest, encode
 
 OPERATORS_MAX: Final = 64
 """Commands of operators that may be open at once."""
@@ -74,14 +79,27 @@ class _OperatorTicket(NamedTuple):
     reply: Callable[[bytes, Reply], None]
 
     def resolve(self, result: Report | SyncReport | FleetStatus) -> None:
-        assert not isinstance(result, SyncReport)  # no request of an operator starts a sync
         self.reply(self.connection, result)
 
     def fail(self, error: BaseException) -> None:
         self.reply(self.connection, RequestRejected(reason=str(error)))
 
 
-def _order_of(request: Submit | Retire, number: int) -> Order:
+def _order_of(request: Submit | SyncRequest | Retire, number: int, manifest: Manifest | None = None) -> Order:
+    if isinstance(request, SyncRequest):
+        return SyncRequested(
+            at_us=0,
+            at_ns=0,
+            ticket=number,
+            version=request.version,
+            source=Checkpoint(request.path),
+            manifest=manifest,
+            in_flight="abort",
+            quorum=None,
+            target=Target(),
+            timeout_ms=request.timeout_ms,
+            operator=True,
+        )
     if isinstance(request, Retire):
         return RetireRequested(at_us=0, at_ns=0, ticket=number, places=request.places)
     return Issued(
@@ -96,8 +114,14 @@ def _order_of(request: Submit | Retire, number: int) -> Order:
     )
 
 
+def _manifest(root: Path, path: str) -> Manifest:
+    return build_manifest(resolve_below(root, path), content=False)
+
+
 class Callers:
     """Orders handed over, and the tickets of those that have not ended.
+
+    An operator's sync becomes an order once a thread has looked at its checkpoint: the bus does not wait for it.
 
     `new_ticket`, `add` and `withdraw` may be called from any thread, everything else in the loop of the bus.
 
@@ -111,19 +135,28 @@ class Callers:
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
         self._orders: deque[Order] = deque()
+        self._unseen: deque[tuple[int, SyncRequest]] = deque()  # whose checkpoints nobody has looked at
+        self._asked: anyio.Event | None = None  # while nothing is left to look at
+        self._advice: dict[int, str] = {}  # by ticket: what its caller should know if it is refused or stale
 
     def new_ticket(self) -> Ticket[Any]:
         """Return a ticket with a number of its own."""
         return Ticket(next(self._numbers))
 
-    def add(self, order: Order, *tickets: Ticket[Any]) -> None:
-        """Queue an order for the next turn. Raises BusOverloaded."""
+    def add(self, order: Order, *tickets: Ticket[Any], advice: str = "") -> None:
+        """Queue an order for the next turn. Raises BusOverloaded.
+
+        Args:
+            advice: What its caller is told as well if a sync is refused, or stale.
+        """
         if len(self._tickets) + len(tickets) > self._limit:
             raise BusOverloaded(
                 f"{self._limit} commands are open (`queue` in BusConfig): wait for their tickets before publishing "
                 "more. Nothing was sent"
             )
         self._tickets.update((ticket.number, ticket) for ticket in tickets)
+        if advice:
+            self._advice.update((ticket.number, advice) for ticket in tickets)
         self._orders.append(order)
 
     def note_sent(self, ticket: Ticket[Any], failure: str | None) -> None:
@@ -139,7 +172,7 @@ class Callers:
             self._tickets.pop(ticket.number, None)
             ticket.fail(error)
 
-    def add_operator(self, connection: bytes, request: Submit | Retire) -> str | None:
+    def add_operator(self, connection: bytes, request: Submit | SyncRequest | Retire) -> str | None:
         """Queue what an operator asks for, or return the reason why not."""
         if isinstance(request, Submit) and not isinstance(request.command, PUBLISHABLE):
             return NOT_PUBLISHABLE
@@ -147,8 +180,35 @@ class Callers:
             return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
         number = next(self._numbers)
         self._tickets[number] = _OperatorTicket(connection, self._reply)
-        self._orders.append(_order_of(request, number))
+        if isinstance(request, SyncRequest):
+            self._unseen.append((number, request))
+            if self._asked is not None:
+                self._asked.set()
+        else:
+            self._orders.append(_order_of(request, number))
         return None
+
+    async def look_at_checkpoints(self, root: Path, begin: Callable[[], None]) -> None:
+        """Look at each checkpoint that an operator asks for, until cancelled.
+
+        Args:
+            root: What their paths are relative to.
+            begin: Begins a turn, with the order for the sync.
+        """
+        while True:
+            self._asked = anyio.Event()
+            while self._unseen:
+                number, request = self._unseen.popleft()
+                try:
+                    manifest = await to_thread.run_sync(_manifest, root, request.path, abandon_on_cancel=True)
+                except (CheckpointError, OSError, ValueError) as error:
+                    if (ticket := self._tickets.pop(number, None)) is not None:
+                        ticket.fail(error)
+                    continue
+                if number in self._tickets:
+                    self._orders.append(_order_of(request, number, manifest))
+                    begin()
+            await self._asked.wait()
 
     def take_orders(self, at_us: int, at_ns: int) -> list[CoordinatorEvent]:
         """Return the queued orders as events of this moment."""
@@ -164,19 +224,23 @@ class Callers:
 
     def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
         """Resolve a ticket, if it is of this life of the bus."""
-        ticket = self._tickets.pop(number, None)
+        ticket, advice = self._tickets.pop(number, None), self._advice.pop(number, "")
+        if advice and isinstance(result, SyncReport) and result.status == "stale":
+            result = replace(result, reason=advice)
         if ticket is not None:
             ticket.resolve(result)
 
     def refuse(self, effect: Refuse) -> None:
         """Fail the ticket of a command or sync that was refused."""
-        ticket = self._tickets.pop(effect.ticket, None)
+        ticket, advice = self._tickets.pop(effect.ticket, None), self._advice.pop(effect.ticket, "")
+        reason = f"{effect.reason} ({advice})" if advice and effect.kind == "command" else effect.reason
         if ticket is not None:
-            ticket.fail(_REFUSALS[effect.kind](effect.reason))
+            ticket.fail(_REFUSALS[effect.kind](reason))
 
     def fail_all(self, error: BaseException) -> None:
         """Drop the queued orders and fail every ticket."""
         self._orders.clear()
+        self._unseen.clear()
         while self._tickets:
             _, ticket = self._tickets.popitem()
             ticket.fail(error)

@@ -5,6 +5,7 @@ Nothing else limits connections: libzmq's `ZMQ_MAX_SOCKETS` counts the sockets o
 
 import os
 import resource
+from contextlib import suppress
 from typing import Final
 
 from schemas.logs import logger_of
@@ -17,7 +18,7 @@ SPARE: Final = 256
 NEAR: Final = 0.2
 """There is a warning when less than this share of the limit is left."""
 CHECK_US: Final = 10_000_000
-"""Time between two checks. Counting descriptors takes longer the more there are: a millisecond for some thousand."""
+"""Time between two checks. Where they have to be listed, that takes a millisecond for some thousand."""
 
 
 def raise_limit(agents: int) -> None:
@@ -28,6 +29,12 @@ def raise_limit(agents: int) -> None:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def limit_and_left() -> tuple[int, int]:
+    """Return how many this process may have, and how many of them are left. May be called from any thread."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft, soft - _open_now()
 
 
 class Descriptors:
@@ -46,8 +53,7 @@ class Descriptors:
         if at_us < self._next_us:
             return
         self._next_us = at_us + CHECK_US
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        left = soft - _open_now()
+        soft, left = limit_and_left()
         if soft == resource.RLIM_INFINITY or left >= soft * NEAR:
             self.warning = ""
             return
@@ -64,4 +70,7 @@ class Descriptors:
 
 
 def _open_now() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1  # one is that of the listing
+    with suppress(OSError):  # macOS has no /proc
+        if known := os.stat("/proc/self/fd").st_size:  # since Linux 6.2
+            return known
+    return len(os.listdir("/dev/fd")) - 1  # one is that of the listing

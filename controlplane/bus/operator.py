@@ -1,4 +1,4 @@
-"""Asks a running bus for its status, to publish a command, or to retire a place. For the command line.
+"""Asks a running bus for its status, to publish a command, to sync weights, or to retire a place. For the command line.
 
 One request, one reply; that of a large fleet comes in parts.
 """
@@ -15,12 +15,14 @@ from schemas.carriers.sockets import agent_dealer
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
-from schemas.reports import FleetStatus, Report
+from schemas.reports import FleetStatus, Report, SyncReport
 
-R = TypeVar("R", FleetStatus, Report)
+R = TypeVar("R", FleetStatus, Report, SyncReport)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
+PHASES: Final = 3
+"""Phases of a sync: prepare, load, then commit or abort."""
 
 
 async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | None = None) -> FleetStatus:
@@ -68,6 +70,27 @@ async def submit(
     return await _ask(bus, request, Report, timeout_s + ANSWER_S, keys)
 
 
+async def sync(
+    bus: str, path: str, version: int | None = None, timeout_s: float = 600.0, keys: KeySource | None = None
+) -> SyncReport:
+    """Bring the fleet to a checkpoint, and return the report of the sync.
+
+    Args:
+        bus: Its address.
+        path: Of the checkpoint, below the checkpoint root of the bus.
+        version: None for the next of the run.
+        timeout_s: For each phase.
+        keys: This operator's keys.
+
+    Raises:
+        BusUnreachable, KeyRefused, BusAddressError, ConfigError: As for `submit`.
+        CommandError: The checkpoint is missing or forbidden, another sync has not ended, or the version was used for
+            other weights. Nothing was sent to the agents.
+    """
+    request = wire.SyncRequest(path=path, version=version, timeout_ms=milliseconds(timeout_s))
+    return await _ask(bus, within_bounds(request), SyncReport, PHASES * timeout_s + ANSWER_S, keys)
+
+
 async def retire(
     bus: str, places: tuple[str, ...], timeout_s: float = ANSWER_S, keys: KeySource | None = None
 ) -> FleetStatus:
@@ -81,11 +104,12 @@ async def retire(
 
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float, keys: KeySource | None) -> R:
-    async with agent_dealer(zmq.Context.instance(), bus, keys.credentials() if keys is not None else None) as dealer:
+    credentials = keys.credentials() if keys is not None else None
+    async with agent_dealer(zmq.Context.instance(), bus, credentials, patient=False) as dealer:
         with anyio.move_on_after(timeout_s):
             await _get_in(dealer, bus, keys)
             await dealer.send([wire.encode_header(0), wire.encode(request)])
-            parts: list[FleetStatus | Report] = []
+            parts: list[wire.Answer] = []
             while True:
                 _, body = wire.parse_frames(await dealer.recv())
                 reply = wire.decode_downward(body)
@@ -105,12 +129,31 @@ async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: f
 
 
 async def _get_in(dealer: DialledSocket, bus: str, keys: KeySource | None) -> None:
-    """Wait until the connection is open. Tries each key that the bus may have. Raises KeyRefused."""
+    """Wait until the connection is open. Tries each key that the bus may have. Raises KeyRefused or BusUnreachable."""
     attempts = len(keys.keys.servers) if keys is not None else 1
-    for attempt in range(1, attempts + 1):
-        refused = await dealer.refusal()
-        if refused is None:
-            return
+    attempt = 0
+    while refused := await dealer.refusal():
+        if not refused.reached:
+            await _reach(bus)
+            continue
+        attempt += 1
         if attempt == attempts:
             raise KeyRefused(f"can't connect to {bus}: {refused.reason}. Nothing was sent")
         dealer.redial(keys.credentials(attempt) if keys is not None else None)
+
+
+async def _reach(bus: str) -> None:
+    """Raise BusUnreachable with the system's reason for which nobody can be reached there."""
+    transport, _, place = bus.partition("://")
+    host, _, port = place.rpartition(":")
+    try:
+        if transport == "tcp":
+            await (await anyio.connect_tcp(host.strip("[]"), int(port))).aclose()
+        elif transport == "ipc":
+            await (await anyio.connect_unix(place)).aclose()
+    except (OSError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        why = getattr(cause, "strerror", None) or str(cause)
+        raise BusUnreachable(
+            f"nobody listens at {bus} ({why}). Is the trainer running, and is this its address? Nothing was sent"
+        ) from None

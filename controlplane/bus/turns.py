@@ -14,7 +14,7 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator
 from functools import partial
 from typing import Final, assert_never
@@ -26,9 +26,10 @@ from msgspec.structs import replace
 from controlplane.bus.callers import Callers
 from controlplane.bus.descriptors import Descriptors
 from controlplane.bus.inbox import Inbox, connection_of
+from controlplane.bus.recent import Recent
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
-from controlplane.machine.fleet import UNKNOWN_PEER, begin_turn, end_turn, member_at
+from controlplane.machine.fleet import UNKNOWN_PEER, member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -36,15 +37,24 @@ from schemas.carriers.alarm import Alarm
 from schemas.carriers.edge_socket import EdgeSocket, Sent
 from schemas.config import BusConfig
 from schemas.errors import BusFaulted, LogError
+from schemas.listeners import Listeners
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus
 
 logger = logger_of("bus")
 
-TURN_MAX: Final = 256
+TURN_MAX: Final = 128
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
+EVENTS_MAX: Final = 64
+"""Events that the messages of one turn may give. Most cost far more than an answer; all answers of a turn are one."""
 FLOOD_TURNS: Final = 40
-"""Turns in a row that leave messages unread, and end with a message of one connection, before that is cut off."""
+"""Turns in a row that leave messages unread, full of one connection's messages, before that is cut off."""
+QUIET_TURNS: Final = 50
+"""Turns for signs of life alone between two heads, from which on the bus lets them gather while no command is open."""
+GATHER_S: Final = 0.02
+"""How long they gather. It adds to the round trip of a request for the time, of which an agent counts the shortest."""
+SIGNS_A_SECOND: Final = 1_000
+"""Heartbeats of the whole fleet, about: each agent of a larger one sends fewer, but two within `agent_timeout_ms`."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 STALLED_US: Final = 1_000_000
@@ -67,6 +77,7 @@ class Turns:
         closed: The bus takes no orders: it is not open yet, or closes.
         over: Every ticket has ended.
         callers: Who waits for the bus.
+        decisions: Who hears of each event and its effects, once they were performed.
         router: Connections of agents and operators.
         publisher: Subscriptions of agents. A new one may take its place at any time.
         inbox: What arrives.
@@ -82,16 +93,21 @@ class Turns:
         self.fault: BusFaulted | None = None
         self.closed, self.over = True, False
         self.callers = Callers(config.queue, self._reply)
+        self.decisions: Listeners[[events.CoordinatorEvent, events.CoordinatorEffects]] = Listeners()
+        self._untold: list[tuple[events.CoordinatorEvent, events.CoordinatorEffects]] = []
         self.insecure = False
         self._log, self._config = log, config
         self._keyed = False
         self._skew_us = 0
         self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
-        self._floods = Counter[bytes]()  # by connection, while messages wait
+        self._quiet = 0  # turns for signs of life alone, since the last head
+        self._floods = defaultdict[bytes, float](float)  # by connection, while messages wait: turns that it filled
         self._descriptors = Descriptors()
+        self._recent = Recent()
         self._next_head_us = 0
         self._flush_us: int | None = None
+        self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
         self._alarm = Alarm(self._on_time)
         self._under_way: Steps | None = None  # a turn that waits for the disk, or is at work
         self._again = False  # another turn is due when that has ended
@@ -115,9 +131,16 @@ class Turns:
         """Return the moment on the bus's monotonic clock, which agrees with the event loop's."""
         return time.monotonic_ns() // 1000 + self._skew_us
 
+    def silent_us(self, peer: str) -> int:
+        """Return the time since the peer's last message; 0 if it is not connected. May be called from any thread."""
+        now_us = self.now_us()
+        return max(0, now_us - self.inbox.last_heard_us.get(peer, now_us))
+
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
-        fleet = fleet_status(self.state, self.now_us(), str(self._log.path), self.inbox.last_heard_us)
+        now_us = self.now_us()
+        fleet = fleet_status(self.state, now_us, str(self._log.path), self.inbox.last_heard_us)
+        fleet = self._recent.added_to(fleet, now_us)
         return replace(fleet, insecure=self.insecure, descriptors=self._descriptors.warning)
 
     async def change(self) -> None:
@@ -157,9 +180,19 @@ class Turns:
 
     def _due_us(self) -> int:
         """When the next turn is due, whatever arrives. A bus that has stopped has no deadlines."""
-        deadline_us = next_deadline(self.state) if self.fault is None else None
-        moments = (self._next_head_us, deadline_us, self._flush_us)
-        return min(moment for moment in moments if moment is not None)
+        if self._arrived:
+            return 0
+        due_us = self._next_head_us
+        if self._flush_us is not None:
+            due_us = min(due_us, self._flush_us)
+        deadline_us = self._next_deadline() if self.fault is None else None
+        return due_us if deadline_us is None else min(due_us, deadline_us)
+
+    def _next_deadline(self) -> int | None:
+        """When the coordinator wants to be called."""
+        if self._deadline is None or self._deadline[0] is not self.state:
+            self._deadline = self.state, next_deadline(self.state)
+        return self._deadline[1]
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
@@ -235,54 +268,70 @@ class Turns:
         drained = self._receive(at_us, at_ns)
         if self.fault is not None:
             self._next_head_us = at_us + self._config.head_interval_ms * 1000
+            self.inbox.take_events()
             return
-        self._send_time_replies()
-        self._turn_strangers_away()
+        if self.inbox.time_replies:
+            self._send_time_replies()
+        if self.inbox.strangers:
+            self._turn_strangers_away()
         if at_us >= self._next_head_us:
             self._beat(at_us, drained)
         batch = self.inbox.take_events()
         batch += self.callers.take_orders(at_us, at_ns)
-        if (deadline_us := next_deadline(self.state)) is not None and at_us >= deadline_us:
+        if (deadline_us := self._next_deadline()) is not None and at_us >= deadline_us:
             batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
+        if not (batch or self._log.pending or self._unreachable or self.inbox.acks):
+            if drained:
+                self._gather()
+            return
         yield from self._process(batch, at_us, at_ns)
+
+    def _gather(self) -> None:
+        """Nothing needs a decision. While that is so, signs of life of many agents are read together."""
+        self._quiet += 1
+        if self._quiet > QUIET_TURNS and not self.state.open and self.state.sync is None and not self.closed:
+            self.router.pause(GATHER_S)
 
     def _receive(self, at_us: int, at_ns: int) -> bool:
         """Pass what has arrived to the inbox, and answer operators. Returns whether that was all."""
         self.inbox.begin_turn(at_us, at_ns, self.state)
-        receive, recv_nowait = self.inbox.receive, self.router.recv_nowait
-        while self._arrived:
-            receive(self._arrived.popleft())
-        drained = False
-        for _ in range(TURN_MAX):
-            frames = recv_nowait()
-            if frames is None:
-                drained = True
-                break
-            receive(frames)
-        self._note_backlog(frames)
-        self._handle_requests()
-        return drained
-
-    def _note_backlog(self, newest: list[bytes] | None) -> None:
-        """While messages wait, count who sent the last one of each turn, and cut off who floods the bus."""
-        if newest is None:
+        arrived, room = self._arrived, TURN_MAX - len(self._arrived)
+        messages = self.router.recv_many(room) if room > 0 else []
+        arrived.extend(messages)
+        receive, decidable = self.inbox.receive, self.inbox.events
+        while arrived and len(decidable) < EVENTS_MAX:
+            receive(arrived.popleft())
+        drained = len(messages) < room
+        if drained:
             self._floods.clear()
-            return
-        connection = newest[0] if not self._keyed else newest[1]
-        self._floods[connection] += 1
-        if self._floods[connection] == FLOOD_TURNS:
+        elif messages:
+            self._note_backlog(messages)
+        if self.inbox.requests or self.inbox.refused or self.inbox.shut_out:
+            self._handle_requests()
+        return drained and not arrived
+
+    def _note_backlog(self, messages: list[list[bytes]]) -> None:
+        """While messages wait, add up each connection's share of the turns, and cut off who floods the bus."""
+        place = 0 if not self._keyed else 1
+        for connection, count in Counter(frames[place] for frames in messages).items():
+            self._floods[connection] += count / len(messages)
+        newest = messages[-1][place]
+        if self._floods[newest] >= FLOOD_TURNS:
             logger.warning("cut off a connection that sends faster than the bus can read")
+            self._floods[newest] = 0.0
             self.router.cut_off_sender()
 
     def _beat(self, at_us: int, drained: bool) -> None:
         """Send the head beacon, and look for agents that fell silent."""
+        self._quiet = 0
         late_us = at_us - self._next_head_us
         if late_us > STALLED_US:
             self.inbox.discount(late_us)
         self.publisher.send_nowait([wire.TOPIC_HEAD, wire.encode_header(self.state.epoch, 0, self.state.seq), _NIL])
         self._next_head_us = at_us + self._config.head_interval_ms * 1000
-        if drained:  # else a sign of life may lie unread
-            self.inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000)
+        # Where messages are left, a sign of life may lie unread.
+        if drained and not self.inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000):
+            self._next_head_us = at_us  # the rest in the next turn, at once
         self._descriptors.check(at_us, len(self.inbox.last_heard_us))
 
     def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> Steps:
@@ -296,6 +345,7 @@ class Turns:
                 self._perform(effect)
             if changed:
                 self._wake_watchers()
+            self._tell_listeners()
             # The goodbye of a peer that is gone may lie on the socket, and tells more than its absence.
             if not self._unreachable or not self._receive(at_us, at_ns):
                 break
@@ -312,18 +362,22 @@ class Turns:
     def _decide(
         self, batch: list[events.CoordinatorEvent], at_ns: int
     ) -> tuple[CoordinatorState, list[events.CoordinatorEffect]]:
-        several = len(batch) > 1
-        begun = state = begin_turn(self.state) if several else self.state
+        state = self.state
         effects: list[events.CoordinatorEffect] = []
         for event in batch:
             before = state
             state, decided = decide(state, event)
             if decided or state is not before:
-                self._log.append(event, decided, at_ns, state)
+                self._log.append(event, decided, at_ns, state if event is batch[-1] else None)
                 effects.extend(decided)
-        if state is begun:
-            return self.state, effects
-        return end_turn(state) if several else state, effects
+                if self.decisions:
+                    self._untold.append((event, decided))
+        return state, effects
+
+    def _tell_listeners(self) -> None:
+        for event, effects in self._untold:
+            self.decisions.tell(event, effects)
+        self._untold.clear()
 
     def _flush_due(self, at_us: int) -> bool:
         if self._log.pending and self._flush_us is None:
@@ -360,12 +414,14 @@ class Turns:
                     [wire.TOPIC_COMMAND, wire.encode_header(epoch, epoch, seq), wire.encode(effect.envelope)]
                 )
                 self.publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(epoch, 0, seq))
+                self.router.resume()
             case events.Send():
                 self._send(effect.peer, effect.epoch, effect.seq, effect.message)
             case events.Ping():
                 self._ping(effect.peer)
             case events.Conclude():
                 self.callers.conclude(effect)
+                self._recent.note(effect.report, self.now_us())
             case events.Refuse():
                 self.callers.refuse(effect)
             case events.Retired(ticket=ticket):
@@ -397,8 +453,10 @@ class Turns:
 
     def _send_time_replies(self) -> None:
         """First of all: anything else that the turn does would lengthen the round trip."""
+        heartbeat_ms = heartbeat_of(self._config, len(self.inbox.last_heard_us))
         for peer, reply in self.inbox.time_replies:
-            self._answer(peer, self.state.epoch, self.state.seq, replace(reply, replied_ns=time.time_ns()))
+            reply = replace(reply, replied_ns=time.time_ns(), heartbeat_ms=heartbeat_ms)
+            self._answer(peer, self.state.epoch, self.state.seq, reply)
         self.inbox.time_replies.clear()
 
     def _turn_strangers_away(self) -> None:
@@ -414,12 +472,12 @@ class Turns:
         for connection, answer in self.inbox.shut_out.items():
             self._reply(connection, answer)
         self.inbox.shut_out.clear()
-        for connection, request in self.inbox.requests:
+        for connection, request, is_observer in self.inbox.requests:
             if isinstance(request, wire.StatusRequest):
-                self._reply(connection, self.status())
+                self._reply(connection, replace(self.status(), read_only=is_observer))
             elif reason := str(self.fault or "") or self.callers.add_operator(connection, request):
                 self._reply(connection, wire.RequestRejected(reason=reason))
-        for connection, reason in self.inbox.refused:
+        for connection, reason in self.inbox.refused.items():
             self._reply(connection, wire.RequestRejected(reason=reason))
         self.inbox.requests.clear()
         self.inbox.refused.clear()
@@ -432,3 +490,9 @@ class Turns:
         if self._changed is not None:
             self._changed.set()
             self._changed = None
+
+
+def heartbeat_of(config: BusConfig, agents: int) -> int | None:
+    """Return the interval of heartbeats in a fleet of this size, in ms; None for the configured one."""
+    interval_ms = min(agents * 1000 // SIGNS_A_SECOND, config.agent_timeout_ms // 2)
+    return interval_ms if interval_ms > config.heartbeat_ms else None

@@ -2,8 +2,8 @@
 seq, who is in the fleet, who has answered, what a late joiner is sent, and which phase a weight sync is in.
 
 Rules
-1. Pure and total, like the agents' machine: no I/O, no clock, no randomness; it never raises for an input. Only within
-   a turn (`fleet.begin_turn`) does a decision change the tables of the state that it was given.
+1. Pure and total, like the agents' machine: no I/O, no clock, no randomness; it never raises for an input. A state is
+   replaced, never changed. What one agent causes costs the same in a fleet of any size (`tables.py`).
 2. A decision is in the log before its effects are performed, so a command is recorded before it is published.
 3. Every command ends, with one outcome for each agent that the run knows and that is not retired. It is open for those
    that are live when it is issued, and ends for each of them with an answer, or as `missing`: at the deadline, when the
@@ -21,27 +21,26 @@ One transition is missing on purpose: nothing takes a conclusion back. An answer
 concluded as missing changes nothing; what the agent did is in its own decisions, and in the status that it reports.
 """
 
+from heapq import nsmallest
 from typing import NamedTuple
 
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.machine import events, fleet, membership, sessions, syncs
+from controlplane.machine import events, fleet, folding, membership, sessions, syncs
 from controlplane.machine.fleet import PAGE, CoordinatorState, Effects, MissingReason, OpenCommand
+from controlplane.machine.members import Members
 from controlplane.machine.serving import note_outcomes
+from controlplane.machine.tables import with_entries
 from schemas.commands import Command, EpochStart, Target
-from schemas.desired import Desired, desired_after
-from schemas.identity import Identity, identity_of
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, Report
 from schemas.wire import CommandRecord, Envelope, Replay, encode
 
-LOGIC = 5
+LOGIC = 6
 """Version of the decisions below, recorded in every log. A change of behaviour gets a new number."""
 
 EPOCH_START_TIMEOUT_MS = 60_000
-UNSEEN = Identity(replica=2**31 - 1, node_rank=0)
-"""Stands for every replica that has not been seen yet: no quarantine and no set of ranks names it."""
 
 __all__ = ["LOGIC", "CoordinatorState", "decide", "next_deadline"]
 
@@ -84,8 +83,17 @@ def decide(
         case events.Closed():
             state = _on_closed(state, event, effects)
         case _:
-            state = _conclude(fleet.on_peer_event(state, event, effects), _now(event), effects)
+            state = fleet.on_peer_event(state, event, effects)
+            if _may_end_commands(event):
+                state = _conclude(state, _now(event), effects)
     return state, tuple(effects)
+
+
+def _may_end_commands(event: events.PeerEvent) -> bool:
+    """Whether a command may wait for nobody because of this event: an agent is lost, or its engine is down."""
+    if isinstance(event, events.StatusReceived):
+        return event.status.tokenizer == "unknown"
+    return isinstance(event, events.PeerLost)
 
 
 def next_deadline(state: CoordinatorState) -> int | None:
@@ -112,7 +120,8 @@ def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) 
         run=event.run,
         epoch=previous + 1,
         settings=event.settings,
-        members=members,
+        members=Members(members),
+        desired=folding.shared(state),
         claims={},
         trainer_session=None,
         history=tuple((record, 0) for record, _ in state.history),  # their time ran on another life's clock
@@ -179,67 +188,50 @@ def _publish(
         issued_us=now.us,
         deadline_us=now.us + timeout_ms * 1000,
         retransmit_us=now.us + state.settings.retransmit_ms * 1000,
-        waiting=frozenset(name for name, member in state.members.items() if member.state == "live"),
-        outcomes=membership.absent_outcomes(state, now.us),
+        expected=state.roster.live,
+        absent=membership.absent_outcomes(state, now.us),
     )
     history = (*state.history, (record, now.us + ttl_ms * 1000))
     effects.append(events.Publish(epoch=state.epoch, seq=seq, envelope=envelope))
+    desired, default_desired = folding.folded(state, command, target)
     return replace(
         state,
         seq=seq,
         open=(*state.open, open_command),
         history=history[-state.settings.history :],
-        desired=_fold_desired(state, command, target),
-        default_desired=desired_after(state.default_desired, command, target.replicas is None, UNSEEN),
+        desired=desired,
+        default_desired=default_desired,
     )
-
-
-def _fold_desired(state: CoordinatorState, command: Command, target: Target) -> dict[int | str, Desired]:
-    # Members of one replica agree on every field of their identity that `desired_after` reads.
-    identities = {member.hello.identity.unit: member.hello.identity for member in state.members.values()}
-    changed: dict[int | str, Desired] = {}
-    for unit, before in state.desired.items():
-        targeted = target.replicas is None or unit in target.replicas
-        after = desired_after(before, command, targeted, identities.get(unit) or _absent_identity(unit))
-        if after is not before:
-            changed[unit] = after
-    return {**state.desired, **changed} if changed else state.desired
-
-
-def _absent_identity(unit: int | str) -> Identity:
-    """Stands for a unit that left in an earlier life of the bus, until it comes back."""
-    return identity_of(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0)
 
 
 # --- answers and ends -------------------------------------------------------------------------------------------------
 
 
 def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects: Effects) -> CoordinatorState:
-    by_seq: dict[int, dict[str, events.PeerAnswer]] = {}
+    new: dict[int, dict[str, AgentOutcome]] = {}  # by seq and agent
+    commands = {command.record.seq: command for command in state.open}
     for answer in event.answers:
         name = fleet.member_at(state, answer.peer)
         if name is None:
             fleet.send(state, answer.peer, fleet.UNKNOWN_PEER, effects)
-        else:
-            by_seq.setdefault(answer.seq, {}).setdefault(name, answer)
-    open_commands = []
-    for command in state.open:
-        outcomes = tuple(
-            AgentOutcome(
-                agent=name,
-                conclusion=answer.outcome,
-                rule=answer.rule,
-                latency_us=event.at_us - command.issued_us,
-            )
-            for name, answer in by_seq.get(command.record.seq, {}).items()
-            if name in command.waiting and answer.origin == command.record.origin
-        )
-        if outcomes:
-            state = sessions.withdraw_failed_session(state, command, outcomes)
-            state = note_outcomes(state, command.command, outcomes)
-            waiting = command.waiting.difference(outcome.agent for outcome in outcomes)
-            command = replace(command, waiting=waiting, outcomes=command.outcomes + outcomes)
-        open_commands.append(command)
+            continue
+        command = commands.get(answer.seq)
+        if command is None or answer.origin != command.record.origin or not command.waits_for(name):
+            continue
+        latency_us = event.at_us - command.issued_us
+        outcome = AgentOutcome(agent=name, conclusion=answer.outcome, rule=answer.rule, latency_us=latency_us)
+        new.setdefault(answer.seq, {}).setdefault(name, outcome)
+    if not new:
+        return _conclude(state, _now(event), effects)
+    for seq, outcomes in sorted(new.items()):
+        state = sessions.withdraw_failed_session(state, commands[seq], outcomes.values())
+        state = note_outcomes(state, commands[seq].command, outcomes.values())
+    open_commands = (
+        replace(command, outcomes=with_entries(command.outcomes, new[command.record.seq]))
+        if command.record.seq in new
+        else command
+        for command in state.open
+    )
     return _conclude(replace(state, open=tuple(open_commands)), _now(event), effects)
 
 
@@ -252,19 +244,26 @@ def _conclude(state: CoordinatorState, now: _Now, effects: Effects) -> Coordinat
     """End every command that waits for nobody, and continue the sync whose phase that was."""
     while True:
         state = syncs.without_engines_down(state, now.us)
-        ended = next((command for command in state.open if not command.waiting), None)
-        if ended is None:
+        ended = [command for command in state.open if command.ended]
+        if not ended:
             return state
-        record = ended.record
-        report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=ended.outcomes)
-        missing = (outcome for outcome in ended.outcomes if isinstance(outcome.conclusion, Missing))
-        state = note_outcomes(state, ended.command, missing)
-        state = replace(state, open=tuple(command for command in state.open if command is not ended))
-        effects.append(events.Conclude(ticket=ended.ticket, report=report))
-        if state.sync is not None and state.sync.seq == report.seq:
-            until_us = ended.issued_us + state.sync.request.timeout_ms * 1000
-            state, phase = syncs.end_phase(state, state.sync, report, until_us, effects)
-            state = _open_phase(state, phase, now, effects)
+        gone = {command.record.seq for command in ended}
+        state = replace(state, open=tuple(command for command in state.open if command.record.seq not in gone))
+        for command in ended:
+            state = _end(state, command, now, effects)
+
+
+def _end(state: CoordinatorState, ended: OpenCommand, now: _Now, effects: Effects) -> CoordinatorState:
+    """Report a command that waits for nobody."""
+    record = ended.record
+    report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=ended.all_outcomes)
+    missing = [outcome for outcome in report.outcomes if type(outcome.conclusion) is Missing]
+    state = note_outcomes(state, ended.command, missing)
+    effects.append(events.Conclude(ticket=ended.ticket, report=report))
+    if state.sync is None or state.sync.seq != report.seq:
+        return state
+    until_us = ended.issued_us + state.sync.request.timeout_ms * 1000
+    return _open_phase(*syncs.end_phase(state, state.sync, report, until_us, effects), now, effects)
 
 
 def _on_timer(state: CoordinatorState, event: events.TimerFired, effects: Effects) -> CoordinatorState:
@@ -284,7 +283,7 @@ def _retransmit(state: CoordinatorState, command: OpenCommand, at_us: int, effec
     envelope = command.record.envelope
     left_ms = max(0, command.issued_us + envelope.ttl_ms * 1000 - at_us) // 1000
     record = replace(command.record, envelope=replace(envelope, ttl_ms=left_ms))
-    for name in sorted(command.waiting)[:PAGE]:
+    for name in nsmallest(PAGE, command.waiting):
         fleet.send(state, state.members[name].peer, Replay(records=(record,)), effects)
     next_us = command.issued_us + (command.retransmit_us - command.issued_us) * 2
     return replace(command, retransmits=command.retransmits + 1, retransmit_us=max(at_us + 1000, next_us))

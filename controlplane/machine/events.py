@@ -67,7 +67,7 @@ class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
 
 
 class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
-    """The trainer wants the fleet on new weights.
+    """The trainer or an operator wants the fleet on new weights.
 
     Attributes:
         version: None for the next of the run: one more than the newest that was ever requested.
@@ -75,6 +75,7 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
         timeout_ms: For each phase.
         absent: Whether a phase waits for replicas whose engines are known to be down, though it has its quorum.
         prepare: Ticket of the prepare phase, if the trainer asks for each phase; None if they follow by themselves.
+        operator: It is an operator's.
     """
 
     at_us: int
@@ -89,6 +90,7 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     timeout_ms: Milliseconds
     absent: Absent = "leave"
     prepare: Positive | None = None
+    operator: bool = False
 
 
 class PhaseRequested(Struct, frozen=True, kw_only=True, tag="phase_requested"):
@@ -177,7 +179,7 @@ class StatusReceived(Struct, frozen=True, kw_only=True, tag="status"):
     status: AgentStatus
 
 
-class PeerAnswer(Struct, frozen=True, kw_only=True):
+class PeerAnswer(Struct, frozen=True, kw_only=True, gc=False):
     """One outcome in a batch."""
 
     peer: Peer
@@ -293,3 +295,4 @@ class Retired(Struct, frozen=True, kw_only=True, tag="retired"):
 
 
 CoordinatorEffect = Publish | Send | Ping | Conclude | Refuse | Retired
+CoordinatorEffects = tuple[CoordinatorEffect, ...]

@@ -6,25 +6,27 @@ good order). A lost member becomes live again only by a new hello and join, afte
 The `on_…` functions handle one event each: they return the next state and append to `effects`.
 """
 
-from typing import Literal, TypeVar, assert_never
+from collections.abc import Iterable, Mapping
+from typing import Literal, assert_never
 
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from controlplane.machine import events
+from controlplane.machine.members import Member, Members, Roster
+from controlplane.machine.tables import as_dict, with_entries, without
 from controlplane.machine.weights import Sync
 from schemas.commands import Command, Target
 from schemas.config import BusConfig
 from schemas.desired import Committed, Desired
 from schemas.identity import ROLLOUT, Count, Identity, Positive, RolloutMode, agent_of
 from schemas.outcomes import Missing
-from schemas.reports import AgentOutcome, AgentStatus
+from schemas.reports import AgentOutcome
 from schemas.wire import (
     MAX_COMMAND_BYTES,
     MAX_TARGET_BYTES,
     CommandRecord,
     Downward,
-    Hello,
     Rejoin,
     Replay,
     Snapshot,
@@ -41,45 +43,16 @@ UNKNOWN_PEER = Rejoin(reason="the bus does not know you: say hello")
 MissingReason = Literal["deadline", "gone", "restarted", "engine_down", "not_sent", "aborted", "bus_restarted"]
 """Why an agent that was waited for is missing."""
 Effects = list[events.CoordinatorEffect]
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Member(Struct, frozen=True, kw_only=True):
-    """One agent that said hello.
-
-    Attributes:
-        peer: Its newest connection, as `name/incarnation/connection`.
-        state: joining, live, gone or left.
-        fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
-        joined: Some incarnation has joined at this place. Where none ever did, the place is forgotten with its agent.
-        away_us: Since when it is not live, on the clock of this life of the bus.
-        seq: Last command that it applied, by its own report.
-        status: What it last reported.
-        status_us: When it did, on the clock of this life of the bus. A heartbeat that repeats the last one is no event.
-        obeyed: Whether it carried out the newest command that lets it serve or not, if that has ended since `status`.
-        loaded: The same of the newest commit or abort of a sync, which brings it to the committed weights.
-    """
-
-    peer: str
-    hello: Hello
-    state: str
-    fresh: bool
-    joined: bool = False
-    away_us: int = 0
-    seq: Count = 0
-    status: AgentStatus | None = None
-    status_us: int = 0
-    obeyed: bool | None = None
-    loaded: bool | None = None
 
 
 class OpenCommand(Struct, frozen=True, kw_only=True):
     """A command in flight.
 
     Attributes:
-        waiting: Agents that have not answered yet.
         retransmit_us: When to send it again.
+        expected: Agents that owe an answer: those that were live when it was issued.
+        outcomes: Of those of them for whom it has ended, in the order in which it did.
+        absent: Outcomes of the known agents that were away when it was issued.
     """
 
     record: CommandRecord
@@ -89,8 +62,28 @@ class OpenCommand(Struct, frozen=True, kw_only=True):
     deadline_us: int
     retransmit_us: int
     retransmits: Count = 0
-    waiting: frozenset[str]
-    outcomes: tuple[AgentOutcome, ...] = ()
+    expected: frozenset[str]
+    outcomes: Mapping[str, AgentOutcome] = {}
+    absent: tuple[AgentOutcome, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it waits for nobody."""
+        return len(self.outcomes) == len(self.expected)
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Agents that have not answered yet."""
+        return self.expected.difference(self.outcomes)
+
+    def waits_for(self, name: str) -> bool:
+        """Whether this agent has not answered yet."""
+        return name in self.expected and name not in self.outcomes
+
+    @property
+    def all_outcomes(self) -> tuple[AgentOutcome, ...]:
+        """Everything that is known of how it ended."""
+        return (*self.absent, *self.outcomes.values())
 
 
 class CoordinatorState(Struct, frozen=True, kw_only=True):
@@ -113,72 +106,52 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     epoch: Count = 0
     seq: Count = 0
     settings: events.CoordinatorSettings = convert(BusConfig(), events.CoordinatorSettings, from_attributes=True)
-    members: dict[str, Member] = {}
+    members: Mapping[str, Member] = {}
     open: tuple[OpenCommand, ...] = ()
     history: tuple[tuple[CommandRecord, int], ...] = ()
-    desired: dict[int | str, Desired] = {}
+    desired: Mapping[int | str, Desired] = {}
     default_desired: Desired = Desired()
     sync: Sync | None = None
     newest_version: Count = 0
     loaded: tuple[Committed, ...] = ()
-    claims: dict[str, tuple[str, int]] = {}
+    claims: Mapping[str, tuple[str, int]] = {}
     retired: frozenset[str] = frozenset()
     trainer_session: Count | None = None
 
+    @property
+    def roster(self) -> Roster:
+        """Who the members are."""
+        return _members(self.members).roster
 
-class _TurnTable(dict[K, V]):
-    """A table that belongs to one turn, and is changed in place."""
 
-
-def begin_turn(state: CoordinatorState) -> CoordinatorState:
-    """Return `state` for one turn of the bus: its tables are copied once, whatever the number of events.
-
-    Until `end_turn` each decision changes them, so of the states of a turn only the newest is true.
-    """
+def plain(state: CoordinatorState) -> CoordinatorState:
+    """Return `state` with dicts as its tables, so that it can be encoded."""
     return replace(
-        state, members=_TurnTable(state.members), desired=_TurnTable(state.desired), claims=_TurnTable(state.claims)
+        state,
+        members=as_dict(state.members),
+        desired=as_dict(state.desired),
+        claims=as_dict(state.claims),
+        open=tuple(replace(command, outcomes=as_dict(command.outcomes)) for command in state.open),
     )
 
 
-def end_turn(state: CoordinatorState) -> CoordinatorState:
-    """Return `state` as one that never changes again."""
-    return replace(state, members=dict(state.members), desired=dict(state.desired), claims=dict(state.claims))
+def with_members(state: CoordinatorState, members: Mapping[str, Member]) -> CoordinatorState:
+    """Return `state` with some members, new or changed."""
+    return replace(state, members=_members(state.members).with_entries(members))
 
 
-def with_entry(table: dict[K, V], key: K, value: V) -> dict[K, V]:
-    """Return the table with an entry. Outside a turn that is a copy."""
-    if not isinstance(table, _TurnTable):
-        return {**table, key: value}
-    table[key] = value
-    return table
+def _members(members: Mapping[str, Member]) -> Members:
+    return members if isinstance(members, Members) else Members(members)
 
 
-def with_entries(table: dict[K, V], entries: dict[K, V]) -> dict[K, V]:
-    """Return the table with some entries. Outside a turn that is one copy, whatever their number."""
-    if not isinstance(table, _TurnTable):
-        return {**table, **entries}
-    table.update(entries)
-    return table
-
-
-def without(table: dict[K, V], key: K) -> dict[K, V]:
-    """Return the table without an entry, if it has it. Outside a turn that is a copy."""
-    if not isinstance(table, _TurnTable):
-        return {other: value for other, value in table.items() if other != key}
-    table.pop(key, None)
-    return table
-
-
-def conclude_missing(command: OpenCommand, agents: frozenset[str], reason: MissingReason, at_us: int) -> OpenCommand:
+def conclude_missing(command: OpenCommand, agents: Iterable[str], reason: MissingReason, at_us: int) -> OpenCommand:
     """Return `command`, concluded as missing for those of `agents` that have not answered."""
-    silent = command.waiting & agents
+    silent = sorted(filter(command.waits_for, agents))
     if not silent:
         return command
-    latency_us = max(0, at_us - command.issued_us)
-    outcomes = tuple(
-        AgentOutcome(agent=name, conclusion=Missing(reason), latency_us=latency_us) for name in sorted(silent)
-    )
-    return replace(command, waiting=command.waiting - silent, outcomes=command.outcomes + outcomes)
+    conclusion, latency_us = Missing(reason), max(0, at_us - command.issued_us)
+    outcomes = {name: AgentOutcome(agent=name, conclusion=conclusion, latency_us=latency_us) for name in silent}
+    return replace(command, outcomes=with_entries(command.outcomes, outcomes))
 
 
 # --- membership -------------------------------------------------------------------------------------------------------
@@ -236,7 +209,6 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         head_interval_ms=settings.head_interval_ms,
     )
     send(state, event.peer, welcome, effects)
-    claims = without(state.claims, name)
     # Commands stay open for the same process. A new one owes no answer yet.
     away_us = holder.away_us if holder is not None and holder.state != "live" else event.at_us
     member = Member(
@@ -247,7 +219,7 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         joined=holder is not None and holder.joined,
         away_us=away_us,
     )
-    return replace(state, members=with_entry(state.members, name, member), claims=claims)
+    return replace(with_members(state, {name: member}), claims=without(state.claims, name))
 
 
 def _would_command(name: str) -> str:
@@ -279,7 +251,7 @@ def _dispute(
     )
     effects.append(events.Ping(peer=holder.peer))
     send(state, event.peer, Rejoin(reason=reason, give_up=give_up), effects)
-    return replace(state, claims=with_entry(state.claims, name, (event.hello.incarnation, since_us)))
+    return replace(state, claims=with_entries(state.claims, {name: (event.hello.incarnation, since_us)}))
 
 
 def on_join(
@@ -298,11 +270,10 @@ def on_join(
         if state.sync is not None:
             state = replace(state, sync=replace(state.sync, restarted=state.sync.restarted | {identity.replica}))
     send(state, event.peer, Snapshot(desired=desired), effects)
-    return replace(
-        state,
-        members=with_entry(state.members, name, replace(member, state="live", fresh=False, joined=True)),
-        desired=with_entry(state.desired, identity.unit, desired),
-    )
+    state = with_members(state, {name: replace(member, state="live", fresh=False, joined=True)})
+    if state.desired.get(identity.unit) is desired:
+        return state
+    return replace(state, desired=with_entries(state.desired, {identity.unit: desired}))
 
 
 def _leave_quarantine(desired: Desired, default_desired: Desired, identity: Identity) -> Desired:
@@ -331,7 +302,7 @@ def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Ef
     member = replace(
         state.members[name], seq=event.seq, status=event.status, status_us=event.at_us, obeyed=None, loaded=None
     )
-    return replace(state, members=with_entry(state.members, name, member))
+    return with_members(state, {name: member})
 
 
 def on_lost(state: CoordinatorState, event: events.PeerLost) -> CoordinatorState:
@@ -340,15 +311,15 @@ def on_lost(state: CoordinatorState, event: events.PeerLost) -> CoordinatorState
     if name is None:
         return state
     if not state.members[name].joined:
-        return replace(state, members=without(state.members, name), claims=without(state.claims, name))
+        members = _members(state.members).without(name)
+        return replace(state, members=members, claims=without(state.claims, name))
     left = event.reason == "left"
     member = state.members[name]
     away_us = event.at_us if member.state == "live" else member.away_us
     member = replace(member, state="left" if left else "gone", away_us=away_us)
-    members = with_entry(state.members, name, member)
     reason: MissingReason = "restarted" if name in state.claims and not left else "gone"
-    commands = tuple(conclude_missing(command, frozenset({name}), reason, event.at_us) for command in state.open)
-    return replace(state, members=members, open=commands)
+    commands = tuple(conclude_missing(command, (name,), reason, event.at_us) for command in state.open)
+    return replace(with_members(state, {name: member}), open=commands)
 
 
 def _retired(name: str) -> str:

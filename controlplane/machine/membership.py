@@ -4,10 +4,13 @@ A place is known from the first time that an agent joins there, through restarts
 it. A hello alone proves nothing: anybody can make up places.
 """
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from controlplane.machine import events
-from controlplane.machine.fleet import CoordinatorState, Effects, Member
+from controlplane.machine.fleet import CoordinatorState, Effects
+from controlplane.machine.members import Member, Members
 from schemas.commands import Target
 from schemas.formatting import agent_order, format_agents, format_list
 from schemas.identity import ROLLOUT, replica_and_node
@@ -21,14 +24,14 @@ def absent_outcomes(state: CoordinatorState, at_us: int) -> tuple[AgentOutcome, 
     """Return what a command that is issued now concludes for each known agent that is not live."""
     return tuple(
         AgentOutcome(agent=name, conclusion=Missing("absent", max(0, at_us - member.away_us) // 1000))
-        for name, member in sorted(state.members.items())
-        if member.joined and member.state != "live"
+        for name in state.roster.away
+        for member in (state.members[name],)
     )
 
 
 def on_retire_requested(state: CoordinatorState, event: events.RetireRequested, effects: Effects) -> CoordinatorState:
     """Take places out of the run for good: all that were named, or none."""
-    matches = {place: _agents_at(state, place) for place in event.places}
+    matches = _agents_at(state, event.places)
     unknown = [place for place, agents in matches.items() if not agents]
     agents = frozenset[str]().union(*matches.values())
     alive = [name for name in agents if name in state.members and state.members[name].state in _ALIVE]
@@ -43,20 +46,21 @@ def on_retire_requested(state: CoordinatorState, event: events.RetireRequested, 
     effects.append(events.Retired(ticket=event.ticket, agents=tuple(sorted(agents, key=agent_order))))
     return replace(
         state,
-        members=members,
+        members=Members(members),
         desired={unit: desired for unit, desired in state.desired.items() if unit not in gone_units},
         claims={name: claim for name, claim in state.claims.items() if name not in agents},
         retired=state.retired | agents,
     )
 
 
-def _agents_at(state: CoordinatorState, place: str) -> frozenset[str]:
-    """The agents that a place names: one agent, or all of a replica. Those that are retired already count."""
+def _agents_at(state: CoordinatorState, places: Iterable[str]) -> dict[str, set[str]]:
+    """The agents that each place names: one agent, or all of a replica. Those that are retired already count."""
     known = state.members.keys() | state.retired
-    if not place.isdecimal():
-        return frozenset({place} & known)
-    nodes = {name: replica_and_node(name) for name in known}
-    return frozenset(name for name, node in nodes.items() if node is not None and node[0] == int(place))
+    replicas: dict[int, set[str]] = {}
+    for name in sorted(known):
+        if (node := replica_and_node(name)) is not None:
+            replicas.setdefault(node[0], set()).add(name)
+    return {place: replicas.get(int(place), set()) if place.isdecimal() else {place} & known for place in places}
 
 
 # --- the replicas of a sync -------------------------------------------------------------------------------------------
@@ -64,8 +68,8 @@ def _agents_at(state: CoordinatorState, place: str) -> frozenset[str]:
 
 def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
     """Return the known replicas that a sync with this target is for."""
-    identities = (member.hello.identity for member in state.members.values() if member.joined)
-    return frozenset(identity.replica for identity in identities if identity.syncs and target.includes(identity))
+    syncing = state.roster.syncing
+    return syncing if target.replicas is None else syncing & target.replicas
 
 
 def whole_target(state: CoordinatorState, target: Target) -> Target:

@@ -12,7 +12,7 @@ from schemas import wire
 from schemas.reports import AgentStatus
 
 KeyRole = Literal["agent", "operator", "observer"]
-"""`agent` joins the fleet, `operator` reads the status and publishes commands, `observer` only reads."""
+"""`agent` joins the fleet, `operator` reads the status, publishes commands and syncs weights, `observer` only reads."""
 KeyAge = Literal["only", "new", "old"]
 """While a key is being replaced there are a new one and an old one of the same name, which may do the same."""
 
@@ -23,7 +23,7 @@ MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
         *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest),
         *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Goodbye),
     ),
-    "operator": (wire.StatusRequest, wire.Submit, wire.Retire),
+    "operator": (wire.StatusRequest, wire.Submit, wire.SyncRequest, wire.Retire),
     "observer": (wire.StatusRequest,),
 }
 """Messages that each role may send. Whoever holds any valid key may also subscribe."""
@@ -70,6 +70,7 @@ def covers(place: str, agent: str) -> bool:
 _WHO: Final[dict[KeyRole, str]] = {"agent": "agents", "operator": "operators", "observer": "observers"}
 _WHAT: Final[dict[type, str]] = {
     wire.Submit: "publish commands",
+    wire.SyncRequest: "sync weights",
     wire.Retire: "take places out of the run",
     wire.StatusRequest: "read the status",
 }

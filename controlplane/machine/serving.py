@@ -5,16 +5,19 @@ one counts. So a replica that has just committed is known to serve before its ne
 resume and has not answered yet is not.
 """
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from controlplane.machine.fleet import CoordinatorState, Member, with_entries
+from controlplane.machine.fleet import CoordinatorState, with_members
+from controlplane.machine.members import Member
 from controlplane.machine.membership import speaks_for_replica, syncing_replicas
+from controlplane.machine.tables import as_dict
 from schemas.commands import Command, EngineCommand, Target, WeightSync
 from schemas.desired import Desired
 from schemas.formatting import agent_order, format_duration
+from schemas.identity import ROLLOUT
 from schemas.outcomes import Acted, Conclusion, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome
 
@@ -35,7 +38,7 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
         if isinstance(command, WeightSync):
             loaded = obeyed and member.hello.identity.replica not in command.quarantine
         changed[outcome.agent] = replace(member, obeyed=obeyed, loaded=loaded)
-    return replace(state, members=with_entries(state.members, changed)) if changed else state
+    return with_members(state, changed) if changed else state
 
 
 def _lets_serve(command: Command) -> bool:
@@ -53,18 +56,41 @@ def _carried_out(conclusion: Conclusion) -> bool:
     return isinstance(conclusion, Acted) or conclusion == Skipped(Reason.ALREADY)
 
 
-def serving_replicas(state: CoordinatorState) -> dict[int, int]:
-    """Return the replicas that are proven to serve, each with its version. One that never syncs has none."""
+class ProvenReplicas(NamedTuple):
+    """What is proven of the replicas.
+
+    Attributes:
+        serving: Those that are proven to serve, each with its version. One that never syncs has none.
+        unproven: Known replicas that are not proven to hold their committed weights, since there are some.
+    """
+
+    serving: dict[int, int]
+    unproven: frozenset[int]
+
+
+def proven_replicas(state: CoordinatorState) -> ProvenReplicas:
+    """Return what is proven of all replicas."""
     waiting = frozenset[str]().union(*(command.waiting for command in state.open if _lets_serve(command.command)))
     serving: dict[int, int] = {}
-    for name, member in state.members.items():
-        identity = member.hello.identity
-        if member.state != "live" or name in waiting or not speaks_for_replica(member) or not identity.syncs:
+    holding: list[int] = []
+    for replica, member, desired in _live_primaries(state):
+        if _in_doubt(member, desired):
             continue
-        desired = _desired(state, member)
-        if desired.serving and _generates(member) and not _in_doubt(member, desired):
-            serving[identity.replica] = desired.version
-    return dict(sorted(serving.items()))
+        holding.append(replica)
+        identity = member.hello.identity
+        if desired.serving and _generates(member) and identity.syncs and not (waiting and identity.agent in waiting):
+            serving[replica] = desired.version
+    committed = state.roster.syncing.intersection(unit for unit, desired in state.desired.items() if desired.committed)
+    return ProvenReplicas(dict(sorted(serving.items())), committed.difference(holding))
+
+
+def _live_primaries(state: CoordinatorState) -> Iterator[tuple[int, Member, Desired]]:
+    """The live agents that speak for a replica, each with its index and what is desired of it."""
+    desired_of = as_dict(state.desired)
+    for member in state.members.values():
+        identity = member.hello.identity
+        if member.state == "live" and identity.node_rank == 0 and identity.role == ROLLOUT:
+            yield identity.replica, member, desired_of.get(identity.replica, state.default_desired)
 
 
 def _generates(member: Member) -> bool:
@@ -78,18 +104,6 @@ def _generates(member: Member) -> bool:
 def _in_doubt(member: Member, desired: Desired) -> bool:
     """Whether the replica is not proven to hold its committed weights."""
     return not member.loaded if member.loaded is not None else bool(_wrong_weights(member, desired))
-
-
-def unproven_replicas(state: CoordinatorState) -> frozenset[int]:
-    """Return the known replicas that are not proven to hold their committed weights, since there are some."""
-    proven = {
-        member.hello.identity.replica
-        for member in state.members.values()
-        if member.state == "live" and speaks_for_replica(member)
-        if not _in_doubt(member, _desired(state, member))
-    }
-    committed = {unit for unit, desired in state.desired.items() if desired.version > 0}
-    return (syncing_replicas(state, Target()) & committed) - proven
 
 
 def oldest_version(state: CoordinatorState) -> int:

@@ -4,10 +4,13 @@ A trainer and an operator may both open one. An operator's start does not take o
 is forced: the trainer would go on to stop a session that it does not have.
 """
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from controlplane.machine.events import Issued
 from controlplane.machine.fleet import CoordinatorState, OpenCommand
+from controlplane.machine.tables import with_entries
 from schemas.commands import ProfileCommand
 from schemas.desired import requested_session
 from schemas.formatting import format_replicas
@@ -49,20 +52,22 @@ def session_after(state: CoordinatorState, event: Issued) -> int | None:
 
 
 def withdraw_failed_session(
-    state: CoordinatorState, command: OpenCommand, outcomes: tuple[AgentOutcome, ...]
+    state: CoordinatorState, command: OpenCommand, outcomes: Iterable[AgentOutcome]
 ) -> CoordinatorState:
     """A session that failed to open is no longer desired: a late joiner must not try it again."""
     if not isinstance(command.command, ProfileCommand) or command.command.action != "start":
         return state
-    desired = dict(state.desired)
+    desired = state.desired
     for outcome in outcomes:
+        if not isinstance(outcome.conclusion, Failed):
+            continue
         identity = state.members[outcome.agent].hello.identity
-        session = desired[identity.unit].profile if identity.unit in desired else None
-        if session is None or not isinstance(outcome.conclusion, Failed):
+        unit, session = identity.unit, desired[identity.unit].profile if identity.unit in desired else None
+        if session is None:
             continue
         if session == requested_session(command.command, identity) and not _asked_again(state, command, identity):
-            desired[identity.unit] = replace(desired[identity.unit], profile=None)
-    return replace(state, desired=desired)
+            desired = with_entries(desired, {unit: replace(desired[unit], profile=None)})
+    return state if desired is state.desired else replace(state, desired=desired)
 
 
 def _asked_again(state: CoordinatorState, command: OpenCommand, identity: Identity) -> bool:

@@ -5,10 +5,10 @@ from typing import Final
 
 from controlplane.machine.fleet import CoordinatorState, OpenCommand
 from controlplane.machine.membership import speaks_for_replica
-from controlplane.machine.serving import away_ms, serving_replicas, unproven_replicas
+from controlplane.machine.serving import away_ms, proven_replicas
 from schemas.formatting import describe, format_agents
 from schemas.identity import identity_of
-from schemas.reports import AgentLine, FleetStatus
+from schemas.reports import AgentLine, FleetStatus, HeldSync, PendingCommand
 
 OPEN_MAX: Final = 64
 """Open commands that a status names, the oldest first."""
@@ -24,8 +24,7 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: 
         log: Path of the run's log.
         last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
     """
-    unproven = unproven_replicas(state)
-    waits_for, serving = _waits_for(state), serving_replicas(state)
+    (serving, unproven), waits_for = proven_replicas(state), _waits_for(state)
     agents = (
         AgentLine(
             agent=name,
@@ -47,26 +46,51 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: 
         seq=state.seq,
         version=max(desired.version for desired in (state.default_desired, *state.desired.values())),
         log=log,
-        agents=tuple(sorted(agents, key=lambda line: (identity_of(line.agent).unit not in unproven, line.urgency))),
+        agents=tuple(sorted(agents, key=lambda line: (not _is_one_of(line, unproven), line.urgency))),
         open=_open(state),
         unproven=tuple(sorted(unproven)),
+        pending=tuple(_pending(command, now_us) for command in state.open[:OPEN_MAX]),
+        held=_held(state, now_us),
     )
 
 
+def _is_one_of(line: AgentLine, replicas: frozenset[int]) -> bool:
+    return bool(replicas) and identity_of(line.agent).unit in replicas
+
+
 def _open(state: CoordinatorState) -> tuple[str, ...]:
-    lines = [f"{_name(command)} waits for {format_agents(command.waiting)}" for command in state.open[:OPEN_MAX]]
+    commands = [(command, command.waiting) for command in state.open[:OPEN_MAX]]
+    named = {waiting: format_agents(waiting) for waiting in dict.fromkeys(waiting for _, waiting in commands)}
+    lines = [f"{_name(command)} waits for {named[waiting]}" for command, waiting in commands]
     more = len(state.open) - len(lines)
     return (*lines, f"{more} more commands") if more else tuple(lines)
+
+
+def _pending(command: OpenCommand, now_us: int) -> PendingCommand:
+    return PendingCommand(
+        name=_name(command),
+        age_ms=max(0, now_us - command.issued_us) // 1000,
+        left_ms=max(0, command.deadline_us - now_us) // 1000,
+        waiting=len(command.waiting),
+    )
+
+
+def _held(state: CoordinatorState, now_us: int) -> HeldSync | None:
+    sync = state.sync
+    if sync is None or sync.held_until_us is None:
+        return None
+    return HeldSync(version=sync.version, phase=sync.phase, left_ms=max(0, sync.held_until_us - now_us) // 1000)
 
 
 def _waits_for(state: CoordinatorState) -> dict[str, list[str]]:
     """The oldest commands that each agent has not answered."""
     waits_for: dict[str, list[str]] = {}
     for command in state.open[:OPEN_MAX]:
-        for name in sorted(command.waiting):
+        line = _name(command)
+        for name in command.waiting:
             commands = waits_for.setdefault(name, [])
             if len(commands) < WAITS_FOR_MAX:
-                commands.append(_name(command))
+                commands.append(line)
     return waits_for
 
 

@@ -201,15 +201,19 @@ def without_engines_down(state: CoordinatorState, at_us: int) -> CoordinatorStat
     """End the phase of a sync for agents whose engines are known to be down or stuck, if it waits for nobody else."""
     sync = state.sync
     command = next((command for command in state.open if sync is not None and command.record.seq == sync.seq), None)
-    if sync is None or command is None or not command.waiting:
+    if sync is None or command is None or command.ended:
         return state
-    stuck = frozenset(name for name in command.waiting if _replica(state, name) in sync.stuck and sync.phase != "load")
-    down = command.waiting - stuck
-    if not all(is_engine_down(state.members[name]) for name in down):
-        return state
-    replicas = frozenset(_replica(state, name) for name in down)
+    stuck, down = set[str](), set[str]()
+    for name in filter(command.waits_for, command.expected):
+        if sync.stuck and sync.phase != "load" and _replica(state, name) in sync.stuck:
+            stuck.add(name)
+        elif sync.request.absent != "wait" and is_engine_down(state.members[name]):
+            down.add(name)
+        else:
+            return state  # the usual case, and most often one of the first shows it
+    replicas = frozenset(_replica(state, name) for name in sorted(down))
     known = syncing_replicas(state, sync.request.target)
-    if down and not may_leave_out(sync, command.outcomes, replicas, known):
+    if down and not may_leave_out(sync, command.all_outcomes, replicas, known):
         return state
     ended = conclude_missing(command, down, "engine_down", at_us)
     ended = conclude_missing(ended, stuck, "not_sent", at_us)

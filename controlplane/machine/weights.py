@@ -11,7 +11,7 @@ engine is down. What is desired of it advances with the fleet, so that it comes 
 No phase waits for one once the others meet the quorum. Until it is back, every report names it as unproven.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal
 
 from msgspec import Struct
@@ -24,8 +24,14 @@ from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome, Report, SyncReport
 
 _TAKES_NO_PART: Final = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
+_ALREADY: Final = Skipped(Reason.ALREADY)
+_STALE: Final = Skipped(Reason.STALE_VERSION)
 _AWAY: Final = ("absent", "gone", "restarted", "engine_down")
 """Why a replica that did not answer is left out, and not quarantined."""
+
+
+Conclusions = Mapping[int, Conclusion]
+"""What the primary of each replica concluded."""
 
 
 class Sync(Struct, frozen=True, kw_only=True):
@@ -102,12 +108,10 @@ def next_phase(sync: Sync, report: Report, known: frozenset[int]) -> tuple[Sync,
         known: Replicas of the run that the sync is for.
     """
     conclusions = primary_conclusions(report.outcomes, known)
-    sync = with_report(sync, report, known)
+    sync = _with_conclusions(sync, report, conclusions)
     succeeded = _followed(sync, conclusions)
     match sync.phase:
-        case "prepare" if sync.members and all(
-            conclusions[replica] == Skipped(Reason.STALE_VERSION) for replica in sync.members
-        ):
+        case "prepare" if sync.members and all(conclusions[replica] == _STALE for replica in sync.members):
             return sync, _report(sync, "stale", conclusions, known)
         case "abort":
             return sync, _report(sync, "aborted", conclusions, known)
@@ -150,33 +154,40 @@ def primary_conclusions(outcomes: Iterable[AgentOutcome], known: frozenset[int])
 
 def with_report(sync: Sync, report: Report, known: frozenset[int]) -> Sync:
     """Return the sync after a phase: who takes part, and who has dropped out."""
-    conclusions = primary_conclusions(report.outcomes, known)
+    return _with_conclusions(sync, report, primary_conclusions(report.outcomes, known))
+
+
+def _with_conclusions(sync: Sync, report: Report, conclusions: Conclusions) -> Sync:
     taking_part = _taking_part(conclusions)
     members = taking_part if sync.phase == "prepare" else sync.members | taking_part
-    failed = frozenset(replica for replica in members & conclusions.keys() if _dropped_out(conclusions[replica]))
+    failed = members & _those(conclusions, _dropped_out)
     return replace(sync, reports=(*sync.reports, report), members=members, lost=(sync.lost | failed) - sync.restarted)
 
 
-def _taking_part(conclusions: Mapping[int, Conclusion]) -> frozenset[int]:
-    """Replicas that count for the quorum: all but those that never sync or were away when the phase began."""
+def _those(conclusions: Conclusions, holds: Callable[[Conclusion], bool]) -> frozenset[int]:
+    """The replicas that did not act, and of whose conclusion this holds. The others are many, and need no question."""
     return frozenset(
-        replica
-        for replica, conclusion in conclusions.items()
-        if conclusion not in _TAKES_NO_PART and not (isinstance(conclusion, Missing) and conclusion.reason == "absent")
+        replica for replica, conclusion in conclusions.items() if type(conclusion) is not Acted and holds(conclusion)
     )
 
 
-def _followed(sync: Sync, conclusions: Mapping[int, Conclusion]) -> frozenset[int]:
+def _taking_part(conclusions: Conclusions) -> frozenset[int]:
+    """Replicas that count for the quorum: all but those that never sync or were away when the phase began."""
+    return frozenset(conclusions) - _those(conclusions, _takes_no_part)
+
+
+def _takes_no_part(conclusion: Conclusion) -> bool:
+    return conclusion in _TAKES_NO_PART or (isinstance(conclusion, Missing) and conclusion.reason == "absent")
+
+
+def _followed(sync: Sync, conclusions: Conclusions) -> frozenset[int]:
     """Members that did what the phase asks for. One in quarantine acts too, when it pauses, and has not."""
-    return sync.members.intersection(r for r, conclusion in conclusions.items() if _succeeded(conclusion)) - sync.lost
-
-
-def _succeeded(conclusion: Conclusion) -> bool:
-    return isinstance(conclusion, Acted) or conclusion == Skipped(Reason.ALREADY)
+    others = _those(conclusions, lambda conclusion: conclusion != _ALREADY)
+    return sync.members.intersection(conclusions) - others - sync.lost
 
 
 def _dropped_out(conclusion: Conclusion) -> bool:
-    return not _succeeded(conclusion) and not (isinstance(conclusion, Missing) and conclusion.reason in _AWAY)
+    return conclusion != _ALREADY and not (isinstance(conclusion, Missing) and conclusion.reason in _AWAY)
 
 
 def _meets_quorum(sync: Sync, succeeded: frozenset[int]) -> bool:
@@ -187,17 +198,17 @@ def _meets_quorum(sync: Sync, succeeded: frozenset[int]) -> bool:
 def _report(
     sync: Sync,
     status: Literal["committed", "aborted", "stale"],
-    conclusions: Mapping[int, Conclusion],
+    conclusions: Conclusions,
     known: frozenset[int],
 ) -> SyncReport:
     """The report of a sync whose last phase had these conclusions."""
-    answered = {replica for replica, conclusion in conclusions.items() if not isinstance(conclusion, Missing)}
-    failed = {replica for replica, conclusion in conclusions.items() if isinstance(conclusion, Failed)}
+    answered = frozenset(conclusions) - _those(conclusions, lambda conclusion: isinstance(conclusion, Missing))
+    failed = _those(conclusions, lambda conclusion: isinstance(conclusion, Failed))
     committed = status == "committed"
     loaded = _followed(sync, conclusions) if committed else frozenset[int]()
-    quarantined = sync.lost & answered if committed else set()
+    quarantined = sync.lost & answered if committed else frozenset[int]()
     given_up = status == "aborted" and sync.phase != "abort"  # so nobody has answered an abort yet
-    taking_no_part = {replica for replica, conclusion in conclusions.items() if conclusion in _TAKES_NO_PART}
+    taking_no_part = _those(conclusions, lambda conclusion: conclusion in _TAKES_NO_PART)
     proven = loaded if committed else taking_no_part if given_up else answered - failed
     return SyncReport(
         version=sync.version,

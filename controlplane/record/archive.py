@@ -1,19 +1,28 @@
-"""Archives: a run's log compressed with gzip. Every reader of logs reads them as they are.
+"""Logs that are put away: under another name, or as archives, which are compressed and which every reader reads.
 
 An archive is one state of the log's file, so `gunzip` makes a log of it again. To read one, it is decompressed into a
 temporary file, which has no name any more once it is open.
 """
 
+import contextlib
 import gzip
+import itertools
 import os
+import re
 import shutil
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
 from controlplane.record.atomic_write import atomic_write, check_destination
+from schemas.carriers import writer_lock
+from schemas.carriers.record_file import RecordFile
 from schemas.carriers.records import RecordReader
 from schemas.errors import LogCorrupt, LogError
+from schemas.logs import logger_of
+
+logger = logger_of("log")
 
 _MAGIC = b"\x1f\x8b"
 
@@ -62,6 +71,42 @@ def write_archive(path: Path, out: Path, force: bool) -> int:
         return out.stat().st_size
     except OSError as error:
         raise LogError(f"the archive {out} was not written: {error.strerror or error}") from error
+
+
+def set_aside(path: Path) -> None:
+    """Give the log that has this name another one, with its run's id in it; nothing if there is none.
+
+    Raises:
+        LogLocked: A bus writes it.
+        LogError: It can't be renamed.
+    """
+    if not path.exists():
+        return
+    with contextlib.suppress(LogCorrupt), RecordFile.open(path):  # brings the newest records into the file itself
+        pass
+    run = ""
+    with contextlib.suppress(LogError), RecordReader.open(path) as reader:
+        run = reader.header.get("run", "")
+    kept = _unused(path, run)
+    try:
+        locked = writer_lock.acquire(path)
+        try:
+            for end in ("-wal", "-shm", ""):  # of a damaged file they may be left
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(f"{path}{end}", f"{kept}{end}")
+        finally:
+            writer_lock.release(locked)
+    except OSError as error:
+        raise LogError(f"{path} can't be renamed to {kept.name}: {error.strerror}") from error
+    logger.info("the log of the earlier run is now %s", kept)
+
+
+def _unused(path: Path, run: str) -> Path:
+    """A name beside the log that nobody has: of its run, or of its last change if that can't be read."""
+    if re.fullmatch(r"[\w.-]{1,100}", run) is None:
+        run = time.strftime("%Y%m%d-%H%M%S", time.gmtime(path.stat().st_mtime))
+    names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(2)))
+    return next(kept for name in names if not (kept := path.with_suffix(f".{name}{path.suffix}")).exists())
 
 
 def _is_archive(path: Path) -> bool:

@@ -1,8 +1,9 @@
 """Bodies of the records in a run's log, and how they say less.
 
     map      event, effects; of an agent also journal and number. What earlier versions wrote for every decision
-    array 1  a decision of an agent                 _AgentBody
+    array 1  a decision of an agent                 _AgentBody. What earlier versions wrote for each one
     array 2  answers that came in one turn          _AnswersBody
+    array 3  decisions of an agent, an upload       _BatchBody
     array    the state of an agent                  StateBody
     0x78 …   one of those, compressed by zlib
 
@@ -16,28 +17,30 @@ What is read is byte for byte what was decided: a value stands for exactly its b
 """
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import MsgspecError, Raw, Struct
+from msgspec import Meta, MsgspecError, Raw, Struct
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent, PeerAnswer
+from controlplane.record.entries import LogEntry
 from schemas.carriers.records import Record
 from schemas.errors import LogCorrupt
 from schemas.events import Decision
-from schemas.identity import Count, Name
-from schemas.wire import encode
+from schemas.identity import Count, Name, Positive
+from schemas.wire import DECODE_ERRORS, UNREADABLE, encode
 
 SEGMENT_BYTES: Final = 4 * 1024 * 1024
 """Values of a segment, at most."""
-COMPRESS_BYTES: Final = 256
-"""Smaller bodies are not worth it."""
+COMPRESS_BYTES: Final = 1024
+"""Smaller bodies are not worth it: to compress one takes 14 µs, as long as its commit."""
 
 _ZLIB: Final = b"\x78"  # first byte of a stream of zlib; no array or map of ours begins so
 _AT_MS: Final = b"\xa5at_ms"
+_TYPE: Final = b"\xa4type"
 _INT_BYTES: Final = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 
 
@@ -53,6 +56,10 @@ class LoggedDecision(Struct, frozen=True, kw_only=True):
     number: Count = 0
     event: Raw
     effects: Raw
+
+
+class _Tagged(Struct):
+    type: Name
 
 
 class StateBody(Struct, frozen=True, array_like=True):
@@ -84,6 +91,23 @@ class _AgentBody(Struct, frozen=True, array_like=True, tag=1, gc=False):
     at_ms: bytes
 
 
+class _BatchBody(Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """Decisions of an agent that follow each other. As in `_AgentBody`, and the last three have an item for each.
+
+    Attributes:
+        first: Number of the first decision.
+    """
+
+    back: int
+    base: int
+    values: tuple[bytes, ...]
+    first: Positive
+    journal: int
+    events: Annotated[list[int], Meta(min_length=1)]
+    effects: list[int]
+    moments: list[bytes]
+
+
 class _SameAnswers(Struct, frozen=True, array_like=True):
     """Answers that follow each other and are equal but for their peers, which are numbers in the table."""
 
@@ -104,8 +128,8 @@ class _AnswersBody(Struct, frozen=True, array_like=True, tag=2):
 
 _content_of = attrgetter(*(field for field in PeerAnswer.__struct_fields__ if field != "peer"))
 _plain_decoder = Decoder(LoggedDecision)
-_short_decoder: Decoder[_AgentBody | _AnswersBody] = Decoder(_AgentBody | _AnswersBody)
-
+_short_decoder: Decoder[_AgentBody | _AnswersBody | _BatchBody] = Decoder(_AgentBody | _AnswersBody | _BatchBody)
+_tag_decoder = Decoder(_Tagged)
 _state_body_decoder = Decoder(StateBody)
 
 
@@ -129,14 +153,18 @@ class BodyWriter:
             body = encode(Decision(Raw(encode(event)), Raw(encode(effects))))
         return deflated(body)
 
-    def agent(self, position: int, journal: str, number: int, decision: Decision) -> bytes:
-        """Return the body of a decision of an agent, for the record at a position."""
+    def batch(self, position: int, journal: str, first: int, decisions: Sequence[Decision]) -> bytes:
+        """Return the body of decisions of an agent that follow each other, for the record at a position."""
         back, base, new = self._open(position), len(self._table), list[bytes]()
-        rest, at_ms = _split(bytes(decision.event))
-        journal_at = self._index(journal.encode(), new)
-        event_at = self._index(rest, new)
-        effects_at = self._index(bytes(decision.effects), new)
-        return encode(_AgentBody(back, base, tuple(new), number, journal_at, event_at, effects_at, at_ms))
+        index = self._index
+        journal_at = index(journal.encode(), new)
+        events, effects, moments = list[int](), list[int](), list[bytes]()
+        for decision in decisions:
+            rest, at_ms = _split(bytes(decision.event))
+            events.append(index(rest, new))
+            effects.append(index(bytes(decision.effects), new))
+            moments.append(at_ms)
+        return encode(_BatchBody(back, base, tuple(new), first, journal_at, events, effects, moments))
 
     def _answers(self, position: int, event: AnswersReceived, effects: tuple[CoordinatorEffect, ...]) -> bytes:
         back, base, new = self._open(position), len(self._table), list[bytes]()
@@ -166,6 +194,9 @@ class BodyWriter:
         return index
 
 
+_Part = tuple[bytes, bytes, str]
+
+
 class BodyReader:
     """Decodes the bodies of a log's records. Cheapest in the order of their positions.
 
@@ -176,46 +207,91 @@ class BodyReader:
     def __init__(self, fetch: Callable[[int], Iterator[Record]]) -> None:
         self._fetch = fetch
         self._table: dict[int, bytes] = {}
+        self._parts: dict[int, _Part] = {}  # of events in the table
+        self._peers: dict[int, str] = {}  # those in the table, as text
         self._begin = self._through = 0
 
-    def decode(self, record: Record) -> LoggedDecision:
-        """Return the decision. Raises LogCorrupt if it can't be read, or needs a record that can't."""
+    def entries(self, record: Record) -> list[LogEntry]:
+        """Return the decisions of a record. Raises LogCorrupt if it can't be read, or needs a record that can't."""
         try:
-            body = inflated(record.body)
-            if body[:1] < b"\x90":
-                if record.position == self._through + 1:  # it has no values, so nothing is to be looked up in it
-                    self._through = record.position
-                return _plain_decoder.decode(body)
-            short = _short_decoder.decode(body)
-            self._look_through(record.position - short.back, record.position)
-            self._take(short)
-            self._through = record.position
-            return self._agent(short) if isinstance(short, _AgentBody) else self._answers(short)
+            body = self._read(record)
+            match body:
+                case LoggedDecision():
+                    return [_entry(record, body.event, body.effects, body.journal, body.number)]
+                case _BatchBody():
+                    return self._batch(record, body)
+                case _AnswersBody():
+                    return [self._answers(record, body)]
+                case _AgentBody():
+                    return [self._agent(record, body)]
         except KeyError:
             text = f"record {record.position} needs an earlier record that is damaged or missing"
         except (MsgspecError, zlib.error, ValueError) as error:
             text = f"record {record.position} is no decision ({error})"
         raise LogCorrupt(text, record.position)
 
-    def _agent(self, body: _AgentBody) -> LoggedDecision:
-        table = self._table
-        return LoggedDecision(
-            journal=table[body.journal].decode(),
-            number=body.number,
-            event=Raw(_joined(table[body.event], body.at_ms)),
-            effects=Raw(table[body.effects]),
-        )
+    def _read(self, record: Record) -> LoggedDecision | _AgentBody | _AnswersBody | _BatchBody:
+        """Decode a body, and take what is new in it into the table."""
+        encoded = inflated(record.body)
+        if encoded[:1] < b"\x90":
+            if record.position == self._through + 1:  # it has no values, so nothing is to be looked up in it
+                self._through = record.position
+            return _plain_decoder.decode(encoded)
+        body = _short_decoder.decode(encoded)
+        self._look_through(record.position - body.back, record.position)
+        self._take(body)
+        self._through = record.position
+        return body
 
-    def _answers(self, body: _AnswersBody) -> LoggedDecision:
+    def _agent(self, record: Record, body: _AgentBody) -> LogEntry:
+        table = self._table
+        head, tail, _ = _parted(table[body.event], body.at_ms)
+        event, effects = Raw(head + body.at_ms + tail), Raw(table[body.effects])
+        return _entry(record, event, effects, table[body.journal].decode(), body.number)
+
+    def _batch(self, record: Record, body: _BatchBody) -> list[LogEntry]:
+        table, parts, entries = self._table, self._parts, list[LogEntry]()
+        position, at_ns, agent = record.position, record.at_ns, record.agent
+        journal, number = table[body.journal].decode(), body.first
+        for event, effects, at_ms in zip(body.events, body.effects, body.moments, strict=True):
+            part = parts.get(event)
+            if part is None:
+                part = parts[event] = _parted(table[event], at_ms)
+            head, tail, kind = part
+            entries.append(
+                LogEntry(
+                    position=position,
+                    at_ns=at_ns,
+                    agent=agent,
+                    kind=kind,
+                    journal=journal,
+                    number=number,
+                    event=Raw(head + at_ms + tail),
+                    effects=Raw(table[effects]),
+                )
+            )
+            number += 1
+        return entries
+
+    def _answers(self, record: Record, body: _AnswersBody) -> LogEntry:
+        peers = self._peers
         answers = tuple(
-            replace(same.answer, peer=self._table[peer].decode()) for same in body.answers for peer in same.peers
+            replace(same.answer, peer=peers.get(peer) or self._peer(peer))
+            for same in body.answers
+            for peer in same.peers
         )
-        return LoggedDecision(event=Raw(encode(replace(body.event, answers=answers))), effects=body.effects)
+        return _entry(record, Raw(encode(replace(body.event, answers=answers))), body.effects)
+
+    def _peer(self, index: int) -> str:
+        peer = self._peers[index] = self._table[index].decode()
+        return peer
 
     def _look_through(self, begin: int, position: int) -> None:
         """Have the values of a segment from its beginning up to a position."""
         if begin != self._begin or position <= self._through:
             self._table.clear()
+            self._parts.clear()
+            self._peers.clear()
             self._begin = self._through = begin
         while self._through < position - 1:
             try:
@@ -237,7 +313,7 @@ class BodyReader:
         if short is not None and record.position - short.back == self._begin:
             self._take(short)
 
-    def _take(self, body: _AgentBody | _AnswersBody) -> None:
+    def _take(self, body: _AgentBody | _AnswersBody | _BatchBody) -> None:
         if body.values:
             self._table.update(enumerate(body.values, body.base))
 
@@ -252,11 +328,34 @@ def _split(event: bytes) -> tuple[bytes, bytes]:
     return event[:begin] + event[end:], event[begin:end]
 
 
-def _joined(rest: bytes, at_ms: bytes) -> bytes:
-    if not at_ms:
-        return rest
-    begin = rest.index(_AT_MS) + len(_AT_MS)
-    return rest[:begin] + at_ms + rest[begin:]
+def _entry(record: Record, event: Raw, effects: Raw, journal: str = "", number: int = 0) -> LogEntry:
+    return LogEntry(
+        position=record.position,
+        at_ns=record.at_ns,
+        agent=record.agent,
+        kind=record.kind,
+        journal=journal,
+        number=number,
+        event=event,
+        effects=effects,
+    )
+
+
+def _parted(event: bytes, at_ms: bytes) -> _Part:
+    """An event of the table: what is before its moment, what is behind, and its kind."""
+    begin = event.find(_AT_MS) + len(_AT_MS)
+    head, tail = (event[:begin], event[begin:]) if begin >= len(_AT_MS) else (event, b"")
+    try:
+        if event[1:6] == _TYPE and b"\xa0" < event[6:7] < b"\xc0":  # what a machine encodes begins with its kind
+            return head, tail, event[7 : event[6] - 0x99].decode()
+        return head, tail, _tag_decoder.decode(head + at_ms + tail).type
+    except DECODE_ERRORS:  # one without a kind is refused before it is written
+        return head, tail, UNREADABLE
+
+
+def check_kind(event: Raw) -> None:
+    """Raise one of DECODE_ERRORS if an encoded event has no kind."""
+    _tag_decoder.decode(event)
 
 
 def decode_state_body(body: bytes) -> StateBody:

@@ -1,7 +1,5 @@
 """One record of a run's log, decoded as far as its reader wants: for replay, invariants and people."""
 
-from typing import TypeVar
-
 from msgspec import Raw, Struct
 from msgspec.msgpack import Decoder
 
@@ -11,16 +9,15 @@ from schemas.events import Effect, Event
 from schemas.identity import Count
 from schemas.wire import DECODE_ERRORS, effects_decoder, event_decoder
 
-T = TypeVar("T")
-
 coordinator_event_decoder: Decoder[CoordinatorEvent] = Decoder(CoordinatorEvent)
 coordinator_effects_decoder = Decoder(tuple[CoordinatorEffect, ...])
 
 
-class LogEntry(Struct, frozen=True, kw_only=True):
-    """One record.
+class LogEntry(Struct, frozen=True, kw_only=True, gc=False):
+    """One decision.
 
     Attributes:
+        position: Of its record. Decisions of an agent that were uploaded together are one record.
         agent: Whose decision it is; '' for the coordinator.
         journal: Of the agent; '' for the coordinator.
         number: Of the decision in the journal; 0 for the coordinator.
@@ -39,23 +36,25 @@ class LogEntry(Struct, frozen=True, kw_only=True):
 
     def typed_event(self) -> CoordinatorEvent | Event:
         """Decode the event. Raises LogCorrupt if this version can't read it, DecisionUnreadable if it is an agent's."""
-        if self.agent:
-            return self._decoded("event", event_decoder, self.event)
-        return self._decoded("event", coordinator_event_decoder, self.event)
+        try:
+            if self.agent:
+                return event_decoder.decode(self.event)
+            return coordinator_event_decoder.decode(self.event)
+        except DECODE_ERRORS as error:
+            raise self._unreadable("event", error) from error
 
     def typed_effects(self) -> tuple[CoordinatorEffect, ...] | tuple[Effect, ...]:
         """Decode the effects. Raises as `typed_event`."""
-        if self.agent:
-            return self._decoded("effects", effects_decoder, self.effects)
-        return self._decoded("effects", coordinator_effects_decoder, self.effects)
-
-    def _decoded(self, part: str, decoder: Decoder[T], encoded: Raw) -> T:
         try:
-            return decoder.decode(encoded)
+            if self.agent:
+                return effects_decoder.decode(self.effects)
+            return coordinator_effects_decoder.decode(self.effects)
         except DECODE_ERRORS as error:
-            who, kind = (f"agent {self.agent}", DecisionUnreadable) if self.agent else ("the coordinator", LogCorrupt)
-            text = f"record {self.position}: the {part} of {who} can't be read: {error}"
-            raise kind(text, self.position) from error
+            raise self._unreadable("effects", error) from error
+
+    def _unreadable(self, part: str, error: Exception) -> LogCorrupt:
+        who, kind = (f"agent {self.agent}", DecisionUnreadable) if self.agent else ("the coordinator", LogCorrupt)
+        return kind(f"record {self.position}: the {part} of {who} can't be read: {error}", self.position)
 
 
 class LogMark(Struct, frozen=True, kw_only=True):

@@ -245,8 +245,8 @@ class _Bus:
 
 
 def _open_command(command: OpenCommand) -> _OpenCommand:
-    known = command.waiting.union(outcome.agent for outcome in command.outcomes)
-    return _OpenCommand(known, command.waiting, command.deadline_us + 1_000_000)
+    known = command.expected.union(outcome.agent for outcome in command.absent)
+    return _OpenCommand(known, frozenset(command.waiting), command.deadline_us + 1_000_000)
 
 
 def _sent(effects: tuple[bus_events.CoordinatorEffect, ...], kind: type[Downward]) -> Iterator[bus_events.Send]:

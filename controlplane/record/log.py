@@ -3,6 +3,7 @@
     header   run, created (wall clock, ns), major (of the wire protocol), logic (of the coordinator's decisions)
     records  agent is '' for the coordinator, kind is the tag of the event that was decided, the body is a
              decision, as `controlplane.record.bodies` writes it
+             kind 'decisions' is an upload of an agent: decisions that follow each other
              kind '' is the state of an agent's machine, which it sends now and then
     marks    the coordinator's state now and then, see `controlplane.record.marks`
 
@@ -18,31 +19,42 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Self
 
 from msgspec import MsgspecError, Struct, convert
-from msgspec.msgpack import Decoder
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
-from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
-from controlplane.record.archive import open_records
-from controlplane.record.bodies import BodyReader, BodyWriter, StateBody, decode_state_body, deflated, inflated
+from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent
+from controlplane.record.archive import open_records, set_aside
+from controlplane.record.bodies import (
+    BodyReader,
+    BodyWriter,
+    StateBody,
+    check_kind,
+    decode_state_body,
+    deflated,
+    inflated,
+)
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
 from controlplane.record.marks import decode_mark, decode_state, encode_mark
 from schemas.carriers.database import Durability
-from schemas.carriers.records import Record, RecordFile, RecordReader
+from schemas.carriers.record_file import RecordFile
+from schemas.carriers.records import Record, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, WireError
-from schemas.identity import Name
 from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, encode
 
 NUMBER_MAX: Final = 1 << 53
 """Largest number of a decision that is accepted."""
+DECISIONS: Final = "decisions"
+"""Kind of the record of an upload of decisions; no event has it."""
 STATE: Final = ""
 """Kind of the record of an agent's state; no event has it."""
 MARK_RECORDS: Final = 8192
 MARK_BYTES: Final = 16 * 1024 * 1024
-"""A mark is made after this many records or bytes, whichever comes first: about half a second of folding."""
+"""A mark is made after this many records and answers in them, or bytes, whichever comes first: about half a second of
+folding."""
 MARK_SHARE: Final = 8
 """And after this many times the bytes of the last mark, so that marks are a small part of the file."""
 
@@ -54,19 +66,14 @@ class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "create
         created_ns: Wall clock.
         major: Version of the wire protocol.
         logic: Version of the coordinator's decisions.
+        package: Version of rolloutctl; empty if it is not known.
     """
 
     run: str
     created_ns: int
     major: int
     logic: int
-
-
-class _Tagged(Struct):
-    type: Name
-
-
-_tag_decoder = Decoder(_Tagged)
+    package: str = ""
 
 
 class RunLog:
@@ -93,6 +100,7 @@ class RunLog:
         self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: number of the last recorded decision
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
         self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
+        self._mark: tuple[int, bytes] | None = None  # wall clock and body of the one that comes before the next record
 
     @classmethod
     def open(
@@ -107,17 +115,25 @@ class RunLog:
         """Create the log of a new run, or continue one.
 
         Args:
-            run: Id of a new run, or of the one that the log must be of; None to generate one.
+            run: `resume`: there must be a log, and it is continued. `new`: the log of an earlier run is kept beside the
+                new one, with its run's id in its name. Anything else is the id of a new run, or of the one that the log
+                must be of. None to continue the log if there is one, else to begin a run.
             bytes_max: Drop the oldest records when the file is larger; None to keep them.
             age_max_s: Drop records that are older; None to keep them.
 
         Raises:
-            ConfigError: It is the log of another run.
+            ConfigError: It is the log of another run, or there is none to resume.
             LogLocked, LogCorrupt, LogFull, LogError: It can't be opened, or this version can't continue it.
         """
+        if run == "resume" and not Path(path).exists():
+            raise ConfigError(f'run="resume": there is no log {path}. Nothing was created; run="new" begins a run')
+        if run == "new":
+            set_aside(Path(path))
+        run = None if run in ("new", "resume") else run
         created = time.time_ns()
         new_run = run or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(created // 10**9))}-{secrets.token_hex(4)}"
         header = {"run": new_run, "created": str(created), "major": str(MAJOR), "logic": str(LOGIC)}
+        header["package"] = _package_version()
         with ExitStack() as undo:
             file = undo.enter_context(RecordFile.open(path, header, durability))
             found = _read_header(file)
@@ -144,7 +160,7 @@ class RunLog:
         if found.major != MAJOR or found.logic != LOGIC:
             raise LogError(
                 f"the log {path} can't be replayed: {_written_by(found)}. Replay it with a version of rolloutctl that "
-                f"has decision logic {found.logic} and protocol {found.major}; `show` and `verify` work here"
+                f"has decision logic {found.logic} and protocol {found.major}; `show`, `verify` and `report` work here"
             )
 
     @staticmethod
@@ -160,7 +176,7 @@ class RunLog:
             bodies = BodyReader(reader.records)
             for record in reader.records(start):
                 if record.kind != STATE:
-                    yield _entry(reader.path, record, bodies)
+                    yield from _entries(reader.path, record, bodies)
 
     @staticmethod
     def walk(path: str | os.PathLike[str]) -> Iterator[LogItem]:
@@ -175,7 +191,7 @@ class RunLog:
                 if record.kind == STATE:
                     yield from _agent_mark(record)
                 else:
-                    yield _entry(reader.path, record, bodies)
+                    yield from _entries(reader.path, record, bodies)
             for position in marks:
                 yield _mark(reader, position)
 
@@ -218,6 +234,20 @@ class RunLog:
             return cut + 1 - first
 
     @property
+    def continues(self) -> str:
+        """Which run was found in the file when it was opened, and what to do about that; empty for a new one."""
+        if not self.state.epoch:
+            return ""
+        committed = max(desired.version for desired in (self.state.default_desired, *self.state.desired.values()))
+        if not self.state.newest_version:
+            return f"the log {self.path} goes on with run {self.run}, which has committed no version"
+        return (
+            f"the log {self.path} goes on with run {self.run}, which has committed version {committed}. To continue "
+            f"it, take versions above {self.state.newest_version}, or None to let the run count. For a new one, pass "
+            'run="new", which keeps the earlier log beside the new one, or name another file'
+        )
+
+    @property
     def pending(self) -> int:
         """Number of records that the next `commit` writes."""
         return self._file.pending
@@ -235,14 +265,14 @@ class RunLog:
             at_ns: Wall clock.
             state: The coordinator after this decision, for a mark if one is due; None for no mark.
         """
+        self._append_mark()
         body = self._bodies.coordinator(self._file.next_position, event, effects)
         self._append(str(event.__struct_config__.tag), "", at_ns, body)
+        if isinstance(event, AnswersReceived):
+            self._unmarked_records += len(event.answers)
         if state is not None and self._mark_due():
-            mark = deflated(encode_mark(state, self._recorded))
-            self._file.append_mark(at_ns, mark)
-            self._unmarked_records, self._unmarked_bytes, self._mark_bytes = 0, 0, len(mark)
+            self._mark = at_ns, encode_mark(state, self._recorded)
             self._bodies.begin_segment()
-            self._drop_oldest(at_ns)
 
     def append_batch(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
         """Append those decisions of an agent that the log does not have yet. The next `commit` writes them.
@@ -266,17 +296,17 @@ class RunLog:
             return known
         new = batch.decisions[max(0, known + 1 - batch.first) :]
         try:
-            kinds = [_tag_decoder.decode(decision.event).type for decision in new]
+            for decision in new:
+                check_kind(decision.event)
         except DECODE_ERRORS as error:
             raise WireError(f"a decision without a kind: {type(error).__name__}") from None
-        number = last - len(new)
-        for kind, decision in zip(kinds, new, strict=True):
-            number += 1
-            body = self._bodies.agent(self._file.next_position, batch.journal, number, decision)
-            self._append(kind, agent, at_ns, body)
-        if new and batch.state:
-            self._append(STATE, agent, at_ns, deflated(encode(StateBody(batch.journal, last, batch.state))))
         if new:
+            first = last - len(new) + 1
+            self._append_mark()
+            body = self._bodies.batch(self._file.next_position, batch.journal, first, new)
+            self._append(DECISIONS, agent, at_ns, body)
+            if batch.state:
+                self._append(STATE, agent, at_ns, deflated(encode(StateBody(batch.journal, last, batch.state))))
             self._recorded.setdefault(agent, {})[batch.journal] = last
             self._holes.pop(key, None)
         return max(known, last)
@@ -291,7 +321,10 @@ class RunLog:
 
     def close(self) -> None:
         """Write what was appended, and close, even if the writing raises. May be called twice."""
-        self._file.close()
+        try:
+            self._append_mark()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -303,6 +336,18 @@ class RunLog:
         self._file.append(kind, agent, at_ns, body)
         self._unmarked_records += 1
         self._unmarked_bytes += len(body)
+
+    def _append_mark(self) -> None:
+        """Append the mark that was made after the last record, before the next one, which most often is of another turn
+        of the bus: to encode the state of a large fleet takes half of the longest turn, and so does to compress it.
+        """
+        if self._mark is None:
+            return
+        (at_ns, encoded), self._mark = self._mark, None
+        mark = deflated(encoded)
+        self._file.append_mark(at_ns, mark)
+        self._unmarked_records, self._unmarked_bytes, self._mark_bytes = 0, 0, len(mark)
+        self._drop_oldest(at_ns)
 
     def _drop_oldest(self, at_ns: int) -> None:
         """Keep to the limits. What is dropped ends at a mark, so that the log begins with one."""
@@ -324,14 +369,17 @@ class RunLog:
             if record.kind == STATE:
                 continue
             try:
-                decision = bodies.decode(record)
+                entry = bodies.entries(record)[-1]
                 if record.agent:
-                    self._recorded.setdefault(record.agent, {})[decision.journal] = decision.number
+                    self._recorded.setdefault(record.agent, {})[entry.journal] = entry.number
                     continue
-                self.state, effects = decide(self.state, coordinator_event_decoder.decode(decision.event))
+                event = coordinator_event_decoder.decode(entry.event)
+                self.state, effects = decide(self.state, event)
+                if isinstance(event, AnswersReceived):
+                    self._unmarked_records += len(event.answers)
             except (MsgspecError, LogCorrupt) as error:
                 raise _other_logic(self.path, f"record {record.position} can't be understood ({error})") from error
-            if encode(effects) != bytes(decision.effects):
+            if encode(effects) != bytes(entry.effects):
                 raise _other_logic(self.path, f"this version would decide otherwise in record {record.position}")
 
     def _begin_at_mark(self) -> int:
@@ -364,25 +412,15 @@ def _find_cut(file: RecordFile, bytes_max: int | None, age_max_s: int | None, no
     return max((cut for cut in cuts if cut >= first), default=None)
 
 
-def _entry(path: Path, record: Record, bodies: BodyReader) -> LogEntry:
+def _entries(path: Path, record: Record, bodies: BodyReader) -> list[LogEntry]:
     try:
-        decision = bodies.decode(record)
+        return bodies.entries(record)
     except LogCorrupt as error:
         raise LogCorrupt(f"{path}: {error}", record.position) from error
-    return LogEntry(
-        position=record.position,
-        at_ns=record.at_ns,
-        agent=record.agent,
-        kind=record.kind,
-        journal=decision.journal,
-        number=decision.number,
-        event=decision.event,
-        effects=decision.effects,
-    )
 
 
 def _agent_mark(record: Record) -> Iterator[AgentMark]:
-    """None if it can't be read: nothing depends on it."""
+    """Nothing if it can't be read: nobody depends on it."""
     with suppress(MsgspecError, zlib.error):
         body = decode_state_body(record.body)
         yield AgentMark(
@@ -410,14 +448,23 @@ def _read_header(reader: RecordReader) -> RunHeader:
 
 
 def _written_by(found: RunHeader) -> str:
+    by = f"rolloutctl {found.package} wrote it" if found.package else "it was written"
     return (
-        f"it was written with decision logic {found.logic} and protocol {found.major}, and this version has "
+        f"{by} with decision logic {found.logic} and protocol {found.major}, and this version has "
         f"logic {LOGIC} and protocol {MAJOR}"
     )
 
 
+def _package_version() -> str:
+    try:
+        return version("rolloutctl")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return ""
+
+
 def _other_logic(path: Path, why: str) -> LogError:
     return LogError(
-        f"the log {path} can't be continued: {why}. It can still be read. Start a new run in another file, or use the "
-        "version that wrote it"
+        f"the log {path} can't be continued: {why}. `rolloutctl log show`, `verify` and `report` read it. Begin a new "
+        'run with run="new", which keeps this log beside the new one, or in another file; or continue this one with '
+        "the version that wrote it"
     )

@@ -71,7 +71,8 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
         case bus_events.SyncRequested():
             version = f"v{event.version}" if event.version is not None else "the next version"
             pushed = f"pushed, {event.source.label}" if isinstance(event.source, Pushed) else ""
-            return f"asked for a sync to {version} from {event.source.path or pushed}"
+            by = " by an operator" if event.operator else ""
+            return f"asked{by} for a sync to {version} from {event.source.path or pushed}"
         case bus_events.PhaseRequested():
             return f"asked for the {event.phase} phase of its sync"
         case bus_events.RetireRequested():

@@ -9,9 +9,9 @@ from msgspec import MsgspecError, Raw, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
+from controlplane.machine.fleet import plain
 from controlplane.record.entries import LogEntry, LogMark
 from schemas.identity import Count, Positive
-from schemas.wire import encode
 
 
 class CoordinatorMark(Struct, frozen=True, kw_only=True):
@@ -36,7 +36,8 @@ _state_encoder = Encoder()
 
 def encode_mark(state: CoordinatorState, recorded: dict[str, dict[str, int]]) -> bytes:
     """Return the body of a mark."""
-    return encode(CoordinatorMark(logic=LOGIC, state=Raw(_state_encoder.encode(state)), recorded=recorded))
+    # The fields of a `CoordinatorMark`, in one pass: a state of 4,096 agents has 1.4 MB, which cost 1 ms to copy.
+    return _state_encoder.encode({"logic": LOGIC, "state": plain(state), "recorded": recorded})
 
 
 def decode_mark(body: bytes) -> CoordinatorMark:
@@ -58,6 +59,7 @@ class MarkChecker:
     """Folds the coordinator over its records, and compares each mark with the state.
 
     Attributes:
+        state: Of the coordinator. Whoever folds it already sets it, and calls `note` instead of `feed`.
         compared: Marks that were compared.
     """
 
@@ -68,13 +70,14 @@ class MarkChecker:
 
     def feed(self, entry: LogEntry) -> None:
         """Follow one record. Raises LogCorrupt if it can't be read."""
-        self.follow(entry, self.state if entry.agent else decide(self.state, entry.typed_event())[0])  # type: ignore[arg-type]
-
-    def follow(self, entry: LogEntry, state: CoordinatorState) -> None:
-        """Follow one record that led the coordinator to a state."""
-        self.state = state
         if entry.agent:
-            self._recorded.setdefault(entry.agent, {})[entry.journal] = entry.number
+            self.note(entry.agent, entry.journal, entry.number)
+        else:
+            self.state = decide(self.state, entry.typed_event())[0]  # type: ignore[arg-type]
+
+    def note(self, agent: str, journal: str, number: int) -> None:
+        """Say which is the newest decision of an agent's journal."""
+        self._recorded.setdefault(agent, {})[journal] = number
 
     def begin(self, mark: LogMark) -> bool:
         """Begin with a mark, because the records before it were dropped. Returns whether it can be read."""

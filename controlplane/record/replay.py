@@ -18,6 +18,7 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator import CoordinatorState, decide
+from controlplane.machine.fleet import plain
 from controlplane.record.entries import AgentMark, LogEntry, LogMark
 from controlplane.record.marks import MarkChecker
 from schemas.errors import DecisionUnreadable, LogCorrupt, ReplayDiffers
@@ -57,6 +58,16 @@ class Replayed(Struct, frozen=True):
         return text
 
 
+class _AgentReplay(Generic[S]):
+    """What is known of an agent with one journal: the number of its last decision, and the state after that."""
+
+    __slots__ = ("broken", "journal", "number", "state")
+
+    def __init__(self, journal: str, number: int, state: S, broken: bool = False) -> None:
+        self.journal, self.number, self.state = journal, number, state
+        self.broken = broken  # a decision is missing or can't be read, so that those that follow can't be compared
+
+
 class Replayer(Generic[S]):
     """The states of all machines of a run, as of the last entry.
 
@@ -64,9 +75,6 @@ class Replayer(Generic[S]):
         decide_agent: The agents' machine.
         initial: State of an agent that has not seen any event.
         decode_agent: Decodes a state; None if it can't be read.
-
-    Attributes:
-        agents: State of each agent, by name, in its newest journal.
     """
 
     def __init__(
@@ -75,13 +83,17 @@ class Replayer(Generic[S]):
         initial: S,
         decode_agent: Callable[[bytes], S | None],
     ) -> None:
-        self.agents: dict[str, S] = {}
         self._decide_agent, self._initial, self._decode_agent = decide_agent, initial, decode_agent
-        self._journals: dict[str, tuple[str, int]] = {}  # by agent: its journal, and the number of the last decision
-        self._broken: set[tuple[str, str]] = set()
+        self._lives: dict[str, _AgentReplay[S]] = {}  # by agent: with its newest journal
+        self._broken: set[tuple[str, str]] = set()  # agents and the older journals of theirs that are broken
         self._holes: list[str] = []
         self._records = self._compared = 0
         self._marks = MarkChecker()
+
+    @property
+    def agents(self) -> dict[str, S]:
+        """State of each agent, by name, in its newest journal."""
+        return {name: life.state for name, life in self._lives.items()}
 
     @property
     def coordinator(self) -> CoordinatorState:
@@ -98,11 +110,12 @@ class Replayer(Generic[S]):
         self._records += 1
         if entry.agent:
             self._feed_agent(entry)
-            self._marks.follow(entry, self.coordinator)
             return
         state, effects = decide(self.coordinator, entry.typed_event())  # type: ignore[arg-type]
-        self._marks.follow(entry, state)
-        self._compare(entry, effects)
+        self._marks.state = state
+        if encode(effects) != bytes(entry.effects):
+            raise _differs(entry, effects)
+        self._compared += 1
 
     def check_mark(self, mark: LogMark) -> None:
         """Compare a mark with the state that the entries before it led to; begin with one that has none before it.
@@ -114,7 +127,10 @@ class Replayer(Generic[S]):
         if self._records == 0:
             if not self._marks.begin(mark):
                 raise LogCorrupt(mark.damage or f"the log begins with a mark of logic {mark.logic}", mark.position)
-        elif difference := self._marks.difference(mark):
+            return
+        for name, life in self._lives.items():
+            self._marks.note(name, life.journal, life.number)
+        if difference := self._marks.difference(mark):
             raise ReplayDiffers(difference)
 
     def check_agent(self, mark: AgentMark) -> None:
@@ -122,53 +138,61 @@ class Replayer(Generic[S]):
 
         Raises ReplayDiffers.
         """
-        name, key = mark.agent, (mark.agent, mark.journal)
-        if self._journals.get(name) == (mark.journal, mark.number) and key not in self._broken:
-            if encode(self.agents[name]) != mark.state:
-                number = mark.number
+        life = self._lives.get(mark.agent)
+        if life is not None and (life.journal, life.number, life.broken) == (mark.journal, mark.number, False):
+            if encode(life.state) != mark.state:
+                name, number = mark.agent, mark.number
                 raise ReplayDiffers(f"agent {name} says that decision {number} led to another state than it does today")
             return
         state = self._decode_agent(mark.state)
         if state is not None:
-            self.agents[name], self._journals[name] = state, (mark.journal, mark.number)
-            self._broken.discard(key)
+            self._lives[mark.agent] = _AgentReplay(mark.journal, mark.number, state)
 
     def state_hash(self) -> str:
         """Return the sha256 over the states of all machines: one value for everything known at this position."""
         desired = sorted(self.coordinator.desired.items(), key=str)  # keys of two types, which msgpack can't encode
-        states = (replace(self.coordinator, desired={}), desired, sorted(self.agents.items()))
+        states = (replace(plain(self.coordinator), desired={}), desired, sorted(self.agents.items()))
         return sha256(encode(states)).hexdigest()
 
     def result(self) -> Replayed:
         """Return the result so far."""
-        agents, holes = tuple(sorted(self._journals)), tuple(self._holes)
+        agents, holes = tuple(sorted(self._lives)), tuple(self._holes)
         return Replayed(self._records, self._compared, self._marks.compared, agents, holes, self.state_hash())
 
     def _feed_agent(self, entry: LogEntry) -> None:
-        name = entry.agent
-        journal, number = self._journals.get(name, ("", 0))
-        if journal != entry.journal:
-            number = 0
-            self.agents[name] = self._initial
-        self._journals[name] = entry.journal, entry.number
-        if entry.number != number + 1 and (name, entry.journal) not in self._broken:
-            self._broken.add((name, entry.journal))
-            self._holes.append(f"agent {name} from {number + 1} to {entry.number - 1}")
-        if (name, entry.journal) in self._broken:
+        life = self._lives.get(entry.agent)
+        if life is None or life.journal != entry.journal:
+            life = self._begin_life(entry, life)
+        if entry.number != life.number + 1 and not life.broken:
+            life.broken = True
+            self._holes.append(f"agent {entry.agent} from {life.number + 1} to {entry.number - 1}")
+        life.number = entry.number
+        if life.broken:
             return
         try:
-            self.agents[name], effects = self._decide_agent(self.agents[name], entry.typed_event())  # type: ignore[arg-type]
-            self._compare(entry, effects)
+            life.state, effects = self._decide_agent(life.state, entry.typed_event())  # type: ignore[arg-type]
+            if encode(effects) != bytes(entry.effects):
+                raise _differs(entry, effects)
+            self._compared += 1
         except DecisionUnreadable as error:
-            self._broken.add((name, entry.journal))
-            self._holes.append(f"agent {name} from {entry.number} on ({error})")
+            life.broken = True
+            self._holes.append(f"agent {entry.agent} from {entry.number} on ({error})")
 
-    def _compare(self, entry: LogEntry, effects: tuple[object, ...]) -> None:
-        recomputed = encode(effects)
-        if recomputed != bytes(entry.effects):
-            entry.typed_effects()  # unreadable effects are damage, and can't be shown in a diff
-            raise ReplayDiffers(_difference(entry, Raw(recomputed)))
-        self._compared += 1
+    def _begin_life(self, entry: LogEntry, before: _AgentReplay[S] | None) -> _AgentReplay[S]:
+        """The agent has another journal than before."""
+        if before is not None:
+            self._marks.note(entry.agent, before.journal, before.number)
+            if before.broken:
+                self._broken.add((entry.agent, before.journal))
+        broken = (entry.agent, entry.journal) in self._broken
+        life = self._lives[entry.agent] = _AgentReplay(entry.journal, 0, self._initial, broken)
+        return life
+
+
+def _differs(entry: LogEntry, effects: tuple[object, ...]) -> ReplayDiffers:
+    """What to raise if an entry has other effects than these."""
+    entry.typed_effects()  # unreadable effects are damage, and can't be shown in a diff
+    return ReplayDiffers(_difference(entry, Raw(encode(effects))))
 
 
 def _difference(entry: LogEntry, recomputed: Raw) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import quote
 
-from schemas.carriers.filesystems import filesystem_type, is_network, read_mounts
+from schemas.carriers.filesystems import network_type
 from schemas.errors import LogCorrupt, LogError, LogFull
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of the tables and of what is in them; a reader refuses newer ones, and reads older ones."""
 OWN_KEYS: Final = frozenset({"format", "first", "last", "checksum"})
 """Keys of the table `meta` that are not part of the header."""
@@ -58,9 +58,11 @@ def open_for_writing(path: Path, header: Mapping[str, str]) -> sqlite3.Connectio
     The file exists, because it is locked before. Its mode is that of the files that SQLite puts beside it.
     """
     with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(contextlib.closing(_connect(path, "mode=rw")))
+        connection = undo.enter_context(contextlib.closing(connect(path, "mode=rw")))
         _choose_journal(path, connection)
         connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")  # `schemas.carriers.checkpointer` runs them
+        connection.execute("PRAGMA journal_size_limit = -1")  # a log that is shorter than before was cut by others
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0:
             own = {"format": str(FORMAT), "first": "1", "last": "0", "checksum": header_checksum(header)}
@@ -81,14 +83,15 @@ def header_checksum(header: Mapping[str, str]) -> str:
     return str(zlib.crc32("\0".join(f"{key}\0{header[key]}" for key in sorted(header)).encode()))
 
 
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
+def connect(path: Path, mode: str = "mode=rw") -> sqlite3.Connection:
+    """Connect to an existing file. Raises sqlite3.Error."""
     uri = f"file:{quote(str(path.absolute()))}?{mode}"
     return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
 
 def _open_read_only(path: Path, mode: str) -> sqlite3.Connection:
     with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(contextlib.closing(_connect(path, mode)))
+        connection = undo.enter_context(contextlib.closing(connect(path, mode)))
         connection.execute("PRAGMA query_only = ON")
         try:
             _check_format(path, connection)
@@ -104,7 +107,7 @@ def _open_read_only(path: Path, mode: str) -> sqlite3.Connection:
 
 def _choose_journal(path: Path, connection: sqlite3.Connection) -> None:
     mode = ""
-    if not is_network(filesystem_type(os.path.realpath(path), read_mounts())):
+    if not network_type(path):
         # Raises where processes can't share memory, and returns another mode where SQLite was built without WAL.
         with contextlib.suppress(sqlite3.OperationalError):
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()

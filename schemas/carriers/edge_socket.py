@@ -9,7 +9,7 @@ Rule 1  Try first. On "would block" read EVENTS; wait for the descriptor only if
 Rule 2  One waits for the descriptors of all sockets of a loop: asyncio itself, which calls back for every edge, or
         under trio a task, the leader. The others follow, each waiting for an event of its own. Whoever touches a socket
         that has waiters reads EVENTS afterwards and wakes those whose flag is set, including the leader. A leader that
-        stops waiting, for any reason, resumes another.
+        stops waiting, for any reason, resumes another. For a handler that asyncio calls, EVENTS is read after it, once.
 Rule 3  After BURST messages without a pause the task yields, so that a flood can't starve the loop.
 Rule 4  One thread and one event loop per socket, checked. Waiters are woken before the descriptor is closed.
 Rule 5  While waiting, read EVENTS every SAFETY_POLL_S. What is found without an edge is counted in `safety_polls`. That
@@ -28,7 +28,6 @@ import os
 import select
 import socket
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import TracebackType
@@ -36,15 +35,15 @@ from typing import Final, Self
 
 import anyio
 import zmq
-from anyio.lowlevel import RunVar, checkpoint
+from anyio.lowlevel import checkpoint
 from zmq.backend import Socket as PlainSocket
 
 from schemas.carriers.forks import forks, used_after_fork
-from schemas.carriers.wakeup import callback_context, under_asyncio
+from schemas.carriers.wakeup import callback_context
+from schemas.carriers.watches import EdgeWatch, LoopWatch, Waiter, watch_of_loop
 from schemas.errors import BusError
 
 BURST: Final = 64  # messages that a task sends and receives before it yields to the loop
-SAFETY_POLL_S: Final = 0.25  # between two readings of EVENTS while waiting for an edge
 
 # Plain integers: `|` and `&` of an enum are calls into Python.
 _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
@@ -89,11 +88,14 @@ class EdgeSocket:
         self._with_key = with_key
         self._thread = threading.get_ident()
         self._process, self._generation = os.getpid(), len(forks)
-        self._watch: _Watch | None = None
-        self._waiters: list[_Waiter] = []
+        self._watch: EdgeWatch | None = None
+        self._waiters: list[Waiter] = []
         self._burst = 0
         self._closed = False
         self._received: zmq.Frame | None = None  # the last frame
+        self._serving = False  # a handler runs, and EVENTS is read after it
+        self._receiver: _Receiver | None = None  # while asyncio serves it
+        self._empty = False  # EVENTS showed no message, and nothing has touched the socket since
         self._edge = select.poll()
         self._edge.register(self._fd, select.POLLIN)
 
@@ -114,14 +116,29 @@ class EdgeSocket:
             Exception: Whatever `receive` raises.
         """
         self._check()
-        if isinstance(watch := self._join_watch(), _LoopWatch):
-            receiver = _Receiver(self, receive, watch)
+        if isinstance(watch := self._join_watch(), LoopWatch):
+            self._receiver = receiver = _Receiver(self, receive, watch)
             try:
                 await receiver.ended
             finally:
+                self._receiver = None
                 receiver.end()
         while True:
             receive(await self.recv())
+
+    def pause(self, seconds: float) -> None:
+        """Let messages gather for this long, or until `resume`, before the handler of `serve` is called again.
+
+        For that handler, when nothing is urgent: to wake up for each message costs more than to take it. Only asyncio
+        does it. No task may wait for this socket meanwhile.
+        """
+        if self._receiver is not None and self._serving:
+            self._receiver.pause_s = seconds
+
+    def resume(self) -> None:
+        """End a pause."""
+        if self._receiver is not None:
+            self._receiver.end_pause()
 
     def recv_nowait(self) -> list[bytes] | None:
         """Return the frames of the next message, or None if there is none now.
@@ -130,25 +147,42 @@ class EdgeSocket:
         `recv` again.
         """
         self._check()
+        frames = self._next()
+        self._burst += 1
+        self._touched()
+        return frames
+
+    def recv_many(self, limit: int) -> list[list[bytes]]:
+        """Return the messages that are there now, in order. As many as `limit` means that there may be more."""
+        self._check()
+        messages: list[list[bytes]] = []
+        if self._read_events() & _POLLIN:
+            while len(messages) < limit and (frames := self._next()) is not None:
+                messages.append(frames)
+            self._burst += len(messages)
+            self._touched()
+        return messages
+
+    def _next(self) -> list[bytes] | None:
+        """The next message. Whoever calls it reads EVENTS afterwards."""
         sock = self._sock
+        self._empty = False
         try:
-            # A Frame knows whether more follow; with plain bytes that takes a second call of the same cost.
-            frame = _recv(sock, _NOW, copy=False)
-            frames = [_sender_key(frame), frame.bytes] if self._with_key else [frame.bytes]
+            # A Frame knows whether more follow. Plain bytes cost half as much, but it takes a second call to ask. They
+            # do where a frame always follows: behind the routing id.
+            frames = [_recv(sock, _NOW)] if self._is_router else []
+            frame = _recv(sock, _NOW, False)
+            frames.append(frame.bytes)
             # A message arrives whole or not at all, so the rest of its frames are there.
             while frame.more:
-                frame = _recv(sock, _NOW, copy=False)
+                frame = _recv(sock, _NOW, False)
                 frames.append(frame.bytes)
         except zmq.Again:
-            frames = []
+            return None
         except zmq.ZMQError as error:
             raise self._translate(error) from error
-        else:
-            self._received = frame
-        self._burst += 1
-        if self._waiters:
-            self._read_events()
-        return frames or None
+        self._received = frame
+        return [_sender_key(frame), *frames] if self._with_key else frames
 
     def cut_off_sender(self) -> None:
         """Break the connection on which the last message came. libzmq can't, so this shuts it down underneath."""
@@ -202,8 +236,8 @@ class EdgeSocket:
                 sent = Sent.GONE
                 break
         self._burst += 1
-        if self._waiters:
-            self._read_events()
+        self._empty = False
+        self._touched()
         return sent
 
     def set_welcome(self, frame: bytes) -> None:
@@ -237,6 +271,7 @@ class EdgeSocket:
         if self._closed:
             return
         self._check()
+        self.resume()
         self._closed = True
         for waiter in self._waiters:
             waiter.wake()
@@ -267,26 +302,31 @@ class EdgeSocket:
         if self._read_events() & flag:
             return
         watch = self._join_watch()
-        waiter = _Waiter(self, flag)
+        waiter = Waiter(flag, self._safety_poll)
         self._waiters.append(waiter)
         try:
             await watch.wait(waiter)
         finally:
             self._waiters.remove(waiter)
 
-    def _join_watch(self) -> "_Watch":
+    def _join_watch(self) -> EdgeWatch:
         if self._watch is None:
-            self._watch = _watch_of_loop()
+            self._watch = watch_of_loop()
             self._watch.add(self._fd, self._waiters)
         return self._watch
 
-    def _safety_poll(self, waiter: "_Waiter") -> None:
+    def _safety_poll(self, waiter: Waiter) -> None:
         try:
             # An edge that came at the same time as the timer was not missed: the descriptor still shows it.
             if not self._edge.poll(0) and self._read_events() & waiter.flag:
                 self.safety_polls += 1
         except (anyio.ClosedResourceError, BusError):
             waiter.wake()  # the error is for the waiting task, and this is another one
+
+    def _touched(self) -> None:
+        """Rule 2, after a touch."""
+        if self._waiters and not self._serving:
+            self._read_events()
 
     def _read_events(self) -> int:
         """Read EVENTS, which clears the edge; wake all waiters whose flag is set; return EVENTS."""
@@ -295,6 +335,7 @@ class EdgeSocket:
         except zmq.ZMQError as error:
             raise self._translate(error) from error
         assert isinstance(events, int)
+        self._empty = not events & _POLLIN
         for waiter in self._waiters:
             if events & waiter.flag:
                 waiter.wake()
@@ -315,212 +356,79 @@ def _sender_key(frame: zmq.Frame) -> bytes:
         return b""
 
 
-class _Waiter:
-    """A task that waits for `flag` in a socket's EVENTS: on an event or, while it leads, in a cancel scope."""
-
-    __slots__ = ("event", "flag", "scope", "sock", "woken")
-
-    def __init__(self, sock: EdgeSocket, flag: int) -> None:
-        self.sock = sock
-        self.flag = flag
-        self.woken = False
-        self.event: anyio.Event | None = None
-        self.scope: anyio.CancelScope | None = None
-
-    def wake(self) -> None:
-        if not self.woken:
-            self.woken = True
-            self.resume()
-
-    def resume(self) -> None:
-        """Let the task run: it was woken, or there is no leader."""
-        if self.scope is not None:
-            self.scope.cancel()
-        elif self.event is not None:
-            self.event.set()
-
-
-class _Receiver(_Waiter):
+class _Receiver(Waiter):
     """Takes the place of a task that waits for messages: under asyncio, the loop itself takes them."""
 
-    __slots__ = ("_context", "_loop", "_receive", "_watch", "ended")
+    __slots__ = ("_context", "_loop", "_pause", "_receive", "_watch", "ended", "pause_s", "sock")
 
-    def __init__(self, sock: EdgeSocket, receive: Callable[[list[bytes]], None], watch: "_LoopWatch") -> None:
-        super().__init__(sock, _POLLIN)
+    def __init__(self, sock: EdgeSocket, receive: Callable[[list[bytes]], None], watch: LoopWatch) -> None:
+        super().__init__(_POLLIN, sock._safety_poll)
+        self.sock = sock
         self._receive, self._watch = receive, watch
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._context = callback_context()
+        self.pause_s = 0.0  # asked for by the handler
+        self._pause: asyncio.TimerHandle | None = None
         sock._waiters.append(self)
         watch.enter(self)
+        watch.serve(sock._fd, self._on_edge)
         self.wake()
 
     def end(self) -> None:
         self.ended.cancel()
+        if self._pause is not None:
+            self._pause.cancel()
+        self._watch.end_serving(self.sock._fd)
         self._watch.leave(self)
         self.sock._waiters.remove(self)
 
     def resume(self) -> None:
         self._loop.call_soon(self._take, context=self._context)
 
+    def _on_edge(self) -> None:
+        if not self.woken:
+            self.woken = True
+            self._context.run(self._take)
+
     def _take(self) -> None:
         """Take messages until there are none, or BURST of them."""
         if self.ended.done():
             return
         sock = self.sock
+        sock._serving, sock._burst = True, 0
         try:
-            for _ in range(BURST):
-                if (frames := sock.recv_nowait()) is None:
+            while sock._burst < BURST:
+                if (frames := sock._next()) is None:
                     break
+                sock._burst += 1
                 self._receive(frames)
-                if self.ended.done():
-                    return
-            self.woken = False
-            sock._read_events()  # wakes this one again, if need be
+                # Mostly there was one. To ask costs less than the exception of a vain attempt.
+                if self.ended.done() or sock._empty or not sock._read_events() & _POLLIN:
+                    break
+            if self.pause_s and not self.ended.done():
+                self._begin_pause()
+            else:
+                self.woken = False
+            if not sock._empty:
+                sock._read_events()  # wakes this one again, if need be
         except Exception as error:
-            self.ended.set_exception(error)
-
-
-class _Watch(ABC):
-    """All sockets of one event loop behind one epoll descriptor, and all tasks that wait for them.
-
-    Waiting for a descriptor costs a loop far more than waking a task does. One therefore waits for all sockets, and one
-    wake-up serves many of them, such as a command to 256 agents in one process.
-
-    epoll is edge-triggered, so each edge is reported once, read or not. That is enough, since every waiter reads EVENTS
-    before it waits; level-triggered, it would keep the loop awake for a socket that nobody wants to read.
-    """
-
-    def __init__(self) -> None:
-        self.closed = False
-        self._epoll = select.epoll()
-        self._sockets: dict[int, list[_Waiter]] = {}
-        self._waiting: dict[_Waiter, None] = {}
-
-    def add(self, fd: int, waiters: list[_Waiter]) -> None:
-        self._sockets[fd] = waiters
-        self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
-
-    def remove(self, fd: int) -> None:
-        """Remove a socket that is about to close and whose waiters have been woken."""
-        self._sockets.pop(fd, None)
-        with contextlib.suppress(OSError):  # the context was destroyed, which closed the descriptor
-            self._epoll.unregister(fd)
-        if not self._sockets:
-            self.closed = True
-            self._stop_waiting()
-            self._epoll.close()
-
-    @abstractmethod
-    async def wait(self, waiter: _Waiter) -> None:
-        """Return when the waiter has been woken."""
-
-    @abstractmethod
-    def _stop_waiting(self) -> None:
-        """Let go of the epoll descriptor, which is about to close."""
-
-    def _wake_at_edges(self) -> None:
-        for fd, _ in self._epoll.poll(0):
-            for waiter in self._sockets[fd]:
-                waiter.wake()
-
-    def _safety_poll(self) -> None:
-        for waiting in self._waiting:
-            if not waiting.woken:
-                waiting.sock._safety_poll(waiting)
-
-
-class _LoopWatch(_Watch):
-    """Under asyncio the loop calls back for every edge."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._epoll.fileno(), self._wake_at_edges)
-        self._timer: asyncio.TimerHandle | None = None
-
-    def enter(self, waiter: _Waiter) -> None:
-        self._waiting[waiter] = None
-        if self._timer is None:
-            self._timer = self._loop.call_later(SAFETY_POLL_S, self._on_timer)
-
-    def leave(self, waiter: _Waiter) -> None:
-        del self._waiting[waiter]
-
-    async def wait(self, waiter: _Waiter) -> None:
-        self.enter(waiter)
-        waiter.event = anyio.Event()
-        try:
-            await waiter.event.wait()
+            if not self.ended.done():
+                self.ended.set_exception(error)
         finally:
-            self.leave(waiter)
+            sock._serving = False
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._waiting and not self.closed:
-            self._safety_poll()
-            self._timer = self._loop.call_later(SAFETY_POLL_S, self._on_timer)
+    def _begin_pause(self) -> None:
+        """Stay awake in name, so that nothing wakes it."""
+        self._watch.rest(self.sock._fd)
+        self._pause = self._loop.call_later(self.pause_s, self.end_pause)
+        self.pause_s = 0.0
 
-    def _stop_waiting(self) -> None:
-        self._loop.remove_reader(self._epoll.fileno())
-
-
-class _TaskWatch(_Watch):
-    """Under trio, which has no callbacks, one of the waiting tasks leads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._leader: _Waiter | None = None
-        self._next_poll = 0.0
-
-    async def wait(self, waiter: _Waiter) -> None:
-        if not self._waiting:
-            self._next_poll = anyio.current_time() + SAFETY_POLL_S
-        self._waiting[waiter] = None
-        try:
-            while not waiter.woken:
-                if self._leader is None:
-                    await self._lead(waiter)
-                else:
-                    waiter.event = anyio.Event()
-                    await waiter.event.wait()
-        finally:
-            del self._waiting[waiter]
-            # The end of rule 2. If that task leaves too, it resumes the next.
-            if self._leader is None and self._waiting:
-                next(iter(self._waiting)).resume()
-
-    async def _lead(self, waiter: _Waiter) -> None:
-        """Wait for the next edge of any socket, and wake its waiters."""
-        self._leader = waiter
-        waiter.scope = anyio.CancelScope(deadline=self._next_poll)
-        edge = False
-        try:
-            with waiter.scope:
-                await anyio.wait_readable(self._epoll.fileno())
-                edge = True
-        finally:
-            self._leader = waiter.scope = None
-        if self.closed:
-            return
-        if edge:
-            self._wake_at_edges()
-        if anyio.current_time() >= self._next_poll:
-            self._next_poll = anyio.current_time() + SAFETY_POLL_S
-            self._safety_poll()
-
-    def _stop_waiting(self) -> None:
-        if self._leader is not None:
-            anyio.notify_closing(self._epoll.fileno())
-
-
-_watches = RunVar[_Watch]("rolloutctl.sockets.watch")
-
-
-def _watch_of_loop() -> _Watch:
-    """Return the watch of the running loop."""
-    watch = _watches.get(None)
-    if watch is None or watch.closed:
-        watch = _LoopWatch() if under_asyncio() else _TaskWatch()
-        _watches.set(watch)
-    return watch
+    def end_pause(self) -> None:
+        """Take what has gathered in the next step of the loop."""
+        self.pause_s = 0.0
+        if self._pause is not None and not self.ended.done():
+            self._pause.cancel()
+            self._pause = None
+            self._watch.serve(self.sock._fd, self._on_edge)
+            self.resume()

@@ -1,6 +1,7 @@
 """The type of the file system under a path. SQLite's write-ahead log needs a local one."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,12 @@ def filesystem_type(path: str, mounts: str) -> str:
 def is_network(filesystem: str) -> bool:
     """Whether WAL must not be used on this type. Includes all of FUSE, since what is behind it is unknown."""
     return _NETWORK.fullmatch(filesystem) is not None
+
+
+def network_type(path: Path) -> str:
+    """Return the type of the file system that a path is on, or will be on, if it is a network's; else ''."""
+    found = filesystem_type(os.path.realpath(path), read_mounts())
+    return found if is_network(found) else ""
 
 
 def read_mounts() -> str:

@@ -18,20 +18,23 @@ _OPEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _KEY_REFUSED: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _NOT_UNDERSTOOD: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _HUNG_UP: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_NOT_REACHED: Final = int(zmq.EVENT_CONNECT_RETRIED)
 _WATCHED: Final = _OPEN | _KEY_REFUSED | _NOT_UNDERSTOOD | _HUNG_UP
 _numbers = itertools.count()
 
 
 class Refused(NamedTuple):
-    """A handshake that failed.
+    """A connection that failed.
 
     Attributes:
         reason: What it means, and what to do.
         final: libzmq will not dial again.
+        reached: Somebody listens there.
     """
 
     reason: str
     final: bool
+    reached: bool = True
 
 
 class DialledSocket(EdgeSocket):
@@ -45,12 +48,20 @@ class DialledSocket(EdgeSocket):
         address: What to dial.
         keys: What to dial with; None without keys.
         watched: Whether to watch it; else `refusal` knows of none.
+        patient: Nobody has to listen yet; else `refusal` also returns when an attempt has reached nobody.
     """
 
     def __init__(
-        self, sock: "zmq.Socket[bytes]", address: str, keys: Credentials | None, *, watched: bool = True
+        self,
+        sock: "zmq.Socket[bytes]",
+        address: str,
+        keys: Credentials | None,
+        *,
+        watched: bool = True,
+        patient: bool = True,
     ) -> None:
         super().__init__(sock, address)
+        self._events = _WATCHED if patient else _WATCHED | _NOT_REACHED
         self._keys = keys
         self._watched = watched and not address.startswith("inproc://")  # which has no handshakes
         self._monitor: EdgeSocket | None = None
@@ -98,7 +109,7 @@ class DialledSocket(EdgeSocket):
 
     def _watch_handshakes(self) -> EdgeSocket:
         address = f"inproc://rolloutctl.handshakes.{next(_numbers)}"  # an address is free only some time after a close
-        self._sock.monitor(address, _WATCHED)
+        self._sock.monitor(address, self._events)
         monitor = self._sock.context.socket(zmq.PAIR)
         monitor.set(zmq.LINGER, 0)
         monitor.connect(address)
@@ -119,6 +130,8 @@ def use_keys(sock: "zmq.Socket[bytes]", keys: Credentials) -> None:
 
 
 def _refused(event: int, keys: Credentials | None) -> Refused | None:
+    if event == _NOT_REACHED:
+        return Refused("nobody could be reached there", final=False, reached=False)
     if event == _KEY_REFUSED:
         return Refused("the bus refused this key: it does not know it, or it was revoked", final=True)
     if event == _NOT_UNDERSTOOD and keys is None:

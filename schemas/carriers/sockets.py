@@ -102,18 +102,25 @@ def agent_subscriber(
 
 
 def agent_dealer(
-    context: Context, address: str, keys: Credentials | None = None, *, watched: bool = True, probe: bool = False
+    context: Context,
+    address: str,
+    keys: Credentials | None = None,
+    *,
+    watched: bool = True,
+    patient: bool = True,
+    probe: bool = False,
 ) -> DialledSocket:
     """Dial the router. IMMEDIATE, so nothing is queued for a bus that is not there: `send` waits for a connection.
 
     With `probe`, each connection begins with an empty message, those that libzmq dials by itself too. So the bus sees
-    at once that its peer has a new one. Raises BusAddressError if `address` is not an address.
+    at once that its peer has a new one. `watched` and `patient` are as for `DialledSocket`. Raises BusAddressError if
+    `address` is not an address.
     """
     sock = context.socket(zmq.DEALER)
     sock.set(zmq.PROBE_ROUTER, probe)
     sock.set(zmq.IMMEDIATE, 1)
     with _dialling(sock, address, CONTROL_QUEUED_MAX):
-        return DialledSocket(sock, address, keys, watched=watched)
+        return DialledSocket(sock, address, keys, watched=watched, patient=patient)
 
 
 def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool, pair: KeyPair | None) -> EdgeSocket:
@@ -193,6 +200,14 @@ def is_local(address: str) -> bool:
         return True
     if transport != "tcp" or ":" not in place:
         raise BusAddressError(f"can't bind {address!r}: not an address. {_EXAMPLES}")
+    return stays_here(address)
+
+
+def stays_here(address: str) -> bool:
+    """Whether an address to bind or to dial is of this machine alone. A name, but for localhost, may stand for any."""
+    transport, _, place = address.partition("://")
+    if transport != "tcp":
+        return True
     host = place.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True

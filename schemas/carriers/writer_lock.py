@@ -11,6 +11,7 @@ with SQLite says so before (`connect`) and after (`disconnect`), and descriptors
 import fcntl
 import os
 import struct
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,8 @@ FileId = tuple[int, int]
 """Device and inode: the same for every name of a file."""
 
 _BYTE: Final = 1 << 62
-_FLOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
+_MACOS: Final = sys.platform == "darwin"
+_SET_LOCK: Final[int] = getattr(fcntl, "F_OFD_SETLK", 90)  # 90: macOS, sys/fcntl.h; some builds of Python lack the name
 
 _guard = threading.RLock()
 _connections: Counter[FileId] = Counter()
@@ -83,8 +85,18 @@ def release(file: FileId) -> None:
     with _guard:
         descriptor = _held.pop(file, None)
         if descriptor is not None:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK))
+            fcntl.fcntl(descriptor, _SET_LOCK, _request(fcntl.F_UNLCK))
             _close(file, descriptor)
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """Return what a file begins with. SQLite keeps the locks that it has on it in this process. Raises OSError."""
+    with _guard:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(descriptor, count, 0)
+        finally:
+            _close(_file_id(os.fstat(descriptor)), descriptor)
 
 
 class Watch:
@@ -105,8 +117,14 @@ class Watch:
         except OSError:
             self._seen = None
 
-    def change(self) -> str | None:
-        """Return what happened to the file since the last note, as words that follow its name; None if nothing."""
+    def change(self, size: int | None = None) -> str | None:
+        """Return what happened to the file since the last look, as words that follow its name; None if nothing.
+
+        The file may have grown since; it is remembered as it is now.
+
+        Args:
+            size: Bytes that the file must have; None if it may have grown.
+        """
         before = self._seen
         if before is None:
             return None
@@ -118,14 +136,18 @@ class Watch:
             return None
         if _file_id(now) != _file_id(before):
             return "was replaced by another file"
-        if now.st_size < before.st_size:
-            return f"was cut from {before.st_size} to {now.st_size} bytes"
+        least = before.st_size if size is None else size
+        if now.st_size < least:
+            return f"was cut from {least} to {now.st_size} bytes"
+        if size is not None and now.st_size > size:
+            return f"was extended from {size} to {now.st_size} bytes"
+        self._seen = now
         return None
 
 
 def _lock(path: Path, descriptor: int) -> None:
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK))
+        fcntl.fcntl(descriptor, _SET_LOCK, _request(fcntl.F_WRLCK))
     except OSError as error:
         if isinstance(error, BlockingIOError | PermissionError):
             raise _locked(path) from None
@@ -138,7 +160,7 @@ def _lock(path: Path, descriptor: int) -> None:
 def _check_names(path: Path, names: int) -> None:
     if names > 1:
         raise LogError(
-            f"{path}: this file has {names} names (hard links), and SQLite keeps its newest records beside only one of "
+            f"{path}: this file has {names} names (hard links), and its newest records are found under only one of "
             f"them. Find them with `find -samefile {path}`, and remove all but the one it was written under; or copy it"
         )
 
@@ -148,7 +170,10 @@ def _locked(path: Path) -> LogLocked:
 
 
 def _request(kind: int) -> bytes:
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, _BYTE, 1, 0)
+    """Return a `struct flock` (sys/fcntl.h) for our byte."""
+    if _MACOS:  # start, length, pid, type, whence
+        return struct.pack("qqihh", _BYTE, 1, 0, kind, os.SEEK_SET)
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, _BYTE, 1, 0)
 
 
 def _file_id(found: os.stat_result) -> FileId:

@@ -1,4 +1,4 @@
-"""The offset between this node's wall clock and the bus's, measured with every heartbeat. Pure.
+"""The offset between this node's wall clock and the bus's, measured with every third heartbeat. Pure.
 
 Theory of operation. A request leaves at t1, the bus reads it at t2 and replies at t3, and the reply arrives at t4 (t1
 and t4 on one clock of the agent, t2 and t3 on the bus's). However long each way took, the request was read between t1
@@ -20,7 +20,7 @@ from schemas.reports import Clock
 from schemas.wire import TimeReply
 
 WINDOW: Final = 64
-"""Exchanges that are considered: two minutes of heartbeats."""
+"""Exchanges that are considered: six minutes of heartbeats. Old ones lose by their age, see `Exchange.error_at`."""
 DRIFT_PPM: Final = 15
 """How fast two clocks drift apart at most, as NTP assumes (RFC 5905, PHI)."""
 REPORT_AGE_NS: Final = 60_000_000_000

@@ -1,7 +1,14 @@
-"""An agent's heartbeat: its state in a few fields, sent at regular times and as soon as the agent becomes ready."""
+"""An agent's heartbeat: its state in a few fields, sent at regular times and as soon as the agent becomes ready.
 
+The first heartbeats after a welcome also ask for the bus's time, and from then on every third, which is about as
+precise: the best of many answers counts. Whoever has reason to doubt that the bus still answers asks with every
+heartbeat.
+"""
+
+import random
 import time
 from collections.abc import Callable
+from typing import Final
 
 import anyio
 
@@ -13,9 +20,14 @@ from workers.machine.readiness import is_ready, is_wedged, trouble
 from workers.machine.state import AgentState, call_name
 from workers.machine.suppressed import still_desired
 
+FIRST_ASKED: Final = 3
+"""Heartbeats after a welcome that all ask for the time."""
+ASKED_EVERY: Final = 3
+"""From then on, one of so many asks."""
+
 
 class Heartbeat:
-    """Sends the status of one agent, each time with a request for the bus's time.
+    """Sends the status of one agent, and requests for the bus's time.
 
     Args:
         state: Returns the agent's state.
@@ -32,11 +44,12 @@ class Heartbeat:
         self._state, self._send, self._wall_ns = state, send, wall_ns
         self._clocks = Clocks()
         self._reported_ready = False
+        self._beats = 0  # since the last welcome
         self._due = anyio.Event()
 
     def restart(self) -> None:
         """Begin again for a new bus: it knows nothing, and may run on another machine."""
-        self._reported_ready = False
+        self._reported_ready, self._beats = False, 0
         self._clocks = Clocks()
 
     def note(self, state: AgentState) -> None:
@@ -52,15 +65,22 @@ class Heartbeat:
         if first and self._clocks.reported is not None:
             self._due.set()
 
-    async def beat(self, interval_ms: int) -> None:
-        """Wait until the next heartbeat is due, and send it."""
+    async def wait(self, interval_ms: int) -> None:
+        """Wait until the next heartbeat is due."""
         with anyio.move_on_after(interval_ms / 1000):
             await self._due.wait()
         self._due = anyio.Event()
+
+    def beat(self, *, doubtful: bool) -> None:
+        """Send the heartbeat. With a request for the time if it is the turn of one, or if the bus is `doubtful`."""
         status = status_of(self._state(), self._clocks.reported)
         if self._send(status):
             self._reported_ready = status.ready
-        self._send(TimeRequest(sent_ns=time.monotonic_ns()))
+        if doubtful or self._beats < FIRST_ASKED or self._beats % ASKED_EVERY == 0:
+            self._send(TimeRequest(sent_ns=time.monotonic_ns()))
+        self._beats += 1
+        if self._beats == FIRST_ASKED:  # agents that joined together don't ask together for ever
+            self._beats += random.randrange(ASKED_EVERY)
 
 
 def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:

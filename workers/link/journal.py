@@ -1,9 +1,8 @@
 """The agent's journal: every decision of its machine, on disk before its effects count.
 
-One record file per agent. The body of a record is a `Decision`, its kind is the tag of the event. Decisions are
-numbered 1, 2, 3 … within a journal, whose id is never used again; the bus keeps the same numbers in the run's log.
-Between the decisions there are marks. A mark holds the state after all decisions before it, so that those can be
-dropped once the bus has them.
+One framed file per agent (`schemas.carriers.framing`). A group is a tuple of `Entry`, or one `Mark`. Decisions are
+numbered 1, 2, 3 … within a journal, whose id is never used again; the bus keeps the same numbers in the run's log. A
+mark holds the state after all decisions before it, so that those can be dropped once the bus has them.
 
 Theory of operation. `append` takes a decision into memory and `commit` writes everything appended as one group. So the
 order on disk is the order of the decisions, and a crash loses only the last of them. The agent chooses what may be
@@ -17,29 +16,42 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, Literal, NamedTuple, NoReturn
 
-from msgspec import MsgspecError, Struct
+from msgspec import MsgspecError, Raw, Struct
 from msgspec.msgpack import Decoder
 
-from schemas.carriers.database import Durability
-from schemas.carriers.records import Record, RecordFile
-from schemas.errors import AgentError, LogError
+from schemas.carriers.framed_file import FramedFile
+from schemas.carriers.framing import Frame, FramePlace
+from schemas.errors import AgentError, LogCorrupt, LogError
 from schemas.events import Decision, Effect, Event
 from schemas.identity import Count
-from schemas.wire import decision_decoder, encode, event_decoder
+from schemas.wire import encode, event_decoder
 from workers.machine.decide import LOGIC, AgentState, decide
 
-MARK: Final = "mark"
+DECISIONS: Final = 1
+MARK: Final = 2
+"""Kinds of groups."""
 MARK_EVERY: Final = 4096
 """Decisions between two marks. The file holds about twice as many, and those that the bus does not have yet."""
 UNCOMMITTED_MAX: Final = 1024
 """Most decisions that wait in memory for a commit."""
 RECENT_MAX: Final = 512
 """Newest decisions that are kept in memory as well, for the upload."""
+
+
+class Entry(Struct, frozen=True, array_like=True, gc=False):
+    """One decision in a journal.
+
+    Attributes:
+        at_ns: Wall clock, for people.
+    """
+
+    at_ns: int
+    event: Raw
+    effects: Raw
 
 
 class Mark(Struct, frozen=True, kw_only=True):
@@ -56,15 +68,23 @@ class Mark(Struct, frozen=True, kw_only=True):
     state: AgentState
 
 
-class _Body(Struct, frozen=True, gc=False):
-    """The body of a record: encodes to the same bytes as a `Decision`, in one pass instead of three."""
+class _Start(NamedTuple):
+    """Where a group begins, and the number of the decision before it."""
 
-    event: Event
-    effects: tuple[Effect, ...]
+    place: FramePlace
+    number: int
+
+
+class _Group(NamedTuple):
+    """A group of decisions, with the number of the decision before it and of its last one."""
+
+    before: int
+    last: int
+    payload: bytes
 
 
 _mark_decoder = Decoder(Mark)
-_KINDS = {kind: str(kind.__struct_config__.tag) for kind in get_args(Event)}
+entries_decoder = Decoder(tuple[Entry, ...])
 
 
 class Journal:
@@ -78,7 +98,7 @@ class Journal:
         committed: Number of the last decision on disk.
     """
 
-    def __init__(self, file: RecordFile, agent: str, name: str) -> None:
+    def __init__(self, file: FramedFile, agent: str, name: str) -> None:
         self.id = name
         self.run = ""
         self.state = AgentState()
@@ -87,24 +107,29 @@ class Journal:
         self._file = file
         self._agent = agent
         self._uncommitted: list[tuple[int, Event, tuple[Effect, ...]]] = []
-        self._recent: deque[bytes] = deque(maxlen=RECENT_MAX)  # ends with decision `committed`
-        self._marks: list[tuple[int, int]] = [(0, 0)]  # position of a mark, number of the decision before it
+        self._marks = [_Start(file.first, 0)]  # begins with where the file does
+        self._reading = self._marks[0]  # the group where the last reading of the file ended
+        self._recent: deque[_Group] = deque()
 
     @classmethod
-    def open(cls, path: Path, agent: str, durability: Durability) -> "Journal":
+    def open(cls, path: Path, agent: str, durability: Literal["disk", "os"]) -> "Journal":
         """Open or create the file, and fold its decisions.
 
         Args:
             path: The file.
             agent: The agent's name, as in `Identity.agent`.
-            durability: Whether each commit is flushed to the disk.
+            durability: `disk` flushes each commit to the disk.
 
         Raises:
             LogError: The file cannot be read, or another process writes it.
-            AgentError: It was written by another version of the decision logic, or for another agent.
+            AgentError: It was written by another version, or for another agent.
         """
+        _check_not_sqlite(path)
         header = {"journal": secrets.token_hex(16), "logic": str(LOGIC), "agent": agent}
-        file = RecordFile.open(path, header, durability)
+        try:
+            file = FramedFile.create_or_open(path, header, durability == "disk")
+        except LogCorrupt as error:
+            _damaged(error)
         try:
             found = file.header
             if "journal" not in found or found.get("agent") != agent:
@@ -114,8 +139,9 @@ class Journal:
                     path, f"it was written by decision logic {found['logic']}, this agent has logic {LOGIC}"
                 )
             journal = cls(file, agent, found["journal"])
-            for record in file.records(file.first_position):
-                journal._fold(record)
+            for frame in file.frames():
+                journal._fold(frame)
+            journal._reading = journal._marks[0]
         except BaseException:
             file.close()
             raise
@@ -131,32 +157,23 @@ class Journal:
 
     def commit(self) -> None:
         """Write what was appended. Raises AgentError if that fails; then the agent must stop acting."""
-        if not self._uncommitted and self._file.pending == 0:
+        if not self._uncommitted:
             return
-        agent, append, remember = self._agent, self._file.append, self._recent.append
-        for at_ns, event, effects in self._uncommitted:
-            body = encode(_Body(event, effects))
-            append(_KINDS[type(event)], agent, at_ns, body)
-            remember(body)
-        self._uncommitted.clear()
-        if self.number - self._marks[-1][1] >= MARK_EVERY:
+        before, payload = self.committed, encode(self._uncommitted)
+        self._write(DECISIONS, payload)
+        if self._recent and self._recent[-1].last != before:  # Ctrl-C came between the two lines above
+            self._recent.clear()
+        self._recent.append(_Group(before, self.number, payload))
+        while self.number - self._recent[0].before > RECENT_MAX and len(self._recent) > 1:
+            self._recent.popleft()
+        if self.number - self._marks[-1].number >= MARK_EVERY:
             self._mark()
-        try:
-            self._file.commit()
-        except LogError as error:
-            raise AgentError(
-                f"agent {agent} stopped: it cannot write its decisions to its journal ({error}). It does nothing more, "
-                "because after a restart nobody could tell what was done. Make space, then start it again: it "
-                "continues from there"
-            ) from error
-        self.committed = self.number
 
     def join_run(self, run: str) -> None:
         """Bind this journal to `run`. Raises AgentError if that cannot be written."""
         self.commit()
         self.run = run
         self._mark()
-        self.commit()
 
     def decisions_after(self, number: int, count: int, nbytes: int) -> tuple[int, tuple[Decision, ...]]:
         """Return committed decisions that follow decision `number`, and the number of the first of them.
@@ -164,26 +181,33 @@ class Journal:
         If the decisions right after `number` were dropped, the oldest that remain are returned. There are at most
         `count` of them and at most `nbytes`, but always at least one. Raises LogError if the file cannot be read.
         """
-        oldest = self.committed - len(self._recent)
-        if number >= oldest:
-            first = number + 1
-            bodies: Iterator[bytes] = islice(self._recent, number - oldest, None)
+        if self._recent and self._recent[0].before <= number:
+            groups: Iterable[tuple[int, bytes]] = (
+                (before, payload) for before, last, payload in self._recent if last > number
+            )
         else:
-            first, bodies = self._read(number)
+            groups = self._read(number)
         decisions: list[Decision] = []
-        for body in bodies:
-            nbytes -= len(body)
-            if decisions and (len(decisions) >= count or nbytes < 0):
-                break
-            decisions.append(decision_decoder.decode(body))
-        return first, tuple(decisions)
+        last = number
+        for before, payload in groups:
+            for at, entry in enumerate(entries_decoder.decode(payload), before + 1):
+                if at <= number:
+                    continue
+                nbytes -= len(entry.event) + len(entry.effects)
+                if decisions and (len(decisions) >= count or nbytes < 0):
+                    return at - len(decisions), tuple(decisions)
+                decisions.append(Decision(entry.event, entry.effects))
+                last = at
+        return last + 1 - len(decisions), tuple(decisions)
 
     def release(self, through: int) -> None:
         """Drop decisions up to and including `through`, which the bus has, unless they are needed for a restart."""
-        safe = [position for position, number in self._marks if number <= through]
-        if safe and safe[-1] - self._file.first_position >= MARK_EVERY:
-            self._file.truncate_before(safe[-1])
-            self._marks = [mark for mark in self._marks if mark[0] >= safe[-1]]
+        self._forget_dropped()
+        while self._recent and self._recent[0].last <= through:
+            self._recent.popleft()
+        safe = [mark for mark in self._marks if mark.number <= through]
+        if safe and safe[-1].number - self._marks[0].number >= MARK_EVERY:
+            self._file.drop_before(safe[-1].place)
 
     def close(self) -> None:
         """Commit and close the file. It is closed even if AgentError is raised, because the commit failed."""
@@ -193,51 +217,90 @@ class Journal:
             with contextlib.suppress(LogError):  # the caller gets the error of the commit
                 self._file.close()
 
-    def _read(self, number: int) -> tuple[int, Iterator[bytes]]:
-        """Read from the file: the number of the first remaining decision after `number`, and the bodies from it on."""
-        start = max(self._position(number + 1), self._file.first_position)
-        records = (record for record in self._file.records(start) if record.kind != MARK)
-        first = next(records)
-        return self._number(first.position), (record.body for record in chain((first,), records))
+    def _write(self, kind: int, payload: bytes) -> None:
+        before = self._file.sequence
+        try:
+            self._file.append(kind, payload)
+        except LogError as error:
+            raise AgentError(
+                f"agent {self._agent} stopped: it cannot write its decisions to its journal ({error}). It does nothing "
+                "more, because after a restart nobody could tell what was done. Make space, then start it again: it "
+                "continues from there"
+            ) from error
+        finally:
+            # Also where Ctrl-C came right after the group was written: it must not be written again.
+            if kind == DECISIONS and self._file.sequence != before:
+                self._uncommitted.clear()
+                self.committed = self.number
 
     def _mark(self) -> None:
-        body = encode(Mark(number=self.number, run=self.run, state=self.state))
-        position = self._file.append(MARK, self._agent, time.time_ns(), body)
-        self._marks.append((position, self.number))
+        start = _Start(self._file.end, self.number)
+        self._write(MARK, encode(Mark(number=self.number, run=self.run, state=self.state)))
+        self._marks.append(start)
 
-    def _fold(self, record: Record) -> None:
-        path, position = self._file.path, record.position
+    def _read(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the groups in the file from one at or before decision `number` + 1 on, and the number before each."""
+        self._forget_dropped()
+        starts = [start for start in (*self._marks, self._reading) if start.number <= number]
+        before = max((start.number for start in starts), default=self._marks[0].number)
+        place = next((start.place for start in starts if start.number == before), self._marks[0].place)
+        for frame in self._file.frames(place):
+            if frame.kind == DECISIONS:
+                self._reading = _Start(frame.place, before)
+                yield before, frame.payload
+                before += len(entries_decoder.decode(frame.payload))
+
+    def _forget_dropped(self) -> None:
+        first = self._file.first
+        if self._marks[0].place != first:
+            self._marks = [mark for mark in self._marks if mark.place >= first]
+        if self._reading.place < first:
+            self._reading = self._marks[0]
+
+    def _fold(self, frame: Frame) -> None:
+        path = self._file.path
         try:
-            if record.kind == MARK:
-                mark = _mark_decoder.decode(record.body)
+            if frame.kind == MARK:
+                mark = _mark_decoder.decode(frame.payload)
                 self.number, self.run, self.state = mark.number, mark.run, mark.state
-                self._marks.append((position, mark.number))
+                if frame.place == self._file.first:
+                    self._marks.clear()
+                self._marks.append(_Start(frame.place, mark.number))
             else:
-                decision = decision_decoder.decode(record.body)
-                self.state, effects = decide(self.state, event_decoder.decode(decision.event))
-                if encode(effects) != bytes(decision.effects):
-                    raise _other_logic(path, f"decision {position} would be a different one today")
-                self.number += 1
+                for entry in entries_decoder.decode(frame.payload):
+                    self.state, effects = decide(self.state, event_decoder.decode(entry.event))
+                    if encode(effects) != bytes(entry.effects):
+                        raise _other_logic(path, f"decision {self.number + 1} would be a different one today")
+                    self.number += 1
         except MsgspecError as error:
-            raise _other_logic(path, f"record {position} cannot be decoded ({error})") from error
+            what = f"decision {self.number + 1} cannot be decoded ({error})"
+            raise _other_logic(path, what) from error
         self.committed = self.number
-
-    def _position(self, number: int) -> int:
-        position, before = next((mark for mark in reversed(self._marks) if mark[1] < number), (0, 0))
-        return position + number - before
-
-    def _number(self, position: int) -> int:
-        start, before = next((mark for mark in reversed(self._marks) if mark[0] < position), (0, 0))
-        return before + position - start
 
 
 def archive_journal(path: Path) -> None:
     """Rename a closed journal, whose run is over, so that a new one can take its place. An older one is replaced."""
-    os.replace(path, path.with_suffix(".previous.db"))
+    os.replace(path, path.with_suffix(".previous.journal"))
+
+
+def _check_not_sqlite(path: Path) -> None:
+    """Raise AgentError where an earlier version kept its journal, an SQLite file."""
+    earlier = path.with_suffix(".db")
+    if earlier.exists() and not path.exists():
+        raise _other_logic(earlier, "an earlier rolloutctl wrote it, as an SQLite file, which this one does not read")
+
+
+def _damaged(error: LogCorrupt) -> NoReturn:
+    what = "Move the file away: the agent then begins a new journal and reads its engine"
+    raise LogCorrupt(f"{error}. {what}, and {_MISSING}", error.position) from error
 
 
 def _other_logic(path: Path, what: str) -> AgentError:
     return AgentError(
         f"the journal {path} cannot be continued: {what}. Start the agent once with the version that wrote it, so that "
-        "a call in flight can end; or move the file away: the agent then begins a new journal and reads its engine"
+        "a call in flight can end and its decisions reach the run's log. Then move the file away: the agent begins a "
+        f"new journal and reads its engine. If you skip the first step: {_MISSING}"
     )
+
+
+_MISSING: Final = "decisions that the bus does not have yet will be missing from the run's log"

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from schemas import wire
 from schemas.carriers.handshakes import DialledSocket
 from schemas.carriers.keys import Credentials, KeySource
-from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
+from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber, stays_here
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, BusAddressError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired
@@ -58,7 +58,8 @@ CREDIT: Final = 64
 PAUSE_MS_MAX: Final = 4_000
 """Longest pause between two attempts to join."""
 SILENT_MS: Final = 3_000
-"""Time without an answer to a heartbeat, beyond the one until the next, after which the agent dials anew."""
+"""Time without an answer to a question, after which the agent asks on another connection. A hello has one heartbeat
+longer: a bus that a whole fleet joins may answer late."""
 CONNECT_S: Final = 5.0
 """Time for a new connection to open, before another one is dialled."""
 ANSWER_S: Final = 4.0
@@ -67,6 +68,8 @@ BUSY_S: Final = 1.0
 """Time in which a bus that answers on a new connection would also answer on the old one."""
 HEADS_MISSED: Final = 5
 """Heads that fail to arrive before the agent subscribes anew."""
+HEADS_LATE: Final = 2
+"""Heads that fail to arrive before the agent doubts that the bus answers."""
 
 
 class RunChanged(RolloutctlError):
@@ -97,6 +100,8 @@ class Link:
         config: Intervals and limits.
         context: The ZeroMQ context.
         handle: Gives an event to the machine. Returns once it is decided and its effects are under way.
+        now_ms: The agent's monotonic time: that of the event loop.
+        wake_at: Asks for a call of `notice_time` at a moment, in ms.
         wall_ns: The node's wall clock.
         keys: What to dial with; None for a bus without keys.
 
@@ -113,14 +118,18 @@ class Link:
         config: AgentConfig,
         context: Context,
         handle: Callable[[Event], None],
+        now_ms: Callable[[], int],
+        wake_at: Callable[[int], None],
         wall_ns: Callable[[], int],
         keys: KeySource | None = None,
     ) -> None:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
+        self._now_ms = now_ms
         self._keys, self._attempt = keys, 0
-        # Without keys, few are refused: whether this one is, is found out when it dials a second time.
-        self._dealer = agent_dealer(context, bus, self._credentials(), watched=keys is not None, probe=True)
+        # A bus on this machine seldom has keys: whether it wants one is found out when the agent dials a second time.
+        self._may_be_refused = keys is not None or not stays_here(bus)
+        self._dealer = agent_dealer(context, bus, self._credentials(), watched=self._may_be_refused, probe=True)
         self._dialled = anyio.Event()
         self._hello = wire.Hello(
             identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
@@ -128,11 +137,14 @@ class Link:
         self._session: _Session | None = None
         self._welcomed = anyio.Event()
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # lease and heartbeat, as the last welcome set them
+        self._heartbeat_ms = self._intervals.heartbeat_ms  # as the bus last said
         self._heard_ms = self._answered_ms = self._published_ms = 0
+        self._asked_ms: int | None = None  # the first question since the last answer
+        self._asked = anyio.Event()
         self._unanswered = 0  # attempts to reach the bus on another connection since it last answered
         self._asking: CancelScope | None = None  # of the attempt to reach the bus on another connection
         self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
-        self._upload = DecisionUpload(journal, config.batch, self._send)
+        self._upload = DecisionUpload(journal, config.batch, self._send, now_ms, wake_at)
         self._waiting, self._malformed = WaitWarning(self._agent), MalformedWarning(self._agent)
 
     @property
@@ -148,14 +160,13 @@ class Link:
             RunChanged: The bus belongs to another run.
             AgentError: The journal cannot be written, or lost decisions that the bus has.
         """
-        self._heard_ms = self._answered_ms = now_ms()
+        self._heard_ms = self._answered_ms = self._now_ms()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_control)
             tasks.start_soon(self._send_heartbeats)
             tasks.start_soon(self._watch_lease)
             tasks.start_soon(self._watch_control)
             tasks.start_soon(self._stay_let_in)
-            tasks.start_soon(self._upload.run, lambda: self._intervals.heartbeat_ms / 4000)
             tasks.start_soon(self._waiting.run)
             await self._stay_joined()
 
@@ -176,8 +187,16 @@ class Link:
 
     def note_decision(self, state: AgentState) -> None:
         """Note a decision that led to `state`: upload it soon, and report at once if the agent became ready."""
-        self._upload.note()
+        self._upload.note(self._upload_delay_ms)
         self._heartbeat.note(state)
+
+    @property
+    def _upload_delay_ms(self) -> int:
+        return self._intervals.heartbeat_ms // 4
+
+    def notice_time(self, now_ms: int) -> None:
+        """Upload what was decided if it is time."""
+        self._upload.notice_time(now_ms)
 
     def leave(self) -> None:
         """Send what was decided, then say goodbye, for an orderly end. Never waits."""
@@ -209,6 +228,7 @@ class Link:
         while True:
             with anyio.move_on_after(self._jittered_s(pause_ms)), contextlib.suppress(anyio.ClosedResourceError):
                 # Closed: another connection has taken its place, and the next hello goes there.
+                self._note_question()
                 await self._dealer.send([self._header(), wire.encode(self._hello)])
                 self._hello = replace(self._hello, attempt=self._hello.attempt + 1)
                 if self._waiting.reason == unreachable:
@@ -225,7 +245,7 @@ class Link:
         """Begin a session, and continue the upload from where this bus stands."""
         if self._session is not None:
             return
-        self._session, self._intervals = _Session(welcome), welcome
+        self._session, self._intervals, self._heartbeat_ms = _Session(welcome), welcome, welcome.heartbeat_ms
         if not self._journal.run:
             self._journal.join_run(welcome.run)
         elif self._journal.run != welcome.run:
@@ -237,7 +257,7 @@ class Link:
                 "journal away and start the agent again: it begins a new journal and reads its engine"
             )
         self._heartbeat.restart()
-        self._upload.start(welcome.recorded_decisions)
+        self._upload.start(welcome.recorded_decisions, self._upload_delay_ms)
         self._welcomed.set()
 
     async def _serve(self, session: _Session) -> None:
@@ -252,6 +272,11 @@ class Link:
             await session.subscribed.wait()
             await self._join(session)
             self._waiting.reason = ""
+            state = self._journal.state
+            logger.info(
+                "agent %s joined run %s at %s: epoch %d, seq %d, committed weights v%d",
+                *(self._agent, session.welcome.run, self._bus, state.epoch, state.seq, state.desired.version),
+            )
             await anyio.sleep_forever()
 
     async def _join(self, session: _Session) -> None:
@@ -287,7 +312,7 @@ class Link:
             await anyio.sleep_forever()
             return
         while True:
-            since = now_ms()
+            since = self._now_ms()
             await anyio.sleep(HEADS_MISSED * head_interval_ms / 1000)
             if self._published_ms < since <= self._answered_ms:
                 return
@@ -350,17 +375,33 @@ class Link:
     async def _watch_control(self) -> None:
         """Ask on another connection whenever the bus has not answered for too long."""
         while True:
-            due_ms = self._answered_ms + self._intervals.heartbeat_ms + SILENT_MS
-            if now_ms() < due_ms:
-                await anyio.sleep_until(due_ms / 1000)
-            else:
-                await self._ask_elsewhere()
+            self._asked = anyio.Event()
+            while self._asked_ms is not None:
+                due_ms = self._asked_ms + SILENT_MS + (self._heartbeat_ms if self._session is None else 0)
+                if self._now_ms() < due_ms:
+                    await anyio.sleep_until(due_ms / 1000)
+                else:
+                    await self._ask_elsewhere()
+            await self._asked.wait()
+
+    def _note_question(self) -> None:
+        if self._asked_ms is None:
+            self._asked_ms = self._now_ms()
+            self._asked.set()
+
+    def _is_doubtful(self) -> bool:
+        """Whether something is missing that a bus within reach would have sent."""
+        head_ms = self._session.welcome.head_interval_ms if self._session is not None else None
+        late = head_ms is not None and self._now_ms() - self._published_ms > HEADS_LATE * head_ms
+        return late or self._upload.waits
 
     async def _ask_elsewhere(self) -> None:
         """Dial beside the old connection, and take its place if only the new one is answered."""
+        if not self._unanswered:
+            silent_s = (self._now_ms() - self._answered_ms) / 1000
+            logger.warning("agent %s lost its bus: no answer from %s for %.1f s", self._agent, self._bus, silent_s)
         self._unanswered += 1
-        # Without keys few are refused, and to find out takes two more sockets: not at the first attempt.
-        watched = self._keys is not None or self._unanswered > 1
+        watched = self._may_be_refused or self._unanswered > 1  # to find out takes two more sockets
         try:
             dealer = agent_dealer(self._context, self._bus, self._credentials(), watched=watched, probe=True)
         except BusAddressError as error:  # no descriptor is left: others may close some
@@ -375,11 +416,16 @@ class Link:
                 if not connecting.cancelled_caught and await self._answers(dealer):
                     logger.warning("agent %s: the bus answers on a new connection only: joining again", self._agent)
                     dealer, self._dealer = self._dealer, dealer
-                    self._answered_ms, self._unanswered = now_ms(), 0
+                    self._note_found(self._now_ms())
+                    self._answered_ms, self._asked_ms = self._now_ms(), None
                     self._end_session()
             finally:
                 dealer.close(0)
         self._asking = None
+
+    def _note_found(self, at_ms: int) -> None:
+        logger.info("agent %s found its bus again after %.1f s", self._agent, (at_ms - self._answered_ms) / 1000)
+        self._unanswered = 0
 
     async def _answers(self, dealer: DialledSocket) -> bool:
         """Whether the bus answers on this connection, while the old one stays silent."""
@@ -393,7 +439,7 @@ class Link:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def _on_publication(self, session: _Session, frames: list[bytes]) -> None:
-        received_ms = self._published_ms = now_ms()
+        received_ms = self._published_ms = self._now_ms()
         try:
             event = read_publication(frames, session.welcome.run, received_ms)
         except WireError as error:
@@ -413,8 +459,10 @@ class Link:
                     raise
 
     def _on_control(self, frames: list[bytes]) -> None:
-        received_ms = self._answered_ms = now_ms()
-        self._unanswered = 0
+        received_ms = self._now_ms()
+        if self._unanswered:
+            self._note_found(received_ms)
+        self._answered_ms, self._asked_ms = received_ms, None
         if self._asking is not None:
             self._asking.cancel()
         try:
@@ -434,6 +482,7 @@ class Link:
             case wire.Ack():
                 self._upload.apply_ack(message)
             case wire.TimeReply():
+                self._heartbeat_ms = message.heartbeat_ms or self._intervals.heartbeat_ms
                 self._heartbeat.apply_time(message)
             case wire.Snapshot():
                 self._handle(read_snapshot(head, message, received_ms))
@@ -474,6 +523,8 @@ class Link:
     def _send(self, message: wire.Upward, origin: int = 0, seq: int | None = None) -> bool:
         if self._session is None:
             return False
+        if isinstance(message, wire.TimeRequest):
+            self._note_question()
         body = wire.encode(message)
         if len(body) > wire.MAX_BYTES - 1024:
             logger.error("agent %s can't send %d bytes in one message", self._agent, len(body))
@@ -483,11 +534,7 @@ class Link:
     async def _send_heartbeats(self) -> None:
         while True:
             await self._welcomed.wait()
-            await self._heartbeat.beat(self._intervals.heartbeat_ms)
-            self._upload.retry(now_ms())
+            await self._heartbeat.wait(self._heartbeat_ms)
+            self._heartbeat.beat(doubtful=self._is_doubtful())
+            self._upload.retry()
             self._use_new_keys()
-
-
-def now_ms() -> int:
-    """Return the agent's monotonic time: that of the event loop, so that a test's clock applies here too."""
-    return int(anyio.current_time() * 1000)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Final
 
-import anyio
-
 from schemas.wire import MAX_STATE_BYTES, Ack, DecisionBatch, encode
 from workers.link.journal import Journal
 
@@ -20,50 +18,86 @@ STATE_EVERY: Final = 1024
 class DecisionUpload:
     """Sends the decisions of a journal, in order, at most `batch` in one message.
 
-    It sends nothing before the bus has reported which of them it holds.
+    It sends nothing before the bus has reported which of them it holds. A decision waits for others: a bus that gets
+    many at once takes each at a quarter of the cost. So a batch is sent when it is full, or some time after its first
+    decision was made.
+
+    Args:
+        journal: The journal.
+        batch: Most decisions in one message.
+        send: Sends a batch; False if it was dropped.
+        now_ms: The agent's monotonic time.
+        wake_at: Asks for a call of `notice_time` at a moment, in ms.
     """
 
-    def __init__(self, journal: Journal, batch: int, send: Callable[[DecisionBatch], bool]) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        batch: int,
+        send: Callable[[DecisionBatch], bool],
+        now_ms: Callable[[], int],
+        wake_at: Callable[[int], None],
+    ) -> None:
         self._journal, self._batch, self._send = journal, batch, send
+        self._now_ms, self._wake_at = now_ms, wake_at
         self._running = False
         self._acked = self._sent = 0  # the last decision that the bus holds, and the last sent to it
+        self._behind = False  # there is more to send as soon as the batch under way is acknowledged
         self._sent_ms = 0
         self._stated = 0  # the last decision after which the state was sent
-        self._noted = anyio.Event()
+        self._due_ms: int | None = None  # when to send, if there is something
 
-    def start(self, recorded: int) -> None:
-        """Continue after decision `recorded`, the last one that the bus holds."""
+    def start(self, recorded: int, delay_ms: int) -> None:
+        """Continue after decision `recorded`, the last one that the bus holds, within `delay_ms`."""
         self._running = True
         self._acked = self._sent = self._stated = recorded
-        self._noted.set()
+        self._due_ms = None
+        self.note(delay_ms)
+
+    @property
+    def waits(self) -> bool:
+        """A batch is under way that the bus has not acknowledged."""
+        return self._running and self._sent > self._acked
 
     def stop(self) -> None:
         """Send nothing until the next `start`."""
         self._running = False
 
-    def note(self) -> None:
-        """Say that there are new decisions."""
-        self._noted.set()
+    def note(self, delay_ms: int) -> None:
+        """Say that there are new decisions. They are written and sent within `delay_ms`."""
+        if self._due_ms is None:
+            self._due_ms = self._now_ms() + delay_ms
+            self._wake_at(self._due_ms)
+        elif self._running and self._sent == self._acked and self._journal.number - self._sent >= self._batch:
+            self._write_and_send()
 
-    async def run(self, delay_s: Callable[[], float]) -> None:
-        """Write and send decisions in groups, each `delay_s` after its first decision was made."""
-        while True:
-            await self._noted.wait()
-            await anyio.sleep(delay_s())
-            self._noted = anyio.Event()
-            self._journal.commit()
-            self.send_next()
+    def notice_time(self, now_ms: int) -> None:
+        """Send if it is time."""
+        if self._due_ms is None:
+            return
+        if now_ms < self._due_ms:
+            self._wake_at(self._due_ms)
+        else:
+            self._write_and_send()
 
-    def send_next(self) -> None:
-        """Send the next batch, unless one is under way."""
+    def _write_and_send(self) -> None:
+        self._due_ms = None
+        self._journal.commit()
+        self._send_next()
+
+    def _send_next(self) -> None:
+        """Send the next batch now, or when the one under way was acknowledged."""
         if self._sent == self._acked:
             self._send_after(self._acked)
+        else:
+            self._behind = True
 
-    def retry(self, now_ms: int) -> None:
-        """Resend a batch that was not acknowledged in time; otherwise send the next, if none is under way."""
-        if self._sent > self._acked and now_ms - self._sent_ms > ACK_TIMEOUT_MS:
-            self._sent = self._acked
-        self.send_next()
+    def retry(self) -> None:
+        """Send what was not acknowledged in time, or dropped on the way."""
+        if self._sent > self._acked and self._now_ms() - self._sent_ms > ACK_TIMEOUT_MS:
+            self._sent, self._behind = self._acked, True
+        if self._behind:
+            self._send_next()
 
     def flush(self) -> None:
         """Send everything that was not sent yet, without waiting for acks."""
@@ -71,12 +105,14 @@ class DecisionUpload:
             pass
 
     def apply_ack(self, ack: Ack) -> None:
-        """Drop from the journal what the bus holds, and send the next batch."""
+        """Drop from the journal what the bus holds. Continue at once if more had been waiting than fits a batch."""
         if ack.journal != self._journal.id or not self._acked < ack.through <= self._sent:
             return
+        behind = self._behind or ack.through < self._sent
         self._acked = self._sent = ack.through
         self._journal.release(ack.through)
-        self.send_next()
+        if behind:
+            self._send_next()
 
     def _send_after(self, number: int) -> bool:
         journal = self._journal
@@ -89,9 +125,10 @@ class DecisionUpload:
         state = encode(journal.state) if due and last == journal.number else b""
         state = state if len(state) <= MAX_STATE_BYTES else b""
         batch = DecisionBatch(journal=journal.id, first=first, decisions=decisions, state=state)
-        if not decisions or not self._send(batch):
+        if not self._send(batch):
+            self._behind = True
             return False
-        self._sent = last
+        self._sent, self._behind = last, last < journal.committed
         self._stated = last if state else self._stated
-        self._sent_ms = int(anyio.current_time() * 1000)
+        self._sent_ms = self._now_ms()
         return True

@@ -8,15 +8,16 @@ left, the calls come from `reconcile.py` alone.
 All functions with `effects` append to it and return the next state.
 """
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, Pushed, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
-from schemas.events import Answer, AwaitPush, Call, CommandReceived, Effect, Pause, Perform, Returned
-from schemas.identity import RolloutMode
+from schemas.events import AwaitPush, Call, CommandReceived, Effect, Pause, Perform, Returned
+from schemas.identity import OBSERVED
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import calls_for, finish_call, needs_no_engine
-from workers.machine.gate import expiry, is_targeted, must_wait, refusal, superseded
+from workers.machine.gate import answer_to, expiry, is_targeted, must_wait, refusal, superseded
 from workers.machine.order import drain_buffer
 from workers.machine.reconcile import PAUSE_AND_RESUME, adopt_pushed, reconcile
 from workers.machine.state import (
@@ -33,6 +34,10 @@ from workers.machine.suppressed import clear_suppressed, still_desired, suppress
 Effects = list[Effect]
 
 _SUPERSEDED = Skipped(Reason.SUPERSEDED)
+_GIVEN_UP: dict[type[Struct], tuple[int, ...]] = {ProfileCommand: (4, 7, 8, 9), EngineCommand: (8, 9)}
+"""By which rules a refused command's wish is not pursued either. A late profile start would profile another step; an
+engine that launches (rule 7) is brought to the desired state once it is up.
+"""
 
 
 def proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
@@ -100,20 +105,21 @@ def _adopted(state: AgentState) -> AgentState:
 
 def _own_calls(state: AgentState) -> tuple[Call, ...]:
     """Return the calls that an idle machine makes by itself. One that only observes makes none, whatever it saw."""
-    if state.identity.mode is RolloutMode.OBSERVED:
+    if state.identity.mode is OBSERVED:
         return ()
-    if state.joined and state.deferred_finish is not None:
+    if state.deferred_finish is not None and state.joined:
         return (state.deferred_finish,)
     if state.reconcile_blocked or state.identity.node_rank > 0 or state.engine.tokenizer != "present":
         return ()
     if state.engine.released:  # a call could kill the engine, and the trainer is at work on it
         return ()
-    pausing = state.waits_paused
     if not state.joined:  # nothing is known to be desired
         pausable = state.engine.generating and state.engine.operations >= PAUSE_AND_RESUME
-        return (Pause("abort"),) if pausing and pausable else ()
+        return (Pause("abort"),) if state.waits_paused and pausable else ()
     desired = still_desired(state.desired, state.suppressed)
-    return reconcile(replace(desired, generation="paused") if pausing else desired, state.engine, state.identity)
+    if state.bus_lost and state.waits_paused:
+        desired = replace(desired, generation="paused")
+    return reconcile(desired, state.engine, state.identity)
 
 
 def decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: int, effects: Effects) -> AgentState:
@@ -127,38 +133,34 @@ def decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: 
         suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
     desired = desired_after(state.desired, command, targeted, state.identity)
     expired = now_ms >= event.at_ms + event.ttl_ms
-    refused = expiry(state, event) if expired else refusal(state, event) or superseded(state, event)
-    answers = state.answers
-    if refused is not None:
-        effects.append(refused)
-        answers = remember(answers, refused)
-        if targeted and _gives_up(refused, command):
-            before = still_desired(state.desired, state.suppressed)
-            remaining = still_desired(desired, suppressed)
-            suppressed = suppress(suppressed, command, before, remaining, state.engine)
-    engine = state.engine
-    if targeted and desired is not state.desired and refused is None:
-        engine = expect_push(engine, desired)
-    decided = replace(
+    refused = expiry(state, event) if expired else refusal(state, event, targeted)
+    if refused is None and state.queue:
+        refused = superseded(state, event)
+    if refused is None:
+        engine = expect_push(state.engine, desired) if desired is not state.desired else state.engine
+        decided = replace(
+            state,
+            seq=seq,
+            desired=desired,
+            engine=engine,
+            suppressed=suppressed,
+            reconcile_blocked=False,
+            resend_from=0,
+        )
+        return _act(decided, state, event, effects)
+    effects.append(refused)
+    if targeted and refused.rule in _GIVEN_UP.get(type(command), ()):
+        before = still_desired(state.desired, state.suppressed)
+        suppressed = suppress(suppressed, command, before, still_desired(desired, suppressed), state.engine)
+    return replace(
         state,
         seq=seq,
         desired=desired,
-        engine=engine,
         suppressed=suppressed,
         reconcile_blocked=False,
         resend_from=state.resend_from if expired else 0,
-        answers=answers,
+        answers=remember(state.answers, refused),
     )
-    return _act(decided, state, event, effects) if refused is None else decided
-
-
-def _gives_up(refused: Answer, command: Command | UnknownCommand) -> bool:
-    """Whether what a refused command asks for is not pursued either. A late profile start would profile another step;
-    an engine that launches (rule 7) is brought to the desired state once it is up.
-    """
-    if isinstance(command, ProfileCommand):
-        return refused.rule in (4, 7, 8, 9)
-    return isinstance(command, EngineCommand) and refused.rule in (8, 9)
 
 
 def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
@@ -181,7 +183,7 @@ def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects
     if isinstance(result, tuple):
         if result:
             return _begin(state, event, result, event.at_ms + event.ttl_ms, effects, before)
-        return answer_command(state, event, acted(state, command, ()), effects)
+        return answer_command(state, event, acted(state.engine, command, ()), effects)
     if isinstance(result, Failed):
         state = suppress_failed(state, command, before)
     return answer_command(state, event, result, effects)
@@ -212,20 +214,20 @@ def answer_command(
     state: AgentState, event: CommandReceived, outcome: Outcome, effects: Effects, rule: int = 10
 ) -> AgentState:
     """Send the outcome of a command, and store it."""
-    answer = Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=rule)
+    answer = answer_to(event, outcome, rule)
     effects.append(answer)
     return replace(state, answers=remember(state.answers, answer))
 
 
 def acted(
-    state: AgentState,
+    engine: EngineState,
     command: Command | UnknownCommand,
     calls: tuple[str, ...],
     reported: Returned = NOTHING_REPORTED,
 ) -> Acted:
     """Return the outcome of a command whose calls succeeded, with what they reported."""
-    if isinstance(command, WeightSync):
-        return Acted(calls=calls, version=state.engine.version, digest=state.engine.digest)
+    if type(command) is WeightSync:
+        return Acted(calls=calls, version=engine.version, digest=engine.digest)
     if reported is NOTHING_REPORTED:
         return Acted(calls=calls)
     return Acted(

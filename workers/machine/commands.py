@@ -17,7 +17,7 @@ from schemas.commands import (
 )
 from schemas.desired import Desired, ProfileSession
 from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush, Observe
-from schemas.identity import Identity, Operation, RolloutMode
+from schemas.identity import COLOCATED, Identity, Operation
 from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
 from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
 from workers.machine.observe import with_engine_state
@@ -64,9 +64,9 @@ def missing_operation(command: Command | UnknownCommand, engine: EngineState) ->
     A change of weights or memory needs a pause before it and a resume after it. No engine has what an unknown command
     needs.
     """
-    if isinstance(command, UnknownCommand):
+    if type(command) is UnknownCommand:
         return "unknown"
-    if engine.operations >= _ALL or is_disk_command(command):
+    if engine.operations == _ALL or is_disk_command(command):
         return None
     needed = _BY_NAME[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
     if needed is None:
@@ -145,7 +145,7 @@ def _start(step: int, after: Desired, engine: EngineState, identity: Identity) -
 def _weights(
     command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity
 ) -> CallsOrOutcome:
-    if identity.mode is RolloutMode.COLOCATED:
+    if identity.mode is COLOCATED:
         return Skipped(Reason.MODE_NEVER_SYNCS)
     if command.version <= before.version:
         return Skipped(Reason.STALE_VERSION)

@@ -49,7 +49,7 @@ from schemas.events import (
     Stopping,
     Tick,
 )
-from schemas.identity import RolloutMode
+from schemas.identity import OBSERVED
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.advance import (
     Effects,
@@ -63,7 +63,7 @@ from workers.machine.advance import (
     suppress_failed,
 )
 from workers.machine.commands import stranded, without_memory
-from workers.machine.gate import must_wait
+from workers.machine.gate import answer_to, must_wait
 from workers.machine.observe import (
     apply_interruption,
     apply_observation,
@@ -87,12 +87,13 @@ from workers.machine.state import (
     AgentState,
     EngineState,
     call_name,
+    remember,
 )
 from workers.machine.suppressed import still_desired
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "next_deadline"]
 
-LOGIC = 5
+LOGIC = 6
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 _SUPERSEDED = Skipped(Reason.SUPERSEDED)
@@ -151,7 +152,7 @@ def in_sync(state: AgentState) -> bool:
         return False
     if state.identity.node_rank > 0:
         return True
-    if state.identity.mode is RolloutMode.OBSERVED:
+    if state.identity.mode is OBSERVED:
         return state.engine.tokenizer == "present"
     desired, engine = still_desired(state.desired, state.suppressed), state.engine
     held = holds_committed(desired, engine)
@@ -196,7 +197,7 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     call, result = activity.calls[0], event.result
     engine, failure = apply_result(state.engine, call, result, event.observation)
     engine = _with_progress(engine, event.observation, event.at_ms)
-    restarted = relaunched(state.engine, engine)
+    restarted = engine is not state.engine and relaunched(state.engine, engine)
     if failure is None and restarted:
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
@@ -204,14 +205,13 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         return _fail(replace(state, engine=engine), activity, failure, restarted, event.at_ms, effects)
     completed = (*activity.completed, call_name(call))
     reported = _merge(activity.reported, result) if isinstance(result, Returned) else activity.reported
-    trigger = activity.trigger
-    state = replace(state, engine=engine)
-    if isinstance(call, Observe):
-        state, activity, failure = _plan_again(state, activity)
+    if type(call) is Observe:
+        state, activity, failure = _plan_again(replace(state, engine=engine), activity)
         if failure is not None:
             return _fail(state, activity, failure, restarted, event.at_ms, effects)
-    engine, rest = state.engine, activity.calls[1:]
-    if state.waits_paused:  # a command that was decided before the bus was lost may still resume
+        engine = state.engine
+    rest = activity.calls[1:]
+    if rest and state.waits_paused:  # a command that was decided before the bus was lost may still resume
         rest = tuple(call for call in rest if not isinstance(call, Resume))
     if rest and not activity.overdue and state.stopping:
         return _stop_within(replace(state, engine=engine), activity, completed, effects)
@@ -220,10 +220,12 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         activity = replace(activity, calls=rest, call_id=call_id, completed=completed, reported=reported)
         effects.append(Perform(call_id=call_id, call=rest[0]))
         return replace(state, engine=engine, activity=activity, calls_made=call_id)
-    state = replace(state, engine=engine, activity=None)
+    answers, trigger = state.answers, activity.trigger
     if trigger is not None and not activity.overdue:
-        state = answer_command(state, trigger, acted(state, trigger.command, completed, reported), effects)
-    return proceed(state, event.at_ms, effects)
+        answer = answer_to(trigger, acted(engine, trigger.command, completed, reported))
+        effects.append(answer)
+        answers = remember(answers, answer)
+    return proceed(replace(state, engine=engine, activity=None, answers=answers), event.at_ms, effects)
 
 
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:
@@ -395,7 +397,7 @@ def _on_started(state: AgentState, event: Started) -> AgentState:
 def _on_observed(state: AgentState, event: EngineObserved, effects: Effects) -> AgentState:
     """Correct what is believed about the engine. After a restart, first resolve the call that was cut off."""
     observation = event.observation
-    if state.identity.mode is RolloutMode.OBSERVED:
+    if state.identity.mode is OBSERVED:
         engine = _with_progress(only_observed(state.engine, observation), observation, event.at_ms)
         return proceed(replace(state, engine=engine), event.at_ms, effects)
     if state.interrupted is not None and observation.tokenizer != "unknown":
@@ -426,6 +428,6 @@ def _resolve_interruption(
         message = f"the agent was restarted during {call_name(call)}, and the engine can't tell whether it was done."
         outcome: Outcome = Failed(ErrorKind.UNKNOWN, with_engine_state(message, engine))
         if done and len(interrupted.calls) == 1:
-            outcome = acted(state, trigger.command, (*interrupted.completed, call_name(call)))
+            outcome = acted(engine, trigger.command, (*interrupted.completed, call_name(call)))
         state = answer_command(state, trigger, outcome, effects)
     return proceed(state, event.at_ms, effects)

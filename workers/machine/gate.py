@@ -6,7 +6,7 @@ answers it once it has expired (4, or 7 if the engine is still launching). `refu
 
 from schemas.commands import EngineCommand, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived
-from schemas.identity import ROLLOUT, Operation, RolloutMode
+from schemas.identity import OBSERVED, ROLLOUT, Operation
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import is_disk_command, missing_operation, needs_no_engine
 from workers.machine.state import AgentState
@@ -34,34 +34,34 @@ def must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
 def expiry(state: AgentState, event: CommandReceived) -> Answer:
     """Rules 4 and 7: the answer to an expired command."""
     if not _awaits_launch(state, event):
-        return _answer(event, _EXPIRED, 4)
+        return answer_to(event, _EXPIRED, 4)
     reason = state.engine.trouble or "its engine was still launching"
     message = f"replica {state.identity.replica} could not act before the command expired: {reason}. "
     if isinstance(event.command, ProfileCommand):  # a session that begins late would record another step
         message += "The engine was not called."
     else:
         message += "The engine was not called; it is brought to the desired state as soon as it is up."
-    return _answer(event, Failed(ErrorKind.ENGINE_NOT_READY, message), 7)
+    return answer_to(event, Failed(ErrorKind.ENGINE_NOT_READY, message), 7)
 
 
-def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
+def refusal(state: AgentState, event: CommandReceived, targeted: bool) -> Answer | None:
     """Rules 5, 6, 8 and 9: the answer to a command on which this agent must not act; None if it may."""
     identity, command = state.identity, event.command
-    if not is_targeted(state, event):
-        return _answer(event, _NOT_TARGETED, 5)
-    if identity.mode is RolloutMode.OBSERVED:
-        return _answer(event, _OBSERVING, 5)
+    if not targeted:
+        return answer_to(event, _NOT_TARGETED, 5)
+    if identity.mode is OBSERVED:
+        return answer_to(event, _OBSERVING, 5)
     if identity.role != ROLLOUT and isinstance(command, WeightSync | EngineCommand):
-        return _answer(event, _NOT_AN_ENGINE, 5)
+        return answer_to(event, _NOT_AN_ENGINE, 5)
     if identity.node_rank > 0:
         if not is_disk_command(command):
-            return _answer(event, _NOT_PRIMARY, 6)
+            return answer_to(event, _NOT_PRIMARY, 6)
     elif state.engine.tokenizer == "absent":
         message = (
             f"replica {identity.replica} has no tokenizer manager on its node rank 0, so its engine can't be "
             "commanded. It was not called: check how it was launched."
         )
-        return _answer(event, Failed(ErrorKind.TOKENIZER_MISSING, message), 8)
+        return answer_to(event, Failed(ErrorKind.TOKENIZER_MISSING, message), 8)
     missing = missing_operation(command, state.engine)
     if missing is None or needs_no_engine(command, state.engine, identity):
         return None
@@ -82,7 +82,7 @@ def refusal(state: AgentState, event: CommandReceived) -> Answer | None:
             f"{state.engine.name} has no operation {missing}; it has: {available}. For a server, `rolloutctl engine "
             "probe URL` says how to launch it."
         )
-    return _answer(event, Failed(ErrorKind.UNSUPPORTED, message), 9)
+    return answer_to(event, Failed(ErrorKind.UNSUPPORTED, message), 9)
 
 
 def superseded(state: AgentState, event: CommandReceived) -> Answer | None:
@@ -94,16 +94,17 @@ def superseded(state: AgentState, event: CommandReceived) -> Answer | None:
         return None
     later = (queued.command for queued in state.queue if is_targeted(state, queued))
     begun = (sync.version for sync in later if isinstance(sync, WeightSync) and sync.phase == "prepare")
-    return _answer(event, _SUPERSEDED, 10) if any(version > command.version for version in begun) else None
+    return answer_to(event, _SUPERSEDED, 10) if any(version > command.version for version in begun) else None
 
 
-def _answer(event: CommandReceived, outcome: Outcome, rule: int) -> Answer:
+def answer_to(event: CommandReceived, outcome: Outcome, rule: int = 10) -> Answer:
+    """Return the answer to a command."""
     return Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=rule)
 
 
 def _awaits_launch(state: AgentState, event: CommandReceived) -> bool:
     """Whether the command needs an engine that may still be launching."""
-    if state.identity.mode is RolloutMode.OBSERVED:
+    if state.identity.mode is OBSERVED:
         return False
     if state.engine.tokenizer != "unknown" or state.identity.node_rank > 0 or not is_targeted(state, event):
         return False

@@ -4,7 +4,7 @@ An engine's answer is not trusted where the engine can be read: a call that succ
 what an observation reports replaces what was believed. What an engine cannot report is still believed.
 """
 
-from typing import assert_never
+from typing import Final, assert_never
 
 from msgspec.structs import replace
 
@@ -35,6 +35,10 @@ from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
 from workers.machine.reconcile import as_committed, differs, label_of
 from workers.machine.state import EngineState, call_name
+
+_LOADS: Final = (Load, AwaitPush)
+_SHOWS_NOTHING: Final = frozenset({Flush, Abort, CheckSource, CheckProfile, CollectTraces, FinishProfile})
+"""Calls of which no observation shows whether they were made."""
 
 
 def apply_observation(engine: EngineState, observation: Observation) -> EngineState:
@@ -112,7 +116,7 @@ def apply_result(
 
     `engine` is what was believed before the call, `observation` what was read after it (None: nothing could be read).
     """
-    if isinstance(result, Fault):
+    if not isinstance(result, Returned):
         after = _after_fault(engine, call, result)
         if observation is not None:
             intact = not engine.torn and _same_digest(engine, observation)
@@ -120,18 +124,20 @@ def apply_result(
             after = replace(after, torn=(after.torn or _discards(call)) and not intact)
         return after, Failed(ErrorKind(result.kind), with_engine_state(result.message, after))
     called = _after_success(engine, call, result)
-    if isinstance(call, Observe) and (observation is None or (engine.unread and observation.label is None)):
+    if type(call) is Observe and (observation is None or (engine.unread and observation.label is None)):
         after = called if observation is None else apply_observation(called, observation)
         message = f"{after.name} did not say what it holds, which the trainer may have changed."
         return after, Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, after))
     if observation is None:
         return called, None
+    if type(call) in _SHOWS_NOTHING:
+        return apply_observation(called, observation), None
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
     if _discards(call):  # even if the engine was relaunched meanwhile: either launch may have made the call
         after = replace(after, torn=True)
     if failure is not None:
-        torn = after.torn or isinstance(call, Load | AwaitPush)
+        torn = after.torn or isinstance(call, _LOADS)
         return replace(after, torn=torn), Failed(failure.error, with_engine_state(failure.message, after))
     if isinstance(call, Observe):
         after = replace(after, unread=False)
@@ -196,7 +202,7 @@ def contradiction(call: Call, result: Returned, observation: Observation) -> Fai
     found = _contradicting(call, observation)
     if found is not None:
         return Failed(ErrorKind.NO_EFFECT, f"{observation.engine} reported success for {call_name(call)}, but {found}.")
-    return _digest_contradiction(call, result, observation) if isinstance(call, Load | AwaitPush) else None
+    return _digest_contradiction(call, result, observation) if isinstance(call, _LOADS) else None
 
 
 def _contradicting(call: Call, observation: Observation) -> str | None:

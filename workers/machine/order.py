@@ -25,9 +25,8 @@ def is_next(state: AgentState, event: CommandReceived) -> bool:
     """Whether the command is next and nothing else waits. Then it skips the queue, which is the usual case."""
     return (
         event.seq == state.seq + 1
-        and event.epoch == state.epoch
-        and state.joined
-        and not state.diverged
+        and event.epoch == state.epoch == state.history  # so the agent has joined, and has not diverged
+        and not state.bus_lost
         and not (state.queue or state.reorder_buffer)
         and state.activity is None
     )

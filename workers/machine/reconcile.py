@@ -29,7 +29,7 @@ from schemas.events import (
     StopProfile,
     Wake,
 )
-from schemas.identity import Identity, Operation, RolloutMode
+from schemas.identity import COLOCATED, Identity, Operation
 from schemas.selection import trace_directory
 from workers.machine.state import EngineState
 
@@ -204,7 +204,7 @@ def plan_memory(desired: Desired, engine: EngineState, identity: Identity, loadi
     first = waking & {"weights"} if loading and len(waking) > 1 else waking
     rest = waking - first
     # A replica that never syncs could not load its weights again.
-    discard = desired.discard and "weights" in releasing and identity.mode is not RolloutMode.COLOCATED
+    discard = desired.discard and "weights" in releasing and identity.mode is not COLOCATED
     return MemoryPlan(
         wake=(Wake(first),) if first else (),
         wake_rest=(Wake(rest),) if rest else (),
@@ -239,7 +239,7 @@ def _directory(session: ProfileSession, identity: Identity) -> str:
 
 def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
     """Return the weights that the engine should hold now, or None if it should keep what it has."""
-    if identity.mode is RolloutMode.COLOCATED:
+    if identity.mode is COLOCATED:
         return None
     if desired.sync is not None:  # also for a replica in quarantine: a sync is its way back
         return desired.sync if desired.sync.phase == "load" else None
@@ -289,7 +289,7 @@ def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
 
 def _is_known(engine: EngineState) -> bool:
     """Whether the engine holds the weights of `version`."""
-    return not (engine.torn or engine.unread or engine.foreign)
+    return not (engine.torn or engine.unread) and engine.label == engine.version_label
 
 
 def adopt_pushed(engine: EngineState, desired: Desired, identity: Identity) -> EngineState:
@@ -312,9 +312,10 @@ def differs(digest: str | None, manifest: Manifest | None) -> bool:
 
 def is_stranded(desired: Desired, engine: EngineState, identity: Identity) -> bool:
     """Whether the engine can't get back to weights that it may serve before the next sync."""
-    if identity.mode is RolloutMode.COLOCATED or desired.sync is not None or desired.quarantined or engine.unread:
+    if identity.mode is COLOCATED or desired.sync is not None or desired.quarantined or engine.unread:
         return False
-    if holds_committed(desired, engine) or "weights" in desired.asleep:
+    # Weights wait for their memory only where a command releases it: nothing wakes what this engine can't put to sleep.
+    if holds_committed(desired, engine) or "weights" in attainable(desired, engine).asleep:
         return False
     return desired.committed is None or durable(desired.committed) is None
 
