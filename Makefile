@@ -3,14 +3,17 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
-# Exactly this version: an open range installs a build with several gigabytes of CUDA. Set TORCH to your own for a GPU.
+# Where an index serves this version with CUDA, that is several gigabytes: then nothing is fetched until you have chosen, by
+# setting TORCH. With uv it is the build for TORCH_BACKEND: cpu, auto (for the GPU that is here), cu130 …
 TORCH  ?= torch==2.13.0
+UV     ?= $(shell command -v uv)
+TORCH_BACKEND ?= cpu
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # In parallel, one worker per core. PYTEST_XDIST_AUTO_NUM_WORKERS sets another number.
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --durations=10
 
-.PHONY: demo demo-vllm test test-long test-attacks test-engines test-trainers test-perfetto test-browser environments lint docs bench clean
+.PHONY: demo demo-vllm test test-long test-attacks test-engines test-trainers test-perfetto test-browser test-pythons test-recipes environments lint docs bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/rolloutctl demo
@@ -55,6 +58,16 @@ test-browser: $(VENV)/.ready
 	$(PIP) install --editable ".[browser]"
 	$(BIN)/python -m pytest -m browser
 
+# The package alone, without extras, for each Python in its classifiers that is here: installed, imported, logs replayed, a
+# sync. Half a minute each.
+test-pythons: $(VENV)/.ready
+	$(BIN)/python -m tests.pythons
+
+# docs/recipes, by the programs that check such files (180 MB).
+test-recipes: $(VENV)/.ready
+	$(PIP) install --editable ".[recipes]"
+	$(BIN)/python -m pytest tests/processes/test_recipes.py
+
 # Everything that the targets above install for themselves, in advance. Installs the browser only for root.
 environments: $(VENV)/.ready
 	command -v chromium > /dev/null || (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
@@ -71,15 +84,34 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
 
+# All benchmarks, one after the other, on a machine that does nothing else: about 15 minutes. Then their figures go into
+# docs/performance.md and README.md. One that fails leaves its old figures, and the others still run.
 bench: $(VENV)/.bench-ready
-	$(BIN)/python -m bench.fanout --out bench/fanout.json
-	$(BIN)/python -m bench.machines --out bench/machines.json
-	$(BIN)/python -m bench.join --out bench/join.json
+	rm -f bench/*.json
+	-timeout 400 $(BIN)/python -m bench.fanout --out bench/fanout.json
+	-timeout 400 $(BIN)/python -m bench.speakers --out bench/speakers.json
+	-timeout 400 $(BIN)/python -m bench.speakers --agents 64,1024 --blocks 3 --uploads --out bench/uploads.json
+	-timeout 400 $(BIN)/python -m bench.parts --out bench/parts.json
+	-timeout 400 $(BIN)/python -m bench.trainer --out bench/trainer.json
+	-timeout 400 $(BIN)/python -m bench.agents --out bench/agents.json
+	-timeout 400 $(BIN)/python -m bench.join --agents 256,1024 --out bench/join.json
+	-timeout 400 $(BIN)/python -m bench.machines --out bench/machines.json
+	-timeout 400 $(BIN)/python -m bench.logs --commands 30000 --out bench/logs.json
+	-timeout 400 $(BIN)/python -m bench.weights --out bench/weights.json
+	$(BIN)/python -m bench.page
 
 $(VENV)/.ready: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Once: torch ($(TORCH); TORCH=... for another build) and some small packages, into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
-	$(PIP) install "$(TORCH)"
+ifneq ($(UV),)
+	$(UV) pip install --python $(BIN)/python --torch-backend $(TORCH_BACKEND) "$(TORCH)"
+else
+ifeq ($(origin TORCH),file)
+	@$(PIP) install --dry-run --report - "$(TORCH)" | $(BIN)/python -m tests.torch_build "$(TORCH)"
+endif
+	$(BIN)/python -m pip --disable-pip-version-check install "$(TORCH)"
+endif
 	$(PIP) install --editable ".[torch,dev,docs,speed]"
 	touch $@
 

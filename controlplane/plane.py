@@ -27,6 +27,7 @@ from controlplane.phased_sync import PhasedSync, SendWeights, send_when_loading
 from controlplane.record.log import RunLog
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
+from schemas.carriers.filesystems import network_type
 from schemas.carriers.keys import KEYS_VARIABLE
 from schemas.carriers.sockets import Context
 from schemas.commands import (
@@ -42,6 +43,7 @@ from schemas.commands import (
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
 from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
+from schemas.formatting import escape_html
 from schemas.identity import Identity, InFlight, Tag
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
@@ -67,8 +69,10 @@ class ControlPlane:
 
     Args:
         address: Where agents connect, e.g. tcp://127.0.0.1:5555. Port 0 lets the system choose; see `.address`.
-        log: File of the run's log. It is created, or continued if it exists. Must be on a local disk.
-        run: Id of a new run; None to generate one.
+        log: File of the run's log. Must be on a local disk.
+        run: What to do with the log. `"new"`: begin a run, and keep the log of an earlier one beside it, as
+            `run.<its id>.db`. `"resume"`: continue the run in it, which must exist. Anything else is an id, of a new
+            run or of the one that the log must be of. None: continue the run if there is one, and warn, or begin one.
         config: Intervals and limits of the bus.
         profiler: Which steps `step` profiles, and how.
         checkpoints: Directory that checkpoint paths are relative to on this machine. Each agent is configured with
@@ -124,7 +128,23 @@ class ControlPlane:
                 age_max_s=config.log_age_max_s,
             )
             stack.callback(log.close)
-            bus = Bus(self._address, log, self._config, insecure=self._insecure, keys=self._keys, context=self._context)
+            if filesystem := network_type(Path(self._log)):
+                logger.warning(
+                    "the log %s is on a network file system (%s): each group is written more slowly, and others should "
+                    "read it on this machine only. A local disk is better",
+                    *(self._log, filesystem),
+                )
+            if log.continues and self._run is None:
+                logger.warning('%s. run="resume" says that this is meant', log.continues)
+            bus = Bus(
+                self._address,
+                log,
+                self._config,
+                insecure=self._insecure,
+                keys=self._keys,
+                checkpoints=self._checkpoints,
+                context=self._context,
+            )
             thread = BusThread(bus, self._owner or threading.current_thread())
             thread.start()
             stack.pop_all()  # the bus closes the log
@@ -235,6 +255,12 @@ class ControlPlane:
             CommandError: From the ticket. An agent is running there, or the run has no such place; nothing was retired.
         """
         return self.bus.retire(tuple(str(place) for place in places))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the fleet at this moment."""
+        if self._opened is None:
+            return f"<pre>{escape_html(str(self._closed()))}</pre>"
+        return self.status()._repr_html_()
 
     @property
     def profile_reports(self) -> deque[Report]:

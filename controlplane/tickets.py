@@ -1,11 +1,13 @@
 """What a caller holds while a command is in flight: resolved by the bus, waited for in any thread or event loop."""
 
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from typing import Generic, TypeVar
+from threading import Lock
+from typing import Generic, TypeVar, cast
 
 from schemas.carriers.wakeup import Wakeup
+from schemas.logs import logger_of
+
+logger = logger_of("bus")
 
 R = TypeVar("R")
 
@@ -20,11 +22,17 @@ class Ticket(Generic[R]):
         number: Identifies the request in the run's log.
     """
 
-    __slots__ = ("_future", "number")
+    __slots__ = ("_callbacks", "_error", "_gate", "_lock", "_result", "number")
 
     def __init__(self, number: int) -> None:
+        # Two bare locks, because a `concurrent.futures.Future` costs the bus and its caller several times as much.
         self.number = number
-        self._future: Future[R] = Future()
+        self._lock = Lock()  # around a change of the callbacks
+        self._callbacks: list[Callable[[], object]] | None = []  # None once it has ended
+        self._gate = Lock()  # held until it has ended
+        self._gate.acquire()
+        self._result: R | None = None
+        self._error: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"<Ticket {self.number}, {'done' if self.done else 'open'}>"
@@ -32,7 +40,7 @@ class Ticket(Generic[R]):
     @property
     def done(self) -> bool:
         """Whether waiting would return or raise at once."""
-        return self._future.done()
+        return self._callbacks is None
 
     def wait(self, timeout: float | None = None) -> R:
         """Block the thread until the result is there, and return it.
@@ -43,31 +51,63 @@ class Ticket(Generic[R]):
         Raises:
             TimeoutError: `timeout` is over. The command is still in flight, and may be waited for again.
         """
-        return self._future.result(timeout)
+        if self._callbacks is not None:
+            if not self._gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                raise TimeoutError(f"ticket {self.number} is still open after {timeout:g} s")
+            self._gate.release()  # for whoever waits too
+        return self._outcome()
 
     def __await__(self) -> Generator[object, None, R]:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> R:
-        if not self._future.done():
+        if self._callbacks is not None:
             wakeup = Wakeup()
             try:
-                self._future.add_done_callback(lambda _: wakeup.notify())
+                self._on_end(wakeup.notify)
                 await wakeup.wait()
             finally:
                 wakeup.close()
-        return self._future.result()
+        return self._outcome()
 
     def when_done(self, callback: Callable[["Ticket[R]"], object]) -> None:
         """Call `callback` with this ticket when it ends, in the bus's thread. It must neither block nor raise."""
-        self._future.add_done_callback(lambda _: callback(self))
+        self._on_end(lambda: callback(self))
 
     def resolve(self, result: R) -> None:
         """Set the result. For the bus; without effect on a ticket that has ended."""
-        with suppress(InvalidStateError):
-            self._future.set_result(result)
+        self._end(result, None)
 
     def fail(self, error: BaseException) -> None:
         """Set an error. For the bus; without effect on a ticket that has ended."""
-        with suppress(InvalidStateError):
-            self._future.set_exception(error)
+        self._end(None, error)
+
+    def _on_end(self, callback: Callable[[], object]) -> None:
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        _call(callback)
+
+    def _end(self, result: R | None, error: BaseException | None) -> None:
+        with self._lock:
+            callbacks = self._callbacks
+            if callbacks is None:
+                return
+            self._result, self._error, self._callbacks = result, error, None
+        self._gate.release()
+        for callback in callbacks:
+            _call(callback)
+
+    def _outcome(self) -> R:
+        if self._error is not None:
+            raise self._error
+        return cast(R, self._result)
+
+
+def _call(callback: Callable[[], object]) -> None:
+    """Call it in a thread that others depend on: it must not end for an error of one caller."""
+    try:
+        callback()
+    except Exception:
+        logger.exception("what was to be called at the end of a ticket raised")

@@ -4,13 +4,15 @@ Exit codes: 0 done; 1 done, but something is wrong (an agent failed, a log diffe
 not be done (no bus answered, a file can't be used); 130 interrupted. Results go to stdout, errors to stderr.
 """
 
-import logging
 import os
 import sys
 from importlib import import_module
+from typing import Any
 
 import click
 
+from controlplane.cli import interrupt
+from controlplane.cli.command_line import PROBLEM, Group
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.formatting import printable
 
@@ -25,15 +27,17 @@ COMMANDS = {
     "observe": "controlplane.cli.observe:observe",
     "timeline": "controlplane.cli.timeline:timeline",
     "report": "controlplane.cli.report:report",
+    "stall": "controlplane.cli.stall:stall",
+    "top": "controlplane.cli.top:top",
     **{
         name: f"controlplane.cli.operate:{name}"
-        for name in ("status", "profile", "pause", "resume", "flush", "sleep", "wake", "abort", "retire")
+        for name in ("status", "profile", "pause", "resume", "flush", "sleep", "wake", "abort", "retire", "sync")
     },
 }
 """Module and attribute of each command."""
 
 
-class Commands(click.Group):
+class Commands(Group):
     """A group that imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -48,24 +52,40 @@ class Commands(click.Group):
         command: click.Command = getattr(import_module(module), attribute)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Whoever reads its output may have read enough, as in `| head`: that is no error."""
+        try:
+            super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(PROBLEM in ctx.meta)
 
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="rolloutctl")
-@click.option("-v", "--verbose", is_flag=True, help="Log everything, including skips.")
-@click.option("-q", "--quiet", is_flag=True, help="Log warnings only.")
-def cli(verbose: bool, quiet: bool) -> None:
-    """The control plane between a reinforcement-learning trainer and its rollout engines."""
-    level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("rolloutctl").setLevel(level)
+
+@click.command(
+    cls=Commands,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "auto_envvar_prefix": "ROLLOUTCTL",
+    },
+)
+@click.version_option(package_name="rolloutctl", allow_from_autoenv=False)
+def cli() -> None:
+    """The control plane between a reinforcement-learning trainer and its rollout engines.
+
+    Options may stand before or after the name of a command. Each can be set in the environment too; a command's help
+    names the variable.
+    """
 
 
 def main() -> None:
     """Entry point of the script. Exits the process."""
+    interrupt.install()
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="rolloutctl", standalone_mode=False)
     except click.Abort:
-        code = 130
+        code = interrupt.CODE
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -73,9 +93,6 @@ def main() -> None:
         code = _fail(error, 2)
     except RolloutctlError as error:
         code = _fail(error, 3)
-    except BrokenPipeError:  # for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -1,5 +1,6 @@
 """`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
+import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,17 @@ from anyio import CancelScope
 from click.core import ParameterSource
 from msgspec.structs import replace
 
+from controlplane.cli.command_line import Command, api_key_file, metrics_port
+from controlplane.cli.config_file import (
+    AUTO,
+    PRINTED,
+    AutoRange,
+    Needed,
+    config_text,
+    note_printing,
+    read_config_file,
+)
+from controlplane.cli.interrupt import end_soon
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
 from schemas.errors import ConfigError, RolloutctlError
@@ -20,6 +32,8 @@ from schemas.profiler.config import ProfilerConfig, read_config
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
 from workers.engines.factory import EngineOptions, make_engine, view_engine
+from workers.launchers import find_place
+from workers.state_folder import state_folder
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
@@ -33,37 +47,78 @@ MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSE
 OBSERVING = frozenset(
     {
         *("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "observe", "kind", "url", "api_key_file"),
-        *("state_dir", "wedged_after"),
+        *("state_dir", "wedged_after", "metrics_port"),
     }
 )
 """Parameters that go with `--observe`. All others are about commands."""
 
 
-def _state_home() -> str:
-    return str(Path(click.get_app_dir("rolloutctl", force_posix=False)) / "state")
-
-
-@click.command(short_help="Run an agent beside an engine.")
-@click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
-@click.option("--keys", type=_PATH, help="File with this agent's key.  [default: ROLLOUTCTL_KEY_FILE]")
-@click.option("--replica", type=click.IntRange(0, REPLICAS_MAX - 1), required=True, help="Its index in the job.")
+@click.command(cls=Command, short_help="Run an agent beside an engine.")
 @click.option(
-    "--node-rank", type=click.IntRange(0, NODES_MAX - 1), default=0, show_default=True, help="Index of the node."
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=read_config_file,
+    help="File with options (TOML). The command line and the environment come before it.",
 )
-@click.option("--nnodes", type=click.IntRange(1, NODES_MAX), default=1, show_default=True, help="Nodes of the replica.")
+@click.option(
+    "--print-config",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=note_printing,
+    help="Print such a file with all options as they are now, and exit.",
+)
+@click.option(
+    "--bus",
+    cls=Needed,
+    envvar="ROLLOUTCTL_BUS",
+    required=True,
+    help="Address of the trainer's bus, tcp://HOST:PORT.",
+)
+@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
+@click.option(
+    "--replica",
+    cls=Needed,
+    type=AutoRange(0, REPLICAS_MAX - 1),
+    metavar="N|auto",
+    required=True,
+    help="Its index in the job; auto: what Slurm, torchrun or Kubernetes says.",
+)
+@click.option(
+    "--node-rank",
+    type=AutoRange(0, NODES_MAX - 1),
+    metavar="N|auto",
+    default=0,
+    show_default=True,
+    help="Index of the node.",
+)
+@click.option(
+    "--nnodes",
+    type=AutoRange(1, NODES_MAX),
+    metavar="N|auto",
+    default=1,
+    show_default=True,
+    help="Nodes of the replica.",
+)
 @click.option(
     "--gpus-per-node", type=click.IntRange(1, GPUS_PER_NODE_MAX), default=1, show_default=True, help="On each node."
 )
 @click.option("--mode", type=click.Choice(MODES), default="hybrid", show_default=True)
 @click.option("--observe", is_flag=True, help="Only observe an engine that somebody else commands; change nothing.")
 @click.option(
-    "--engine", "kind", required=True, help="tiny, sglang, vllm, an installed adapter's name, or MODULE:CLASS of one."
+    "--engine",
+    "kind",
+    cls=Needed,
+    required=True,
+    help="tiny, sglang, vllm, an installed adapter's name, or MODULE:CLASS of one.",
 )
 @click.option(
     "--url",
     help="Address of this node's engine server, http://HOST:PORT; with --observe, also ipc://PATH of a tiny engine.",
 )
-@click.option("--api-key-file", type=_PATH, help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
+@api_key_file
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
 @click.option("--launch-log", type=_PATH, help="The server's output.  [default: in --state-dir]")
@@ -89,8 +144,7 @@ def _state_home() -> str:
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    default=_state_home,
-    help="Folder of the journal, on a local disk.  [default: the user's state folder]",
+    help="Folder of the journal, on a local disk.  [default: one for this bus in ~/.local/state/rolloutctl]",
 )
 @click.option(
     "--on-lost-bus",
@@ -113,23 +167,22 @@ def _state_home() -> str:
     show_default=True,
     help="Seconds without a token, with requests running, after which the replica is not ready.",
 )
+@metrics_port
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
     bus: str,
     keys: Path | None,
-    replica: int,
-    node_rank: int,
-    nnodes: int,
     gpus_per_node: int,
     mode: str,
     observe: bool,
-    state_dir: Path,
+    state_dir: Path | None,
     **options: Any,
 ) -> None:
     """Run the agent of one node. It connects to the bus, executes every command, and answers.
 
-    On SIGTERM or Ctrl-C it waits for the engine call in flight, tells the bus that it leaves, and exits. It may also be
-    killed and restarted at any time: it resumes from its journal and the state of its engine.
+    On SIGTERM it waits for the engine call in flight, tells the bus that it leaves, and exits. On Ctrl-C it does the
+    same within two seconds, or leaves the call behind. It may also be killed and restarted at any time: it resumes from
+    its journal and the state of its engine.
 
     \b
     Beside a running server:
@@ -140,26 +193,21 @@ def agent(
       rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine sglang --url http://127.0.0.1:30000 \\
         --launch -- python -m sglang.launch_server --model-path /models/m --port 30000
     """
-    try:
-        identity = Identity(
-            replica=replica,
-            node_rank=node_rank,
-            nnodes=nnodes,
-            gpus_per_node=gpus_per_node,
-            mode=RolloutMode.OBSERVED if observe else RolloutMode(mode),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    if PRINTED in (context := click.get_current_context()).meta:
+        click.echo(config_text(context))
+        return
+    identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))
     engine: Engine | EngineView
     traces, router = None, None
     if observe:
-        _require_observing(click.get_current_context())
+        _require_observing(context)
         engine = view_engine(options["kind"], _engine_options(identity, options, Path()))
     else:
         profiler = _profiler(options)
         traces = NodeTraces(Path(profiler.save_path), identity, profiler.finish_hook_cmd)
         engine = _engine(identity, options, Path(profiler.save_path))
         if options["launch"]:
+            state_dir = state_dir or state_folder(bus)
             engine = _launched(identity, state_dir, options, engine, profiler)
         router = _router(options)
     config = AgentConfig(
@@ -169,12 +217,27 @@ def agent(
         bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces, config=config, keys=keys
     )
     uvloop = find_spec("uvloop") is not None
-    interrupted = anyio.run(_serve, node, bus, router, backend_options={"use_uvloop": uvloop})
+    metrics = options["metrics_port"]
+    interrupted = anyio.run(_serve, node, bus, router, metrics, backend_options={"use_uvloop": uvloop})
     if interrupted:
         raise click.Abort
 
 
-async def _serve(node: Agent, bus: str, router: "Router | None") -> bool:
+def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
+    """The agent's place. Where the launcher says it, a line in the log shows how."""
+    given = {name: options[name] for name in ("replica", "node_rank", "nnodes")}
+    replica, node_rank, nnodes = given.values()
+    if AUTO in given.values():
+        asked = {name: None if value == AUTO else value for name, value in given.items()}
+        replica, node_rank, nnodes, origins = find_place(os.environ, **asked)
+        logger.info("agent %s.%s: %s", replica, node_rank, "; ".join(origins))
+    try:
+        return Identity(replica=replica, node_rank=node_rank, nnodes=nnodes, gpus_per_node=gpus_per_node, mode=mode)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+async def _serve(node: Agent, bus: str, router: "Router | None", metrics: str | None) -> bool:
     """Return whether Ctrl-C ended it."""
     signals: list[signal.Signals] = []
     failure: RolloutctlError | None = None
@@ -185,6 +248,8 @@ async def _serve(node: Agent, bus: str, router: "Router | None") -> bool:
                 logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
                 if router is not None:
                     tasks.start_soon(router.follow, running)
+                if metrics is not None:
+                    _serve_metrics(running, metrics)
                 await running.run()
         except RolloutctlError as error:  # raised below: the task group would wrap it
             failure = error
@@ -192,6 +257,15 @@ async def _serve(node: Agent, bus: str, router: "Router | None") -> bool:
     if failure is not None:
         raise failure
     return signal.SIGINT in signals
+
+
+def _serve_metrics(node: Agent, address: str) -> None:
+    """In a thread that ends with the process."""
+    from schemas.carriers.exposition import serve_metrics
+    from workers.exporter import AgentCollector
+
+    served, _ = serve_metrics(AgentCollector(node), address)
+    logger.info("agent %s: metrics at %s", node.identity.agent, served)
 
 
 async def _end_on_signal(
@@ -202,6 +276,8 @@ async def _end_on_signal(
         async for received in signals:
             seen.append(received)
             logger.info("%s: shutting down", received.name)
+            if received is signal.SIGINT:
+                end_soon()
             scope.cancel()
 
 
@@ -222,6 +298,8 @@ def _profiler(options: dict[str, Any]) -> ProfilerConfig:
 
 def _engine(identity: Identity, options: dict[str, Any], traces: Path) -> Engine:
     """The engine that the options name, without its launch."""
+    if options["launch"] and (options["kind"] not in ("sglang", "vllm") or not options["command"]):
+        raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
     if options["command"] and not options["launch"]:
         raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
     return make_engine(options["kind"], _engine_options(identity, options, traces))
@@ -243,8 +321,11 @@ def _require_observing(context: click.Context) -> None:
     """Refuse options that are about commands."""
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "")
-        if option.name not in OBSERVING and given is not None and given is not ParameterSource.DEFAULT:
+        if not option.expose_value or option.name in OBSERVING:
+            continue
+        if given is not None and given is not ParameterSource.DEFAULT:
             named = option.opts[0] if isinstance(option, click.Option) else "a server's command"
+            named = str(option.envvar) if given is ParameterSource.ENVIRONMENT else named
             raise ConfigError(f"--observe does not go with {named}: an observing agent changes nothing.")
 
 
@@ -255,8 +336,6 @@ def _launched(
     from workers.server.launch import LaunchedEngine, ServerProcess
 
     kind, command = options["kind"], options["command"]
-    if kind not in ("sglang", "vllm") or not command:
-        raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
     log = options["launch_log"] or state_dir / f"server-{identity.agent}.log"
     full = server_command(kind, command, identity, options["dist_init"])
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))

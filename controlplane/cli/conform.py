@@ -10,9 +10,11 @@ from typing import Any
 import anyio
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from controlplane.cli import interrupt
+from controlplane.cli.command_line import Command, api_key_file
+from controlplane.cli.tables import Screen
 from schemas.errors import ConfigError, EngineError
 from schemas.formatting import markup
 from schemas.identity import Identity
@@ -26,10 +28,10 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
 
 
-@click.command(short_help="Test an engine's adapter, or a server, by its effects.")
+@click.command(cls=Command, short_help="Test an engine's adapter, or a server, by its effects.")
 @click.option("--engine", "name", required=True, help="As for `agent`: a name, or MODULE:CLASS.")
 @click.option("--url", help="Address of the engine's server.")
-@click.option("--api-key-file", type=_PATH, help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
+@api_key_file
 @click.option("--checkpoints", type=_FOLDER, default=".", help="Root of the checkpoints.  [default: .]")
 @click.option(
     "--load",
@@ -77,8 +79,8 @@ def conform(
         engine = make_engine(name, options)
         client = _client(name, options, engine)
         setup = Setup(root=checkpoints, checkpoints=two, traces=traces, up_within_s=up_within)
-        rows = anyio.run(_run, engine, client, setup, yes or name == "tiny")
-    Console().print(_table(rows))
+        rows = interrupt.run(_run, engine, client, setup, yes or name == "tiny")
+    Screen().show(_table(rows))
     if any(row.verdict == "failed" for row in rows):
         click.get_current_context().exit(1)
 

@@ -8,6 +8,7 @@ trainer sent, the profiler runs, and the log that the bus wrote is replayed at t
 
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from typing import Final, Literal, Self
 
 import click
 from msgspec.structs import replace
-from rich.console import Console
 
+from controlplane.cli.command_line import Command
 from controlplane.cli.reducers import replay_log
-from controlplane.cli.tables import command_table
+from controlplane.cli.tables import Screen, command_table, skip_table
 from controlplane.machine.events import Conclude
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
@@ -30,7 +31,7 @@ from schemas.carriers.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
 from schemas.errors import AgentError, ConfigError
-from schemas.formatting import count_outcomes, one_line
+from schemas.formatting import count_outcomes, markup, one_line
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import Report
 
@@ -41,9 +42,11 @@ STEPS: Final = 20
 ENGINE_SEED: Final = 1000
 """Of the engines' first weights. They differ from the trainer's, or the digests would prove nothing."""
 EXIT_TIMEOUT_S: Final = 120.0
+WIDE: Final = 110
+"""Columns of a terminal that has room for the reasons of skips beside each command."""
 
 
-@click.command(short_help="Train a small model on four agents, on this machine, and replay the log.")
+@click.command(cls=Command, short_help="Train a small model on four agents, on this machine, and replay the log.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to make.  [default: a new one]")
 @click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, show_default=True, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the trainer.")
@@ -59,17 +62,20 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     """
     if find_spec("torch") is None or find_spec("safetensors") is None:
         raise ConfigError("the demo trains a model and needs torch: pip install 'rolloutctl[torch]'")
-    from controlplane.cli.demo_training import Training
-    from workers.profilers import TrainingRank
-
     out = (out or Path("rolloutctl-demo") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty: give --out a folder that does not exist yet")
+    screen = Screen()
+    fleet = f"{REPLICAS} engines of {NODES} nodes each, {REPLICAS * NODES} agents and one trainer"
+    screen.print(f"{fleet}, in {_shown(out)}", soft_wrap=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which writes to the terminal by itself
+    with screen.status("importing torch"):
+        from controlplane.cli.demo_training import Training
+        from workers.profilers import TrainingRank
     for variable in (KEYS_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE):
         os.environ.pop(variable, None)  # the demo's bus is on loopback and has no keys
     state = out / "state"
     state.mkdir(parents=True)
-    console = Console()
     config = _profiler(profiler, steps, out / "traces")
     plane = ControlPlane(
         "tcp://127.0.0.1:0",
@@ -85,9 +91,9 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     ):
         agents, checkpoints = REPLICAS * NODES + 1, out / "checkpoints"
         training = Training(plane, rank, nodes.engines, agents=agents, checkpoints=checkpoints, seed=seed)
-        rewards = training.run(steps, console, kill=nodes.kill if fault else None)
+        rewards = training.run(steps, screen, kill=nodes.kill if fault else None)
         nodes.end()
-    _summarize(console, out, rewards)
+    _summarize(screen, out, rewards)
 
 
 def _profiler(file: Path | None, steps: int, traces: Path) -> ProfilerConfig:
@@ -108,7 +114,7 @@ def _profiler(file: Path | None, steps: int, traces: Path) -> ProfilerConfig:
 # --- what is shown at the end -----------------------------------------------------------------------------------------
 
 
-def _summarize(console: Console, out: Path, rewards: list[float]) -> None:
+def _summarize(screen: Screen, out: Path, rewards: list[float]) -> None:
     """Show what happened, from the log alone, and where everything is; then replay the log."""
     log, traces = out / "run.db", out / "traces"
     effects = itertools.chain.from_iterable(entry.typed_effects() for entry in RunLog.read(log) if not entry.agent)
@@ -117,23 +123,39 @@ def _summarize(console: Console, out: Path, rewards: list[float]) -> None:
     ]
     reports.sort(key=lambda report: report.seq)
     conclusions = [outcome.conclusion for report in reports for outcome in report.outcomes]
-    console.print()
-    console.print(command_table(reports))
+    screen.print()
+    wide = screen.width >= WIDE or not screen.is_terminal
+    screen.show(command_table(reports, with_skips=wide))
+    if not wide:
+        screen.show(skip_table(reports))
     # After `make demo` the program is in a virtual environment, and not on the PATH.
-    program = "rolloutctl" if shutil.which("rolloutctl") else Path(sys.executable).with_name("rolloutctl")
+    program = "rolloutctl" if shutil.which("rolloutctl") else _shown(Path(sys.executable).with_name("rolloutctl"))
     for line in (
         f"{len(reports)} commands: {count_outcomes(conclusions)}",
         f"reward: {rewards[0]:.2f} at the first step, {rewards[-1]:.2f} at the last",
         "\n[bold]Left behind[/bold]",
-        *(f"  trace  {trace}" for trace in sorted(traces.rglob("*.json*"))),
-        f"  log    {log}",
+        *(f"  trace  {_shown(trace)}" for trace in sorted(traces.rglob("*.json*"))),
+        f"  log    {_shown(log)}",
         "\n[bold]Look into it[/bold]",
-        f"  {program} log show {log}   [dim]# every decision, as a line of text[/dim]",
-        f"  {program} report {log}   [dim]# one page for a browser[/dim]",
-        f"  {program} timeline {log} --traces {traces}   [dim]# one file for https://ui.perfetto.dev[/dim]",
+        "  [dim]# every decision, as a line of text[/dim]",
+        f"  {program} log show {_shown(log)}",
+        "  [dim]# one page for a browser[/dim]",
+        f"  {program} report {_shown(log)}",
+        "  [dim]# one file for https://ui.perfetto.dev[/dim]",
+        f"  {program} timeline {_shown(log)}",
         f"\n[green]{replay_log(RunLog.read(log))}[/green]",
     ):
-        console.print(line, soft_wrap=True, highlight=False)
+        screen.print(line, soft_wrap=True)
+
+
+def _shown(path: Path) -> str:
+    """A path as a person here would type it."""
+    return markup(shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)))
+
+
+def _environment() -> dict[str, str]:
+    """The environment without options for other agents."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUTCTL_AGENT_")}
 
 
 # --- the agents -------------------------------------------------------------------------------------------------------
@@ -192,5 +214,5 @@ class Nodes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # the engines share this machine's cores with the trainer
+                env={**_environment(), "OMP_NUM_THREADS": "1"},  # the engines share the trainer's cores
             )

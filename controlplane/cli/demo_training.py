@@ -7,14 +7,15 @@ from this model, so the reward rises only if the engines really get the new weig
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from controlplane.cli.tables import Screen
 from controlplane.plane import ControlPlane
 from schemas.errors import EngineError
 from schemas.reports import SyncReport
@@ -60,21 +61,21 @@ class Training:
         self._random = torch.Generator().manual_seed(seed)
         self._version = 0
 
-    def run(self, steps: int, console: Console, kill: Callable[[], None] | None) -> list[float]:
+    def run(self, steps: int, screen: Screen, kill: Callable[[], None] | None) -> list[float]:
         """Train, sync the weights after each step, and prove by digest that every engine has them.
 
         Args:
             steps: Number of training steps.
-            console: Shows the progress.
+            screen: Shows the progress.
             kill: Kills agent 1.0 and starts it again; called in the middle of the run.
 
         Returns:
             The mean reward of each step.
         """
-        with console.status(f"starting {self._agents - 1} agents"):
+        with screen.status(f"starting {self._agents - 1} agents"):
             self._wait_for_agents()
         rewards: list[float] = []
-        with _progress(console) as progress:
+        with _progress(screen) as progress:
             bar = progress.add_task("steps", total=steps, reward=0.0, version=0, note="")
             self._sync().raise_for_failures()
             self._prove()
@@ -84,14 +85,18 @@ class Training:
                 if kill is not None and step == steps // 2:
                     progress.update(bar, note="agent 1.0 killed")
                     kill()
-                    console.print(f"agent 1.0 was killed: {self._sync().headline}", highlight=False)
+                    screen.print(f"agent 1.0 was killed: {self._sync().headline}", soft_wrap=True)
                     self._wait_for_agents()
-                    console.print("agent 1.0 is back, ready again with the newest weights", highlight=False)
+                    screen.print("agent 1.0 is back, ready again with the newest weights")
+                    progress.update(bar, note="")
                 else:
                     self._sync().raise_for_failures()
                 self._prove()
                 progress.advance(bar)
-        console.print(f"after each of {steps + 1} syncs, both engines held the trainer's weights, byte for byte")
+                if not screen.live:
+                    line = f"step {step + 1:>4} of {steps}  reward {rewards[-1]:.2f}  weights v{self._version}"
+                    screen.print(line)
+        screen.print(f"after each of {steps + 1} syncs, both engines held the trainer's weights, byte for byte")
         return rewards
 
     def _wait_for_agents(self) -> None:
@@ -154,7 +159,7 @@ class Training:
                 )
 
 
-def _progress(console: Console) -> Progress:
+def _progress(screen: Screen) -> Progress:
     """A bar over the training steps, with the reward beside it."""
     return Progress(
         "[bold]training[/bold]",
@@ -164,5 +169,7 @@ def _progress(console: Console) -> Progress:
         "weights v{task.fields[version]}",
         "[yellow]{task.fields[note]}[/yellow]",
         TimeElapsedColumn(),
-        console=console,
+        console=screen,
+        disable=not screen.live,
+        redirect_stderr=sys.stderr.isatty(),
     )

@@ -2,26 +2,22 @@
 
 from pathlib import Path
 
-import anyio
 import click
 import msgspec
-from rich.console import Console
 
-from controlplane.cli.tables import probe_table
+from controlplane.cli import interrupt
+from controlplane.cli.command_line import Group, api_key_file
+from controlplane.cli.tables import Screen, probe_table
 
 
-@click.group()
+@click.group(cls=Group)
 def engine() -> None:
     """Inspect an engine server."""
 
 
 @engine.command(short_help="Show what a server is, and which operations it supports.")
 @click.argument("url")
-@click.option(
-    "--api-key-file",
-    type=click.Path(path_type=Path),
-    help="File with its API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]",
-)
+@api_key_file
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def probe(url: str, api_key_file: Path | None, as_json: bool) -> None:
     """Show the engine at URL: kind, version, node rank, tokenizer, and each operation, supported or why not.
@@ -31,10 +27,10 @@ def probe(url: str, api_key_file: Path | None, as_json: bool) -> None:
     from workers.engines.http import api_key
     from workers.engines.probe import probe as probe_server
 
-    found = anyio.run(probe_server, url, api_key(api_key_file))
+    found = interrupt.run(probe_server, url, api_key(api_key_file))
     if as_json:
         click.echo(msgspec.json.encode(found))
     else:
-        Console().print(probe_table(found))
+        Screen().show(probe_table(found))
     if found.tokenizer != "present":
         click.get_current_context().exit(1)

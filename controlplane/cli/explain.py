@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from controlplane.cli.command_line import Command
 from controlplane.machine.profiling import sessions
 from schemas.commands import ProfilePlan, TorchMemory
 from schemas.formatting import one_line
@@ -18,7 +19,7 @@ STEP, UNIT = 987_654_321, 987_654_322
 """Stand for the step and the replica or rank, which the output shows as <N> and <R>."""
 
 
-@click.command("explain", short_help="Print what a configuration will profile.")
+@click.command("explain", cls=Command, short_help="Print what a configuration will profile.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--verl", "as_verl", is_flag=True, help="FILE is verl's: a trainer's configuration, or parts of it.")
 @click.option(

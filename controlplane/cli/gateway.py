@@ -8,6 +8,8 @@ from typing import Any
 import anyio
 import click
 
+from controlplane.cli.command_line import RUN_HELP, Command, api_key_file, metrics_port, serve_bus_metrics
+from controlplane.cli.interrupt import end_soon
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError
@@ -17,17 +19,18 @@ _PATH = click.Path(path_type=Path)
 TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 
 
-@click.command(short_help="Answer a trainer's posts to its engines, by commands on the bus.")
+@click.command(cls=Command, short_help="Answer a trainer's posts to its engines, by commands on the bus.")
 @click.option("--bus", default="tcp://127.0.0.1:5555", show_default=True, help="Address where agents connect.")
 @click.option("--log", type=_PATH, default="run.db", show_default=True, help="File of the run's log.")
-@click.option("--keys", type=_PATH, help="Folder of the bus's keys.  [default: ROLLOUTCTL_KEYS]")
+@click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
+@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option("--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Their number.  [default: that of --engine]")
 @click.option("--engine", "engines", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …")
-@click.option("--api-key-file", type=_PATH, help="Their API key.  [default: ROLLOUTCTL_ENGINE_API_KEY[_FILE]]")
+@api_key_file
 @click.option("--checkpoints", type=_PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
 @click.option("--listen", default="127.0.0.1:8400", show_default=True, metavar="HOST:PORT", help="For the trainer.")
 @click.option("--ports", is_flag=True, help="A port for each replica, the next ones, and not a path.")
-@click.option("--token-file", type=_PATH, help=f"What clients must send.  [default: {TOKEN_VARIABLE}[_FILE]]")
+@click.option("--token-file", type=_PATH, help=f"What clients must send.  [default: {TOKEN_VARIABLE}]")
 @click.option("--insecure", is_flag=True, help="Let other machines in, without a token or without keys.")
 @click.option(
     "--timeout",
@@ -36,7 +39,10 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
     show_default=True,
     help="Seconds for each of the three phases of an update.",
 )
-def gateway(bus: str, log: Path, keys: Path | None, listen: str, insecure: bool, **options: Any) -> None:
+@metrics_port
+def gateway(
+    bus: str, log: Path, run: str | None, keys: Path | None, listen: str, insecure: bool, **options: Any
+) -> None:
     """Stand between a trainer and its engines: prime-rl, SkyRL, slime, miles, AReaL.
 
     Each replica has a base URL here. The trainer's posts to all of them become one command on the bus: an update moves
@@ -57,7 +63,7 @@ def gateway(bus: str, log: Path, keys: Path | None, listen: str, insecure: bool,
     host, _, port = listen.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 65536):
         raise ConfigError(f"--listen is {listen!r}, and must be HOST:PORT, such as 127.0.0.1:8400.")
-    plane = ControlPlane(bus, log=log, checkpoints=options["checkpoints"], keys=keys, insecure=insecure)
+    plane = ControlPlane(bus, log=log, run=run, checkpoints=options["checkpoints"], keys=keys, insecure=insecure)
     with plane:
         served = Gateway(
             plane,
@@ -72,20 +78,24 @@ def gateway(bus: str, log: Path, keys: Path | None, listen: str, insecure: bool,
             insecure=insecure,
             timeout_s=options["timeout"],
         )
-        click.echo(f"agents connect to {plane.address}")
-        for replica, url in enumerate(served.base_urls()):
-            click.echo(f"replica {replica}: {url}")
-        interrupted = anyio.run(_serve, served)
+        if options["metrics_port"] is not None:
+            serve_bus_metrics(plane, options["metrics_port"])
+        interrupted = anyio.run(_serve, served, plane.address)
     if interrupted:
         raise click.Abort
 
 
-async def _serve(served: Any) -> bool:
+async def _serve(served: Any, address: str) -> bool:
     """Serve until a signal. Return whether it was Ctrl-C."""
     async with anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             await tasks.start(served.serve)
+            click.echo(f"agents connect to {address}")
+            for replica, url in enumerate(served.base_urls()):
+                click.echo(f"replica {replica}: {url}")
             async for received in signals:
+                if received is signal.SIGINT:
+                    end_soon()
                 tasks.cancel_scope.cancel()
-                return received == signal.SIGINT
+                return received is signal.SIGINT
     return False

@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from controlplane.bus.key_folder import AllowedKey, KeyFolder, Place
+from controlplane.cli.command_line import Group
 from controlplane.machine.permissions import KeyRole
 from schemas.carriers.keys import KeyName
 from schemas.errors import ConfigError
@@ -18,13 +19,13 @@ _folder = click.option(
     default="keys",
     show_default=True,
     callback=lambda _, __, path: KeyFolder(path),
-    help="The keys of the bus, on the trainer's machine; or ROLLOUTCTL_KEYS.",
+    help="The keys of the bus, on the trainer's machine.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _finish = click.option("--finish", is_flag=True, help="End it: from now on only the new key is accepted.")
 
 
-@click.group(short_help="Make, show, replace and revoke the keys of a bus.")
+@click.group(cls=Group, short_help="Make, show, replace and revoke the keys of a bus.")
 def keys() -> None:
     """Keep the keys of a bus, in a folder on the trainer's machine.
 

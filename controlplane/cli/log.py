@@ -1,32 +1,41 @@
 """`rolloutctl log`: show, verify and replay a recorded run. What keeps one small is in `controlplane.cli.retention`."""
 
-import datetime
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import click
 import msgspec
 from msgspec.structs import asdict
 
+from controlplane.cli.command_line import Group, note_problem
+from controlplane.cli.journals import agent_of_journal, is_journal, walk_journal
 from controlplane.cli.reducers import replay_file
 from controlplane.cli.retention import archive, export, prune
 from controlplane.machine.coordinator import LOGIC
 from controlplane.record.entries import LogEntry, LogItem, LogMark
+from controlplane.record.follow import follow
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from controlplane.record.log_lines import format_decision, json_line
 from controlplane.record.marks import MarkChecker
-from schemas.errors import LogCorrupt, ReplayDiffers
-from schemas.formatting import one_line, printable
+from schemas.errors import ConfigError, LogCorrupt, ReplayDiffers
+from schemas.formatting import format_list, one_line, printable
 from schemas.identity import NUMBER_MAX
+from schemas.logs import time_with_zone
+from schemas.profiler.conversion import did_you_mean
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+FOLLOW_S: Final = 0.2
+"""Between two looks at a log that is followed."""
 
 
-@click.group(short_help="Show, verify, replay and keep recorded runs.")
+@click.group(cls=Group, short_help="Show, verify, replay and keep recorded runs.")
 def log() -> None:
-    """Read a recorded run, even while it is being written, or an archive of one."""
+    """Read a recorded run, even while it is being written, or an archive of one; or the journal of an agent."""
 
 
 @log.command(short_help="Print every decision.")
@@ -35,12 +44,51 @@ def log() -> None:
 @click.option("--agent", help="Only this agent's decisions, e.g. 0.1; `bus` for the coordinator's.")
 @click.option("--kind", help="Only events of this kind, e.g. command or returned.")
 @click.option("--from", "start", type=click.IntRange(1, NUMBER_MAX), default=1, help="Position of the first record.")
-def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: int) -> None:
+@click.option("-f", "--follow", "following", is_flag=True, help="Go on as the bus records, until it closes.")
+def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: int, following: bool) -> None:
     """Print what each agent and the coordinator saw and decided, in the order of the log."""
-    for entry in RunLog.read(file, start):
+    shown, agents, kinds = 0, set[str](), set[str]()
+    for entry in _follow(file, start) if following else _read(file, start):
+        agents.add(entry.agent or "bus")
+        kinds.add(entry.kind)
         if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
             continue
+        shown += 1
         click.echo(json_line(entry) if as_json else one_line(_line(entry)))
+    if not shown and not following:
+        why = _why_nothing(file, start, agent, agents, kind, kinds)
+        click.echo(one_line(f"rolloutctl: nothing to show: {why}"), err=True)
+        click.get_current_context().exit(1)
+
+
+def _read(file: Path, start: int) -> Iterator[LogEntry]:
+    if not is_journal(file):
+        return RunLog.read(file, start)
+    return (entry for entry in walk_journal(file, start) if isinstance(entry, LogEntry))
+
+
+def _follow(file: Path, start: int) -> Iterator[LogEntry]:
+    if is_journal(file):
+        raise ConfigError(
+            f"{file} is an agent's journal: --follow is for the log of a run, which gets its decisions too"
+        )
+    never = threading.Event()
+
+    def tell(run: str) -> None:
+        click.echo(one_line(f"rolloutctl: {file} was replaced: from here on, run {run}"), err=True)
+
+    return follow(file, start, partial(never.wait, FOLLOW_S), tell)
+
+
+def _why_nothing(file: Path, start: int, agent: str | None, agents: set[str], kind: str | None, kinds: set[str]) -> str:
+    where = f"{file} from record {start} on" if start > 1 else str(file)
+    if agent is not None and agents and agent not in agents:
+        near = did_you_mean(agent, agents) or f"; there are {format_list(sorted(agents))}"
+        return f"{where} has no decision of agent {agent}{near}"
+    if kind is not None and kinds and kind not in kinds:
+        near = did_you_mean(kind, kinds) or f"; there are {format_list(sorted(kinds), len(kinds))}"
+        return f"{where} has no event of kind {kind}{near}"
+    return f"{where} has no such record"
 
 
 @log.command("verify", short_help="Check the file, and the invariants of every run.")
@@ -48,12 +96,19 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
 @_json
 def verify_command(file: Path, as_json: bool) -> None:
     """Check every record, and the invariants that hold in every run. The exit code is 1 if something is wrong."""
-    header = RunLog.header(file)
-    reading = _Reading(file, header.logic)
+    if is_journal(file):
+        what, names = f"journal of agent {agent_of_journal(file)}", {"agent": agent_of_journal(file)}
+        reading = _Reading(walk_journal(file), LOGIC)
+    else:
+        header = RunLog.header(file)
+        what, names = f"run {header.run}", {"run": header.run}
+        reading = _Reading(RunLog.walk(file), header.logic)
     found = list(verify(reading.entries()))
     damage = "; ".join(reading.damage) or None
+    if found or damage is not None:
+        note_problem()
     if as_json:
-        result = {"run": header.run, "records": reading.records, "damage": damage, "violations": found}
+        result = {**names, "records": reading.records, "damage": damage, "violations": found}
         click.echo(msgspec.json.encode(result))
     else:
         for violation in found:
@@ -62,9 +117,7 @@ def verify_command(file: Path, as_json: bool) -> None:
             click.echo(one_line(f"damaged: {damage}"))
         violations = f"{len(found)} violations" if found else "no violations"
         marks = f", {reading.marks.compared} marks compared" if reading.marks.compared else ""
-        click.echo(one_line(f"run {header.run}: {reading.records} records read{marks}, {violations}"))
-    if found or damage is not None:
-        click.get_current_context().exit(1)
+        click.echo(one_line(f"{what}: {reading.records} decisions read{marks}, {violations}"))
 
 
 class _Reading:
@@ -75,16 +128,16 @@ class _Reading:
         damage: What is wrong with the file and with its marks.
     """
 
-    def __init__(self, file: Path, logic: int) -> None:
+    def __init__(self, items: Iterator[LogItem], logic: int) -> None:
         self.records, self.damage = 0, list[str]()
         self.marks = MarkChecker()
-        self._file = file
+        self._items = items
         self._comparable = logic == LOGIC
 
     def entries(self) -> Iterator[LogItem]:
         """Yield the records and marks up to the first record that is damaged."""
         try:
-            for entry in RunLog.walk(self._file):
+            for entry in self._items:
                 if isinstance(entry, LogMark):
                     self._check(entry)
                 elif isinstance(entry, LogEntry):
@@ -117,11 +170,17 @@ def replay_command(file: Path, as_json: bool) -> None:
         result = msgspec.json.encode({"same": False, "difference": str(difference)})
         click.echo(result if as_json else printable(str(difference)))
         click.get_current_context().exit(1)
-    click.echo(msgspec.json.encode({"same": True, **asdict(replayed)}) if as_json else str(replayed))
+    if as_json:
+        click.echo(msgspec.json.encode({"same": True, **asdict(replayed)}))
+    elif is_journal(file):
+        who = f"{replayed.compared} decisions of agent {agent_of_journal(file)}"
+        click.echo(one_line(f"replayed {who}: all are the same (state {replayed.state[:16]})"))
+    else:
+        click.echo(str(replayed))
 
 
 def _line(entry: LogEntry) -> str:
-    moment = datetime.datetime.fromtimestamp(entry.at_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
+    moment = time_with_zone(entry.at_ns / 1e9)
     return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {format_decision(entry)}"
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import anyio
 import click
 
+from controlplane.cli.command_line import RUN_HELP, Command, metrics_port, serve_bus_metrics
+from controlplane.cli.interrupt import end_soon
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S, BusConfig, ObservePolicy, milliseconds
 from schemas.logs import logger_of
@@ -17,11 +19,11 @@ _SECONDS = click.FloatRange(0.001, TIMEOUT_MAX_S)
 _DEFAULT = ObservePolicy()
 
 
-@click.command(short_help="Record a run that somebody else drives, and change nothing.")
+@click.command(cls=Command, short_help="Record a run that somebody else drives, and change nothing.")
 @click.option("--address", required=True, help="Where observing agents connect, tcp://HOST:PORT.")
 @click.option("--log", type=_PATH, required=True, help="File of the log; created, or continued.")
-@click.option("--run", help="Id of a new run.  [default: a random one]")
-@click.option("--keys", type=_PATH, help="Folder made by `rolloutctl keys`.  [default: ROLLOUTCTL_KEYS]")
+@click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
+@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder made by `rolloutctl keys`.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without keys.")
 @click.option(
     "--torn-after",
@@ -44,6 +46,7 @@ _DEFAULT = ObservePolicy()
     show_default=True,
     help="Seconds for which a profiling session may be open.",
 )
+@metrics_port
 def observe(
     address: str,
     log: Path,
@@ -53,6 +56,7 @@ def observe(
     torn_after: float,
     paused_after: float,
     profiling_after: float,
+    metrics_port: str | None,
 ) -> None:
     """Record what the engines of a run do that somebody else drives. Agents join with `rolloutctl agent --observe`.
 
@@ -67,15 +71,20 @@ def observe(
     )
     plane = ControlPlane(address, log=log, run=run, config=BusConfig(observe=policy), keys=keys, insecure=insecure)
     with plane:
-        click.echo(f"observing at {plane.address}, into {log}")
-        ended_by = anyio.run(_until_signal)
+        if metrics_port is not None:
+            serve_bus_metrics(plane, metrics_port)
+        ended_by = anyio.run(_until_signal, f"observing at {plane.address}, into {log}")
     if ended_by is signal.SIGINT:
         raise click.Abort
 
 
-async def _until_signal() -> signal.Signals:
+async def _until_signal(text: str) -> signal.Signals:
+    """Print the text once signals are received, and return the first one."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        click.echo(text)
         async for received in signals:
             logger.info("%s: shutting down", received.name)
+            if received is signal.SIGINT:
+                end_soon()
             return received
     raise AssertionError("the receiver of signals never ends by itself")

@@ -1,58 +1,56 @@
 """Commands for a person at a running bus: inspect the fleet, and drive it by hand."""
 
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-import anyio
 import click
 import msgspec
-from rich.console import Console
 
 from controlplane.bus.operator import ask_status, submit
 from controlplane.bus.operator import retire as ask_retire
+from controlplane.bus.operator import sync as ask_sync
+from controlplane.cli import interrupt
+from controlplane.cli.command_line import Command, Group, note_problem, parse_numbers, read_numbers
 from controlplane.cli.explain import explain
-from controlplane.cli.tables import fleet_table
+from controlplane.cli.tables import Screen, fleet_table
+from controlplane.cli.watch import watch
 from schemas.carriers.keys import KeySource
 from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.config import TIMEOUT_MAX_S
-from schemas.errors import ConfigError
-from schemas.formatting import one_line
-from schemas.identity import NUMBER_MAX, Tag
-from schemas.outcomes import Acted
+from schemas.errors import CommandError, ConfigError
+from schemas.formatting import format_agents, format_duration, format_replicas, one_line
+from schemas.identity import NUMBER_MAX, ROLLOUT, Tag, identity_of
+from schemas.outcomes import Acted, Reason, Skipped
 from schemas.profiler.config import ProfilerConfig, read_config
-from schemas.reports import INSECURE, FleetStatus, Report
+from schemas.profiler.conversion import did_you_mean
+from schemas.reports import INSECURE, FleetStatus, Report, SyncReport
 
-_bus = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus; or ROLLOUTCTL_BUS.")
-_keys = click.option(
+bus_option = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus, tcp://HOST:PORT.")
+keys_option = click.option(
     "--key",
     "keys",
     type=click.Path(dir_okay=False, path_type=Path),
+    envvar="ROLLOUTCTL_KEY_FILE",
     callback=lambda context, option, path: KeySource.find(path),
-    help="File with an operator's key, or an observer's for `status`.  [default: ROLLOUTCTL_KEY_FILE]",
+    help="File with an operator's key, or an observer's for `status`.",
 )
 _SECONDS = click.FloatRange(0.01, TIMEOUT_MAX_S)
 _STEP = click.IntRange(0, NUMBER_MAX)
+NO_AGENTS: Final = "no agent has joined this run: start one beside each node, with `rolloutctl agent --bus …`"
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> frozenset[int] | None:
-    """Parse `0,2,5`."""
-    try:
-        return frozenset(int(number) for number in value.split(",")) if value is not None else None
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of numbers such as 0,2,5") from None
 
 
 def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable[..., None]:
     """Turn a function that builds a command into one that publishes it and prints its report."""
 
-    @_bus
-    @_keys
+    @bus_option
+    @keys_option
     @_json
-    @click.option("--replicas", callback=_numbers, metavar="N,N…", help="Only these, e.g. 0,2.  [default: all]")
+    @click.option("--replicas", callback=read_numbers, metavar="N,N-N…", help="Only these, e.g. 0,2-5.  [default: all]")
     @click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, help="Seconds.")
     @wraps(build)
     def run(
@@ -65,66 +63,127 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable
         **options: Any,
     ) -> None:
         command = build(**options)
-        report: Report = _run(partial(submit, bus, command, Target(replicas=replicas), timeout, keys, force=force))
+        report: Report = interrupt.run(
+            partial(submit, bus, command, Target(replicas=replicas), timeout, keys, force=force)
+        )
+        complaints = list(_complaints(report, replicas, options.get("ranks")))
+        if report.failed or report.missing or complaints:
+            note_problem()
         _print(report, as_json)
         if not as_json:
             for outcome in report.outcomes:
                 for trace in outcome.conclusion.traces if isinstance(outcome.conclusion, Acted) else ():
                     click.echo(one_line(f"  {outcome.agent}: {trace.path}"))
-        if report.failed or report.missing or report.about_nobody:
-            click.get_current_context().exit(1)
+        for complaint in complaints:
+            click.echo(f"rolloutctl: {complaint}", err=True)
 
     return run
 
 
-def _run(ask: Callable[[], Any]) -> Any:
-    return anyio.run(ask, backend_options={"use_uvloop": find_spec("uvloop") is not None})
+def _complaints(report: Report, replicas: frozenset[int] | None, ranks: frozenset[int] | None) -> Iterator[str]:
+    """What the command was to reach, and the fleet does not have."""
+    identities = [identity_of(outcome.agent) for outcome in report.outcomes]
+    known = {identity.replica for identity in identities if identity.role == ROLLOUT}
+    if not report.outcomes:
+        yield NO_AGENTS
+    elif unknown := (replicas or frozenset()) - known:
+        has = f"it has {format_replicas(known)}" if known else "it has none"
+        yield f"this run has no {format_replicas(unknown)}: {has}"
+    elif report.about_nobody:
+        yield "the command was for none of the agents"
+    reasons = [each.conclusion.reason if isinstance(each.conclusion, Skipped) else "" for each in report.outcomes]
+    if ranks and Reason.RANK_NOT_SELECTED in reasons and all(reasons):
+        yield f"--ranks {','.join(map(str, sorted(ranks)))} selected none of the agents"
 
 
-def _print(report: Report, as_json: bool) -> None:
+def _print(report: Report | SyncReport, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(report))
     else:
-        Console().print(report, soft_wrap=True, highlight=False)
+        Screen().print(report, soft_wrap=True, highlight=False)
 
 
-@click.command(short_help="Show every agent, its state, and what it waits for.")
-@_bus
-@_keys
+@click.command(cls=Command, short_help="Show every agent, its state, and what it waits for.")
+@bus_option
+@keys_option
 @_json
 @click.option("--timeout", type=_SECONDS, default=5.0, show_default=True, help="Seconds to wait.")
-def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
+@click.option(
+    "-w",
+    "--watch",
+    "every",
+    type=click.FloatRange(0.1, 3600),
+    is_flag=False,
+    flag_value=2.0,
+    metavar="[SECONDS]",
+    help="Go on, and print what changes; look this often.  [2 without a number]",
+)
+def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float, every: float | None) -> None:
     """Show the fleet of a running bus."""
-    fleet: FleetStatus = _run(partial(ask_status, bus, timeout, keys))
+    if every is not None:
+        interrupt.run(partial(watch, bus, timeout, keys, every, as_json))
+    fleet: FleetStatus = interrupt.run(partial(ask_status, bus, timeout, keys))
     if as_json:
         click.echo(msgspec.json.encode(fleet))
-        return
-    console = Console()
+    else:
+        _print_fleet(fleet)
+    if not fleet.agents:
+        click.echo(f"rolloutctl: {NO_AGENTS}", err=True)
+        click.get_current_context().exit(1)
+
+
+def _print_fleet(fleet: FleetStatus) -> None:
+    console = Screen()
     if fleet.insecure:
         console.print(INSECURE, style="bold red", soft_wrap=True, highlight=False)
     console.print(one_line(fleet.headline), soft_wrap=True, highlight=False, markup=False)
     for line in fleet.warnings:
         console.print(one_line(line), style="red", soft_wrap=True, highlight=False, markup=False)
-    console.print(fleet_table(fleet))
+    console.show(fleet_table(fleet))
     for line in fleet.open:
         console.print(one_line(f"open: {line}"), soft_wrap=True, highlight=False, markup=False)
+    for failure in fleet.failures:
+        text = one_line(f"{format_duration(failure.ago_ms)} ago: {failure.text}")
+        console.print(text, style="red", soft_wrap=True, highlight=False, markup=False)
 
 
-@click.command(short_help="Take replicas or agents out of the run for good.")
-@_bus
-@_keys
+@click.command(cls=Command, short_help="Take replicas or agents out of the run for good.")
+@bus_option
+@keys_option
 @_json
-@click.argument("places", nargs=-1, required=True, metavar="REPLICA[.NODE]…")
+@click.argument("places", nargs=-1, required=True, metavar="REPLICA[-REPLICA][.NODE]…")
 def retire(bus: str, keys: KeySource | None, as_json: bool, places: tuple[str, ...]) -> None:
     """Take replicas, or single agents, out of the run for good. Reports then no longer name them as absent.
 
     A running agent can't be retired: stop it first. An agent that is started at a retired place is told to give up.
+    A place is a replica, a range of them, or one agent: 3, 4-7, 3.1, actor.0.
     """
-    fleet: FleetStatus = _run(partial(ask_retire, bus, places, keys=keys))
+    named = tuple(itertools.chain.from_iterable(map(_places, places)))
+    try:
+        fleet: FleetStatus = interrupt.run(partial(ask_retire, bus, named, keys=keys))
+    except CommandError as error:
+        fleet = interrupt.run(partial(ask_status, bus, keys=keys))
+        raise CommandError(f"{error}{_known_places(named, fleet)}") from None
     if as_json:
         click.echo(msgspec.json.encode(fleet))
     else:
-        Console().print(fleet, soft_wrap=True, highlight=False)
+        Screen().print(fleet, soft_wrap=True, highlight=False)
+
+
+def _places(place: str) -> list[str]:
+    """A range of replicas as a list of them; anything else as it is."""
+    if re.fullmatch(r"\d+-\d+", place) is None:
+        return [place]
+    return list(map(str, sorted(parse_numbers(place))))
+
+
+def _known_places(places: tuple[str, ...], fleet: FleetStatus) -> str:
+    """The place that may have been meant, or those that there are; empty if all are there."""
+    known = [line.agent for line in fleet.agents] + [str(replica) for replica in fleet.replicas]
+    unknown = [place for place in places if place not in known]
+    if not unknown:
+        return ""
+    return did_you_mean(unknown[0], known) or f"; it has {format_agents(line.agent for line in fleet.agents)}"
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------
@@ -147,7 +206,7 @@ _config = click.option(
 )
 
 
-@click.group(short_help="Open or close a profiling session by hand; explain a configuration.")
+@click.group(cls=Group, short_help="Open or close a profiling session by hand; explain a configuration.")
 def profile() -> None:
     """Open or close a profiling session by hand, or explain what a configuration will profile."""
 
@@ -155,7 +214,10 @@ def profile() -> None:
 @profile.command("start")
 @click.option("--step", type=_STEP, required=True, help="Global training step; names the directory.")
 @click.option(
-    "--ranks", callback=_numbers, metavar="N,N…", help="Global GPU ranks whose replicas take part.  [default: all]"
+    "--ranks",
+    callback=read_numbers,
+    metavar="N,N-N…",
+    help="GPUs, by global rank, whose replicas take part.  [default: all]",
 )
 @click.option("--window", type=(_STEP, click.IntRange(1, NUMBER_MAX)), help="Forward steps to record: START END.")
 @click.option("--activity", "activities", multiple=True, type=click.Choice(["cpu", "cuda", "memory"]))
@@ -225,7 +287,7 @@ profile.add_command(explain)
 _tags = click.option("--tag", "tags", multiple=True, type=click.Choice(["weights", "kv_cache"]), help="[default: both]")
 
 
-@click.command(short_help="Stop generating.")
+@click.command(cls=Command, short_help="Stop generating.")
 @click.option("--in-flight", type=click.Choice(["abort", "wait", "keep"]), default="abort", show_default=True)
 @_publishes
 def pause(in_flight: Any) -> EngineCommand:
@@ -234,7 +296,7 @@ def pause(in_flight: Any) -> EngineCommand:
 
 
 def _operation(operation: Literal["resume", "flush", "abort"], text: str) -> click.Command:
-    return click.command(operation, help=text)(_publishes(lambda: EngineCommand(operation=operation)))
+    return click.command(operation, cls=Command, help=text)(_publishes(lambda: EngineCommand(operation=operation)))
 
 
 resume = _operation("resume", "Resume generating.")
@@ -242,7 +304,28 @@ flush = _operation("flush", "Flush the prefix caches.")
 abort = _operation("abort", "Abort all running requests.")
 
 
-@click.command()
+@click.command(cls=Command, short_help="Bring the fleet to a checkpoint by hand.")
+@bus_option
+@keys_option
+@_json
+@click.option("--version", type=click.IntRange(1, NUMBER_MAX), help="Of the weights.  [default: the next of the run]")
+@click.option("--timeout", type=_SECONDS, default=600.0, show_default=True, help="Seconds for each phase.")
+@click.argument("path")
+def sync(bus: str, keys: KeySource | None, as_json: bool, version: int | None, timeout: float, path: str) -> None:
+    """Bring the fleet to a checkpoint, all replicas together or none. PATH is relative to the trainer's checkpoints.
+
+    Refused while the trainer has a sync open. A trainer that numbers its versions itself must go on above this one.
+    Exits with 1 unless the new weights were committed.
+    """
+    report: SyncReport = interrupt.run(partial(ask_sync, bus, path, version, timeout, keys))
+    if report.status != "committed":
+        note_problem()
+    _print(report, as_json)
+    if report.status == "aborted" and not any(phase.outcomes for phase in report.phases):
+        click.echo(f"rolloutctl: {NO_AGENTS}", err=True)
+
+
+@click.command(cls=Command)
 @_tags
 @click.option("--discard", is_flag=True, help="Drop the weights; the wake loads the committed ones again.")
 @_publishes
@@ -251,7 +334,7 @@ def sleep(tags: tuple[Tag, ...], discard: bool) -> EngineCommand:
     return EngineCommand(operation="sleep", tags=frozenset(tags), discard=discard)
 
 
-@click.command()
+@click.command(cls=Command)
 @_tags
 @_publishes
 def wake(tags: tuple[Tag, ...]) -> EngineCommand:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from msgspec.msgpack import Decoder
 
+from controlplane.cli.journals import check_journal_logic, is_journal, walk_journal
 from controlplane.record.entries import AgentMark, LogItem, LogMark
 from controlplane.record.log import RunLog
 from controlplane.record.replay import Replayed, Replayer
@@ -26,13 +27,16 @@ def replay_log(entries: Iterable[LogItem]) -> Replayed:
 
 
 def replay_file(path: Path) -> Replayed:
-    """Make every decision of a log's file again.
+    """Make every decision of a log's file again, or of an agent's journal.
 
     Raises:
-        LogError: Another version of the decision logic wrote the log; it would differ for that reason alone.
+        LogError: Another version of the decision logic wrote the file; it would differ for that reason alone.
         ReplayDiffers: A decision is different today.
-        LogCorrupt: The log is damaged.
+        LogCorrupt: The file is damaged.
     """
+    if is_journal(path):
+        check_journal_logic(path)
+        return replay_log(walk_journal(path))
     RunLog.check_logic(path)
     return replay_log(RunLog.walk(path))
 

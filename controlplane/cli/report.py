@@ -8,6 +8,7 @@ from typing import TextIO
 
 import click
 
+from controlplane.cli.command_line import Command
 from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
@@ -16,7 +17,7 @@ from schemas.errors import ConfigError
 from schemas.formatting import one_line, printable
 
 
-@click.command(short_help="Write one page about a recorded run.")
+@click.command(cls=Command, short_help="Write one page about a recorded run.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="The page.  [default: beside FILE, as .html]")
 @click.option("--force", is_flag=True, help="Replace an existing page.")

@@ -7,6 +7,7 @@ from typing import IO
 import click
 import msgspec
 
+from controlplane.cli.command_line import Command
 from controlplane.record.archive import write_archive
 from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.entries import LogEntry
@@ -23,7 +24,7 @@ _out = click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Pat
 _force = click.option("--force", is_flag=True, help="Replace an existing file.")
 
 
-@click.command(short_help="Drop the oldest records.")
+@click.command(cls=Command, short_help="Drop the oldest records.")
 @_file
 @click.option("--before", type=click.IntRange(1, NUMBER_MAX), help="Keep the records from this position on.")
 @click.option("--days", type=click.FloatRange(0, 36_500), help="Drop records that are older.")
@@ -49,7 +50,7 @@ def prune(file: Path, before: int | None, days: float | None, megabytes: float |
     click.echo(f"{file}: {dropped} records dropped, {size:,} bytes before and {file.stat().st_size:,} now")
 
 
-@click.command(short_help="Write a compressed copy.")
+@click.command(cls=Command, short_help="Write a compressed copy.")
 @_file
 @_out
 @_force
@@ -64,7 +65,7 @@ def archive(file: Path, out: Path | None, force: bool) -> None:
     click.echo(f"{out}: {size:,} bytes, of {file.stat().st_size:,}")
 
 
-@click.command(short_help="Write every decision for other tools.")
+@click.command(cls=Command, short_help="Write every decision for other tools.")
 @_file
 @_out
 @_force

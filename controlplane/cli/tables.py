@@ -1,9 +1,12 @@
-"""Tables of the fleet, of a run's commands (for the demo), and of an engine server."""
+"""What commands print on: tables of the fleet, of a run's commands (for the demo), and of an engine server."""
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from io import StringIO
+from typing import TYPE_CHECKING, Final
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from schemas.formatting import describe, format_agents, kind_and_reason, markup
@@ -13,6 +16,39 @@ from schemas.reports import AgentLine, FleetStatus, Report
 
 if TYPE_CHECKING:
     from workers.engines.probe import Probed
+
+
+COLUMNS_MAX: Final = 10_000
+"""Width of a line in a file or a pipe."""
+
+
+class Screen(Console):
+    """Where a command prints: stdout, a terminal or a file.
+
+    Attributes:
+        live: A terminal in which what is printed can be replaced, as a progress bar is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+        self.live = self.is_terminal and not self.is_dumb_terminal
+
+    def show(self, table: Table) -> None:
+        """Print a table; into a file or a pipe as plain columns, one line for each row, with nothing cut or folded."""
+        if self.is_terminal:
+            self.print(table)
+            return
+        table.box, table.expand, table.title = None, False, None
+        for column in table.columns:
+            column.ratio, column.no_wrap = None, True
+        with StringIO() as text:
+            Console(file=text, width=COLUMNS_MAX, color_system=None).print(table)
+            for line in text.getvalue().splitlines():
+                self.out(line.rstrip(), highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Let the entry of the command line end it. Rich would exit with 1."""
+        raise BrokenPipeError
 
 
 def fleet_table(fleet: FleetStatus) -> Table:
@@ -35,33 +71,40 @@ def _condition(agent: AgentLine) -> str:
     return f"[red]{text}[/red]" if agent.in_trouble else text
 
 
-def command_table(reports: Sequence[Report]) -> Table:
+def command_table(reports: Sequence[Report], *, with_skips: bool = True) -> Table:
     """Return the commands in order: who acted, who skipped and why, who failed or is missing, and how long it took."""
-    table = Table(
-        title="Every command of the run",
-        title_justify="left",
-        header_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        expand=True,
-    )
-    for name in ("seq", "command", "acted", "skipped", "failed", "slowest"):
+    table = Table(title="Every command of the run", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    names = ("seq", "command", "acted", *(("skipped",) if with_skips else ()), "failed", "slowest")
+    for name in names:
         table.add_column(name, justify="right" if name in ("seq", "slowest") else "left", overflow="fold")
-    for position in (0, 1, 3, 5):
-        table.columns[position].no_wrap = True
-    skipped = table.columns[3]
-    skipped.ratio, skipped.overflow = 1, "ellipsis"  # takes the width that the others leave: skips are cut first
+        table.columns[-1].no_wrap = name in ("seq", "command", "slowest")
     for report in reports:
         answered = [outcome.latency_us for outcome in report.outcomes if not isinstance(outcome.conclusion, Missing)]
         troubles = _by_reason(report, "failed", "missing")
         table.add_row(
-            str(report.seq),
-            describe(report.command),
-            format_agents(report.acted) or "-",
-            _by_reason(report, "skipped"),
+            *(str(report.seq), describe(report.command), format_agents(report.acted) or "-"),
+            *((_by_reason(report, "skipped"),) if with_skips else ()),
             troubles if troubles == "-" else f"[red]{troubles}[/red]",
             f"{max(answered) / 1000:.1f} ms" if answered else "-",
         )
+    return table
+
+
+def skip_table(reports: Sequence[Report]) -> Table:
+    """Return who skipped commands and why, for a terminal that has no room for that beside each command."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for report in reports:
+        reasons: dict[str, list[str]] = {}
+        for outcome in report.outcomes:
+            kind, reason = kind_and_reason(outcome.conclusion)
+            if kind == "skipped":
+                reasons.setdefault(reason, []).append(outcome.agent)
+        counts.update((reason, format_agents(agents)) for reason, agents in reasons.items())
+    table = Table(title="Skipped, and why", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    for name in ("skipped", "agents", "commands"):
+        table.add_column(name, justify="right" if name == "commands" else "left", overflow="fold")
+    for (reason, agents), count in counts.most_common():
+        table.add_row(reason, agents, str(count))
     return table
 
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import click
 import msgspec
 
+from controlplane.cli.command_line import Command
 from controlplane.timeline.perfetto import write_timeline
 from schemas.formatting import one_line, printable
 
 
-@click.command(short_help="Merge a run and its traces into one file for Perfetto.")
+@click.command(cls=Command, short_help="Merge a run and its traces into one file for Perfetto.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "-o",
@@ -22,24 +23,33 @@ from schemas.formatting import one_line, printable
     "roots",
     type=click.Path(file_okay=False, path_type=Path),
     multiple=True,
-    help="Folder below which agents put their traces, or a copy of it. Repeatable.",
+    help="Folder below which agents put their traces, or a copy of it. Repeatable.  [default: traces/ beside FILE]",
 )
+@click.option("--no-traces", is_flag=True, help="Leave out the traces.")
 @click.option("--force", is_flag=True, help="Replace an existing output file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def timeline(file: Path, out: Path | None, roots: tuple[Path, ...], force: bool, as_json: bool) -> None:
+def timeline(
+    file: Path, out: Path | None, roots: tuple[Path, ...], no_traces: bool, force: bool, as_json: bool
+) -> None:
     """Draw what the bus and each agent did, merged with the torch traces of engines and ranks, on the bus's clock.
 
     Open the result at https://ui.perfetto.dev or in any viewer of Chrome's trace events. Each trace that the log names
-    is searched for below the --traces folders and compared by size and sha256. Missing and different files are named
-    and left out. For each agent, the offset of its clock and the bound of the error are printed.
+    is searched for in the folder `traces` beside it, or below the --traces folders, and compared by size and sha256.
+    Missing and different files are named and left out. For each agent, the offset of its clock and the bound of the
+    error are printed.
 
     The exit code is 1 if the log can't be read to its end; the timeline then shows everything before that.
 
     \b
+      rolloutctl timeline run.db
       rolloutctl timeline run.db -o run.perfetto.json.gz --traces /mnt/node0/traces --traces /mnt/node1/traces
     """
+    if roots and no_traces:
+        raise click.UsageError("--traces and --no-traces exclude each other")
     out = out or file.with_name(f"{file.stem}.perfetto.json.gz")
-    written = write_timeline(file, out, roots, force=force, say=lambda text: click.echo(printable(text), err=True))
+    beside = file.with_name("traces")
+    searched = None if no_traces else roots or ((beside,) if beside.is_dir() else ())
+    written = write_timeline(file, out, searched, force=force, say=lambda text: click.echo(printable(text), err=True))
     if as_json:
         click.echo(msgspec.json.encode(written))
     else:
@@ -49,5 +59,7 @@ def timeline(file: Path, out: Path | None, roots: tuple[Path, ...], force: bool,
             f"{written.control_events} events of the log and {written.traced_events} of {len(written.traces)} traces"
         )
         click.echo(one_line(f"{written.path}: run {written.run}, {events}, {written.nbytes} bytes"))
-    if not written.whole:
+    if roots and not written.traces:
+        click.echo("rolloutctl: none of the traces that the log names is below --traces", err=True)
+    if not written.whole or (roots and not written.traces):
         click.get_current_context().exit(1)

@@ -14,15 +14,16 @@ from controlplane.record.findings import ObservedFleet
 from controlplane.record.invariants import verify
 from controlplane.record.log_lines import format_observation
 from controlplane.record.marks import decode_state
+from controlplane.report.causes import Causes, explain
 from controlplane.report.fleet_history import FleetHistory
-from controlplane.report.model import CommandSummary, FailureGroup, LatencyHistogram
+from controlplane.report.model import Cause, CommandSummary, LatencyHistogram
 from controlplane.report.totals import MAX_FAILURES, RunReport, Totals
 from schemas.commands import EpochStart, WeightSync
 from schemas.errors import DecisionUnreadable, LogCorrupt
 from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
 from schemas.formatting import agent_order, describe, format_replicas, is_trouble
-from schemas.identity import identity_of
-from schemas.outcomes import Failed, Missing
+from schemas.identity import agent_of, identity_of
+from schemas.outcomes import Failed
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
 
@@ -51,6 +52,7 @@ class _Collector:
         self.report = RunReport()
         self.totals = Totals(self.report)
         self._fleet = FleetHistory()
+        self._causes = Causes(self._fleet)
         self._engines = _Engines(self._fleet)
         self._observed = ObservedFleet()
         self._at_us = 0
@@ -76,11 +78,15 @@ class _Collector:
 
     def finish(self) -> RunReport:
         """Return the report of everything added."""
+        report, fleet = self.report, self._fleet
+        report.causes, report.left_out["causes"] = self._causes.finish(), self._causes.dropped
         self.totals.end_step(self._unsynced_title())
         self.totals.finish()
-        report, fleet = self.report, self._fleet
-        for failure in report.failures:
-            failure.engines = self._engines.after_failure(failure)
+        for cause in report.causes:
+            cause.engines |= self._engines.after_failure(cause)
+        for quarantine in sorted(fleet.quarantines, key=lambda quarantine: quarantine.until_ns is not None):
+            cause_of_it = explain(report.causes, quarantine.replica, quarantine.version)
+            (report.unexplained if cause_of_it is None else cause_of_it.quarantines).append(quarantine)
         report.start_ns, report.end_ns, report.version = fleet.start_ns, fleet.now_ns, fleet.version
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.calls = self._engines.calls
@@ -116,11 +122,14 @@ class _Collector:
             case bus_events.HelloReceived():
                 self._fleet.hello(event, effects)
             case bus_events.JoinReceived():
-                self._fleet.joined(event.peer)
+                if self._fleet.joined(event.peer):
+                    self._causes.returned(agent_of(event.peer))
             case bus_events.StatusReceived():
                 self._fleet.status(event)
             case bus_events.PeerLost():
-                self._fleet.lost(event)
+                agent = self._fleet.lost(event)
+                if agent is not None:
+                    self._causes.lost(agent, event.reason)
             case bus_events.AnswersReceived():
                 for answer in event.answers:
                     self._fleet.answered(answer)
@@ -137,7 +146,7 @@ class _Collector:
                 flawed = sync.status == "aborted" or bool(sync.quarantined or sync.unproven)
                 self.totals.end_step(sync.headline, flawed=flawed)
             case bus_events.Refuse():
-                self.totals.keep(self.report.refused, (self._fleet.now_ns, effect.reason), "refused")
+                self.totals.refused(effect.reason, self._fleet.now_ns)
 
     def _add_published(self, effect: bus_events.Publish) -> None:
         command, target = decode_command(effect.envelope.body), effect.envelope.target
@@ -145,6 +154,7 @@ class _Collector:
         summary = CommandSummary(seq=effect.seq, at_ns=self._fleet.now_ns, text=describe(command), target=whom)
         self.totals.published(command, summary, self._at_us, self._unsynced_title())
         if isinstance(command, WeightSync):
+            summary.version = command.version
             self._fleet.sync_published(command)
 
     def _unsynced_title(self) -> str:
@@ -154,11 +164,10 @@ class _Collector:
         summary = self.totals.concluded(report, self._fleet.now_ns, self._at_us)
         if summary is None or isinstance(report.command, EpochStart):
             return
+        self._causes.concluded(report, summary)
         for outcome in report.outcomes:
             if is_trouble(outcome.conclusion):
                 self._fleet.note_failure(outcome.agent, outcome.conclusion)
-            if isinstance(outcome.conclusion, Missing):
-                self._engines.note_missing(outcome.agent, summary.seq)
 
 
 class _Engines:
@@ -198,14 +207,10 @@ class _Engines:
             elif isinstance(effect, Answer) and isinstance(effect.outcome, Failed) and agent in self._seen:
                 self._note(agent, effect.seq, f"then held: {format_observation(self._seen[agent])}")
 
-    def note_missing(self, agent: str, seq: int) -> None:
-        """An agent did not answer a command: note when it was last heard."""
-        self._note(agent, seq, self._fleet.last_heard(agent))
-
-    def after_failure(self, failure: FailureGroup) -> tuple[tuple[str, str], ...]:
+    def after_failure(self, cause: Cause) -> dict[str, str]:
         """Return the state of the engines after a failure, by agent."""
-        texts = ((name, self._after_failure.get((name, failure.seq), "")) for name in failure.names)
-        return tuple((name, text) for name, text in texts if text)
+        texts = {name: self._after_failure.get((name, seq), "") for name, seq in cause.first_seqs.items()}
+        return {name: text for name, text in texts.items() if text}
 
     def _note(self, agent: str, seq: int, text: str) -> None:
         if len(self._after_failure) < MAX_ENGINES:

@@ -178,11 +178,11 @@ class FleetHistory:
             agent.incarnation, agent.fresh, agent.status = hello.incarnation, True, None
             agent.lives += 1
 
-    def joined(self, peer: str) -> None:
-        """An agent receives the commands from now on."""
+    def joined(self, peer: str) -> bool:
+        """An agent receives the commands from now on. Returns False if it is not known by this connection."""
         agent = self._agent(peer)
         if agent is None:
-            return
+            return False
         agent.membership = "live"
         agent.since_ns = self.now_ns if agent.since_ns is None else agent.since_ns
         if (replica := self._replica(agent)) is not None:
@@ -190,6 +190,7 @@ class FleetHistory:
                 self._end_quarantine(agent.identity.replica, "its agent restarted")
             replica.set("gone", False, self.now_ns)
         agent.fresh = False
+        return True
 
     def status(self, event: StatusReceived) -> None:
         """A heartbeat arrived."""
@@ -221,11 +222,11 @@ class FleetHistory:
             generating = status.generating if paused is None else not paused
             agent.status = replace(status, version=version, generating=generating)
 
-    def lost(self, event: PeerLost) -> None:
-        """An agent is out of the fleet."""
+    def lost(self, event: PeerLost) -> AgentHistory | None:
+        """An agent is out of the fleet. Returns it unless it said goodbye."""
         agent = self._agent(event.peer)
         if agent is None:
-            return
+            return None
         left = event.reason == "left"
         self._leave(agent, "left" if left else "gone")
         if (replica := self._replica(agent)) is not None:
@@ -234,6 +235,7 @@ class FleetHistory:
             agent.losses_count += 1
             if len(agent.losses) < MAX_LOSSES:
                 agent.losses.append((self.now_ns, event.reason))
+        return None if left else agent
 
     def sync_published(self, command: WeightSync) -> None:
         """A phase of a weight sync was published. It may quarantine replicas, and an abort ends quarantines."""
@@ -265,6 +267,10 @@ class FleetHistory:
             self._agents[agent].missing += isinstance(conclusion, Missing)
 
     # --- results ------------------------------------------------------------------------------------------------------
+
+    def heard_ns(self, name: str) -> int:
+        """Return when an agent was last heard; 0 if it never was."""
+        return self._agents[name].heard_ns if name in self._agents else 0
 
     def last_heard(self, name: str) -> str:
         """Return what an agent last reported about its engine; empty if it never did."""

@@ -3,19 +3,25 @@
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from controlplane.report.fleet_history import Quarantine
 from schemas.commands import Command, ProfileCommand, WeightSync
 from schemas.formatting import agent_order, describe, format_agents, kind_and_reason
+from schemas.identity import identity_of
 from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
 
+_VARIABLE = re.compile(r"[0-9a-f]{12,}|\d+")
 MAX_STRAGGLERS = 20
+MAX_SHOWN = 8
+"""Agents of a cause that are shown with the state of their engine."""
 
 
 class OutcomeGroup(Struct, frozen=True, kw_only=True):
@@ -31,6 +37,7 @@ class CommandSummary(Struct, kw_only=True):
     """One command.
 
     Attributes:
+        version: Of a weight sync; else 0.
         concluded: Its report is in the log.
         duration_us: From publishing to the last answer.
         traces: The first of its traces; `traces_count` and `traces_nbytes` count all.
@@ -42,6 +49,7 @@ class CommandSummary(Struct, kw_only=True):
     at_ns: int
     text: str
     target: str
+    version: int = 0
     concluded: bool = False
     duration_us: int = 0
     outcomes: tuple[OutcomeGroup, ...] = ()
@@ -64,12 +72,14 @@ class StepSummary(Struct, kw_only=True):
         title: What they led to.
         profiled: Training steps with a profiling session.
         flawed: The sync was aborted, or left a replica out.
+        shown: The page shows its commands unasked: a cause began here, or a command was not concluded.
     """
 
     title: str = ""
     commands: list[CommandSummary] = []
     profiled: list[int] = []
     flawed: bool = False
+    shown: bool = False
 
     @property
     def bad(self) -> bool:
@@ -77,25 +87,103 @@ class StepSummary(Struct, kw_only=True):
         return self.flawed or any(command.bad for command in self.commands)
 
 
-class FailureGroup(Struct, kw_only=True):
-    """Agents that failed a command in the same way, or did not answer it.
+class Cause(Struct, kw_only=True):
+    """Why outcomes failed or are missing: one cause for all agents and commands that it concerns.
 
     Attributes:
-        kind: failed or missing.
-        names: The first of the agents; `agents` is their text, and `count` counts all.
-        engines: By agent, the state of its engine right after the failure.
+        kind: `lost` if agents went away; else `failed` or `missing`.
+        at_ns: When the first agent was lost, or the first command published.
+        until_ns: When the last agent was lost, or the last command concluded.
+        seq, text: Of its first command; 0 and empty if there is none. `last_seq` is the newest.
+        commands: Number of commands, by kind.
+        outcomes: Number of failed and missing outcomes.
+        members: The agents. `first_seqs` has the first of them, with their first command; `hosts` theirs, if lost.
+        returned_ns: By agent that was lost, when it was in the fleet again.
+        engines: By agent, the state of its engine when it was last heard, or right after the failure.
+        syncs: Replica and version, for each sync that one of the agents did not follow.
+        quarantines: Of replicas that it put out of service.
     """
 
-    seq: int
-    at_ns: int
-    text: str
     kind: str
     reason: str
-    message: str
-    agents: str
-    names: tuple[str, ...]
-    count: int
-    engines: tuple[tuple[str, str], ...] = ()
+    message: str = ""
+    at_ns: int
+    until_ns: int = 0
+    seq: int = 0
+    last_seq: int = 0
+    text: str = ""
+    commands: Counter[str] = field(default_factory=Counter)
+    outcomes: int = 0
+    members: set[str] = field(default_factory=set)
+    first_seqs: dict[str, int] = {}
+    hosts: set[str] = field(default_factory=set)
+    returned_ns: dict[str, int] = {}
+    engines: dict[str, str] = {}
+    syncs: set[tuple[int, int]] = field(default_factory=set)
+    quarantines: list[Quarantine] = []
+
+    @property
+    def agents(self) -> str:
+        """The agents, as text."""
+        return format_agents(self.members, 64)
+
+    @property
+    def count(self) -> int:
+        """The number of agents."""
+        return len(self.members)
+
+    @property
+    def away(self) -> list[str]:
+        """Agents that were lost and did not come back."""
+        return sorted(self.members - self.returned_ns.keys(), key=agent_order) if self.kind == "lost" else []
+
+    def add_member(self, agent: str, heard: str = "") -> None:
+        """Add an agent, and what it reported when it was last heard."""
+        self.members.add(agent)
+        if heard and len(self.engines) < MAX_SHOWN:
+            self.engines.setdefault(agent, heard)
+
+    def add(self, agent: str, command: CommandSummary, kind: str, now_ns: int) -> None:
+        """Add an agent's outcome of a command. Those of one command follow each other."""
+        self.add_member(agent)
+        if len(self.first_seqs) < MAX_SHOWN:
+            self.first_seqs.setdefault(agent, command.seq)
+        if not self.outcomes:
+            self.seq, self.text = command.seq, command.text
+        if self.last_seq != command.seq:
+            self.commands[kind] += 1
+        self.last_seq = command.seq
+        self.outcomes += 1
+        if self.kind != "lost":
+            self.until_ns = max(self.until_ns, now_ns)
+        if command.version:
+            self.syncs.add((identity_of(agent).replica, command.version))
+
+    def absorb(self, other: "Cause") -> None:
+        """Add all of another cause. Its commands are those of this one, or none of them is."""
+        if not self.outcomes:
+            self.seq, self.text = other.seq, other.text
+        if (self.seq, self.last_seq) != (other.seq, other.last_seq):
+            self.commands += other.commands
+        self.outcomes += other.outcomes
+        self.last_seq, self.until_ns = max(self.last_seq, other.last_seq), max(self.until_ns, other.until_ns)
+        self.members |= other.members
+        self.syncs |= other.syncs
+        for agent, seq in other.first_seqs.items():
+            if len(self.first_seqs) < MAX_SHOWN:
+                self.first_seqs.setdefault(agent, seq)
+        for agent, engine in other.engines.items():
+            if len(self.engines) < MAX_SHOWN:
+                self.engines.setdefault(agent, engine)
+
+
+class Refusal(Struct, kw_only=True):
+    """Commands that were refused for the same reason: the first and last moment, and how many."""
+
+    reason: str
+    at_ns: int
+    until_ns: int
+    count: int = 1
 
 
 class LatencyHistogram:
@@ -138,6 +226,11 @@ class Straggler(Struct, kw_only=True):
     worst_us: int = 0
     worst_seq: int = 0
     missing: int = 0
+
+
+def without_numbers(text: str) -> str:
+    """Return what a text has in common with those for other agents, commands and versions: no numbers, no digests."""
+    return _VARIABLE.sub("0", text)
 
 
 def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...]:

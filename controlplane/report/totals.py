@@ -15,18 +15,20 @@ from controlplane.record.findings import OBSERVED, ObservedReplica
 from controlplane.record.invariants import Violation
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
+    Cause,
     CommandSummary,
-    FailureGroup,
     LatencyHistogram,
+    Refusal,
     StepSummary,
     Straggler,
     command_kind,
     group_by_reason,
     rank_stragglers,
+    without_numbers,
 )
 from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand
-from schemas.formatting import agent_order, format_agents, is_trouble, kind_and_reason
-from schemas.outcomes import Acted, Failed, Missing
+from schemas.formatting import format_agents
+from schemas.outcomes import Acted, Missing
 from schemas.reports import AgentOutcome, Report
 
 MAX_COMMANDS: Final = 6_000
@@ -34,8 +36,6 @@ MAX_COMMANDS: Final = 6_000
 MAX_STEP_COMMANDS: Final = 200
 """Commands per step. Fleets whose weights are never synced have steps, too."""
 MAX_FAILURES: Final = 400
-MAX_TEXT: Final = 1_200
-"""Characters of a message."""
 MAX_TRACES: Final = 64
 """Traces per command."""
 
@@ -49,9 +49,11 @@ class RunReport(Struct, kw_only=True):
     Attributes:
         closed: The bus was closed, and did not die.
         counts: Outcomes by kind.
+        causes: Of the outcomes that failed or are missing, and of lost agents.
         untraced: Commands after which a rank lacked its trace.
         left_out: What was counted and not kept.
         damage: Why the log can't be read further; empty if it can.
+        unexplained: Quarantines that belong to none of the causes.
         unconcluded: Commands without a report.
         latencies: By kind of command, of the agents that acted; `calls` by kind of engine call.
         replicas: By index.
@@ -67,14 +69,15 @@ class RunReport(Struct, kw_only=True):
     version: int = 0
     commands: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    failures: list[FailureGroup] = []
-    refused: list[tuple[int, str]] = []
+    causes: list[Cause] = []
+    refused: list[Refusal] = []
     violations: list[Violation] = []
     untraced: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     damage: str = ""
     agents: list[AgentHistory] = []
     quarantines: list[Quarantine] = []
+    unexplained: list[Quarantine] = []
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
     latencies: dict[str, LatencyHistogram] = {}
@@ -104,6 +107,12 @@ class RunReport(Struct, kw_only=True):
         return [agent for agent in self.agents if agent.unready]
 
     @property
+    def unseen(self) -> list[AgentHistory]:
+        """Agents that are gone at the end of the log, and whose loss it does not have."""
+        seen = {agent for cause in self.causes for agent in cause.away}
+        return [agent for agent in self.gone_now if agent.agent not in seen]
+
+    @property
     def lost(self) -> list[AgentHistory]:
         """Agents that were ever lost."""
         return [agent for agent in self.agents if agent.losses_count]
@@ -113,23 +122,25 @@ class RunReport(Struct, kw_only=True):
         """bad: something is wrong at the end, or can't be trusted. warn: something was wrong, or is not finished."""
         if self.out_now or self.gone_now or self.violations or self.damage:
             return "bad"
-        wrong = self.failures or self.quarantines or self.lost or self.refused or self.untraced
+        wrong = self.causes or self.quarantines or self.lost or self.refused or self.untraced
         return "warn" if wrong or self.unconcluded or self.unready else "ok"
 
     @property
     def verdict(self) -> str:
         """The run in one line."""
+        unanswered = sum(cause.outcomes for cause in self.causes if cause.kind == "lost")
         amounts = {
             "failed": self.counts["failed"],
-            "missing": self.counts["missing"],
+            "missing": self.counts["missing"] - unanswered,
             "out of service": len(self.out_now),
             "temporarily quarantined": len(self.quarantines) - len(self.out_now),
             "gone": len(self.gone_now),
             "temporarily lost": sum(agent.membership != "gone" for agent in self.lost),
+            "not answered by lost agents": unanswered,
             "not ready": len(self.unready),
             "not concluded": len(self.unconcluded),
             "without a trace": self.untraced,
-            "refused": len(self.refused) + self.left_out["refused"],
+            "refused": sum(refusal.count for refusal in self.refused) + self.left_out["refused"],
             "found in the observed run": len(self.findings),
             "broken invariants": len(self.violations) - len(self.findings) + self.left_out["violations"],
             "damaged": int(bool(self.damage)),
@@ -145,6 +156,7 @@ class Totals:
         self._steps = _Steps()
         self._open: dict[int, tuple[CommandSummary, int]] = {}  # by seq: the command, and when it was published (µs)
         self._stragglers: dict[str, Straggler] = {}
+        self._refusals: dict[str, Refusal] = {}  # by reason without its numbers
 
     def keep(self, kept: list[T], item: T, what: str) -> None:
         """Append an item, or count it as left out."""
@@ -152,6 +164,18 @@ class Totals:
             kept.append(item)
         else:
             self._report.left_out[what] += 1
+
+    def refused(self, reason: str, now_ns: int) -> None:
+        """Add a command that was not published."""
+        key = without_numbers(reason)
+        if key in self._refusals:
+            self._refusals[key].count += 1
+            self._refusals[key].until_ns = now_ns
+        elif len(self._refusals) < MAX_FAILURES:
+            self._refusals[key] = Refusal(reason=reason, at_ns=now_ns, until_ns=now_ns)
+            self._report.refused.append(self._refusals[key])
+        else:
+            self._report.left_out["refused"] += 1
 
     def published(self, command: Command | UnknownCommand, summary: CommandSummary, at_us: int, title: str) -> None:
         """Add a command. `title` is that of the step before, should this one begin another."""
@@ -180,13 +204,15 @@ class Totals:
         self._add_acted(report, summary)
         if not isinstance(report.command, EpochStart):  # it is published before anybody can have joined
             self._add_stragglers(report)
-            self._add_failures(report, summary)
         return summary
 
     def finish(self) -> None:
         """Add what is known only at the end."""
         self._report.steps, self._report.left_out["commands"] = self._steps.kept(), self._steps.dropped
         self._report.unconcluded = [summary for summary, _ in self._open.values()]
+        first_seqs = {cause.seq for cause in self._report.causes}
+        for step in self._report.steps:
+            step.shown = any(command.seq in first_seqs or not command.concluded for command in step.commands)
         self._report.stragglers = rank_stragglers(self._stragglers.values())
 
     def _add_acted(self, report: Report, summary: CommandSummary) -> None:
@@ -201,27 +227,6 @@ class Totals:
         for outcome, _ in acted:
             latencies = self._report.latencies.setdefault(command_kind(report.command), LatencyHistogram())
             latencies.add(outcome.latency_us)
-
-    def _add_failures(self, report: Report, summary: CommandSummary) -> None:
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for outcome in report.outcomes:
-            conclusion = outcome.conclusion
-            if is_trouble(conclusion):
-                message = conclusion.message if isinstance(conclusion, Failed) else ""
-                groups.setdefault((*kind_and_reason(conclusion), message), []).append(outcome.agent)
-        for (kind, reason, message), agents in groups.items():
-            failure = FailureGroup(
-                seq=summary.seq,
-                at_ns=summary.at_ns,
-                text=summary.text,
-                kind=kind,
-                reason=reason,
-                message=message if len(message) <= MAX_TEXT else f"{message[:MAX_TEXT]}… ({len(message)} characters)",
-                agents=format_agents(agents, 64),
-                names=tuple(sorted(agents, key=agent_order)[:8]),
-                count=len(agents),
-            )
-            self.keep(self._report.failures, failure, "failures")
 
     def _add_stragglers(self, report: Report) -> None:
         for outcome in report.outcomes:

@@ -336,7 +336,7 @@ def fleet_events(survey: LogSurvey, processes: Mapping[str, ProcessTracks], entr
     for track in agents.values():
         yield from track.end(survey.last_ns)
     for process in processes.values():
-        yield from process.names
+        yield from process.names()
 
 
 def _short(outcome: Conclusion) -> str:

@@ -87,7 +87,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
 def write_timeline(
     log: Path,
     out: Path,
-    roots: Sequence[Path] = (),
+    roots: Sequence[Path] | None = (),
     *,
     force: bool = False,
     say: Callable[[str], object] = lambda _: None,
@@ -97,7 +97,7 @@ def write_timeline(
     Args:
         log: The log.
         out: The file to write; compressed if its name ends with `.gz`.
-        roots: Folders below which the agents' traces lie, or copies of them.
+        roots: Folders below which the agents' traces lie, or copies of them. None leaves traces out without a warning.
         force: Replace `out` if it exists.
         say: Called with a line for each trace that is read, since that may take long.
 
@@ -107,7 +107,7 @@ def write_timeline(
         LogError: `out` can't be written.
     """
     check_destination(out, force, [log])
-    for root in roots:
+    for root in roots or ():
         if not root.is_dir():
             raise ConfigError(f"--traces {root}: there is no such folder")
     run = RunLog.header(log).run
@@ -115,7 +115,7 @@ def write_timeline(
     try:
         # Opened first: checking the traces takes minutes, and a file that can't be written should fail before.
         with atomic_write(out, force) as file, _compressed(file, out) as stream:
-            files = draft.find_traces(roots, say)
+            files = [] if roots is None else draft.find_traces(roots, say)
             check_destination(out, force, [trace.path for trace in files])
             _write(stream, draft.head(), chain(draft.fleet_events(RunLog.read(log)), draft.trace_events(files, say)))
         nbytes = out.stat().st_size
@@ -248,16 +248,18 @@ class TimelineDraft:
         return f"agent {name} (clock {line.offset_ns / MS:+.3f} ± {(line.error_ns or 0) / MS:.3f} ms)"
 
     def _owner(self, name: str, file: FoundTrace) -> str:
+        """Name of the process that a trace is drawn in: one for each rank."""
         identity, rank = self.survey.identities.get(name), file.reported.trace.rank
-        step = f", step {file.reported.step}" if file.reported.step is not None else ""
         if identity is None:
-            return f"agent {name}{step}"
+            return f"traces of agent {name}"
         if rank is None and FRONT_END in file.path.name:
-            return f"replica {identity.replica} front end{step}"
+            return f"replica {identity.replica} front end"
+        if rank is None and file.rank is None and identity.nnodes > 1:
+            return f"replica {identity.replica} node {identity.node_rank}"
         if rank is None:
             rank = identity.global_ranks.start + (file.rank or 0)
         owner = f"replica {identity.replica}" if identity.role == ROLLOUT else identity.role
-        return f"{owner} rank {rank}{step}"
+        return f"{owner} rank {rank}"
 
 
 def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:

@@ -2,17 +2,16 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.timeline.alignment import MS, AgentClock
-from schemas.commands import ProfileCommand
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
 from schemas.identity import Identity, agent_of, process_of
 from schemas.outcomes import Acted, Outcome, Trace
-from schemas.wire import decode_command
 
 REMEMBERED: Final = 1_000
 """Commands and answers per agent that are kept until the agent's record of them."""
@@ -51,14 +50,12 @@ class ReportedTrace(NamedTuple):
         peer: `agent/incarnation`.
         reported_ns: When it was first reported, on the bus's clock.
         paths: Relative to the traces root, the newest first; more than one if the file was moved.
-        step: Training step of the session, if the log has it.
     """
 
     peer: str
     trace: Trace
     reported_ns: int
     paths: tuple[str, ...]
-    step: int | None
 
 
 def decode_entries(
@@ -104,10 +101,10 @@ class LogSurvey:
         self.clocks: dict[str, AgentClock] = {}
         self.identities: dict[str, Identity] = {}
         self.traces: dict[tuple[str, str], ReportedTrace] = {}
-        self.begins_ns = self.last_ns = self.last = 0
+        self.begins_ns = self.last_ns = self.last = self._count = 0
         self.unreadable: list[int] = []
         self.damage = ""
-        self._published: OrderedDict[int, tuple[int, int | None]] = OrderedDict()  # by seq: when, and profiled step
+        self._published: OrderedDict[int, int] = OrderedDict()  # by seq: when
         self._answered: OrderedDict[tuple[str, int], int] = OrderedDict()  # when each answer arrived
         self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
@@ -124,11 +121,7 @@ class LogSurvey:
 
     def same_entries(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
         """Yield the surveyed part of the log, read again: a run that goes on has written more since."""
-        for entry in entries:
-            if entry.position <= self.last:
-                yield entry
-            if entry.position >= self.last:
-                return
+        return islice(entries, self._count)
 
     def clock(self, peer: str) -> AgentClock:
         """Return the clocks of one incarnation; new ones know nothing yet."""
@@ -142,6 +135,7 @@ class LogSurvey:
         try:
             for entry in entries:
                 self.last = entry.position
+                self._count += 1
                 yield entry
         except LogCorrupt as error:
             self.damage = str(error)
@@ -160,14 +154,10 @@ class LogSurvey:
                 for answer in event.answers:
                     process = process_of(answer.peer)
                     self._remember(self._answered, (process, answer.seq), at_ns)
-                    self._note_traces(process, answer.seq, answer.outcome, at_ns)
+                    self._note_traces(process, answer.outcome, at_ns)
         for effect in record.effects:
             if isinstance(effect, bus_events.Publish):
-                command = decode_command(effect.envelope.body)
-                step = None
-                if isinstance(command, ProfileCommand) and command.action != "finish":
-                    step = command.step
-                self._remember(self._published, effect.seq, (at_ns, step))
+                self._remember(self._published, effect.seq, at_ns)
 
     def _survey_agent(self, record: AgentRecord) -> None:
         event, peer = record.event, record.peer
@@ -178,7 +168,7 @@ class LogSurvey:
                 self.identities.setdefault(record.agent, event.identity)
                 self._started[peer] = event.at_ms
             case CommandReceived() if event.seq in self._published:
-                clock.happened_after(self._published[event.seq][0], event.at_ms)
+                clock.happened_after(self._published[event.seq], event.at_ms)
             case SnapshotReceived() if peer in self._joined:
                 clock.happened_after(self._joined[peer], event.at_ms)
         for effect in record.effects:
@@ -186,15 +176,14 @@ class LogSurvey:
                 # An answer that arrives after this record bounds the clock less tightly than the record does.
                 if (arrived_ns := self._answered.pop((peer, effect.seq), None)) is not None:
                     clock.happened_before(arrived_ns, event.at_ms)
-                self._note_traces(peer, effect.seq, effect.outcome, record.at_ns)
+                self._note_traces(peer, effect.outcome, record.at_ns)
 
-    def _note_traces(self, peer: str, seq: int, outcome: Outcome, at_ns: int) -> None:
+    def _note_traces(self, peer: str, outcome: Outcome, at_ns: int) -> None:
         for trace in outcome.traces if isinstance(outcome, Acted) else ():
             key = agent_of(peer), trace.sha256
             known = self.traces.get(key)
             if known is None:
-                _, step = self._published.get(seq, (0, None))
-                self.traces[key] = ReportedTrace(peer, trace, at_ns, (trace.path,), step)
+                self.traces[key] = ReportedTrace(peer, trace, at_ns, (trace.path,))
             elif trace.path not in known.paths:
                 self.traces[key] = known._replace(paths=(trace.path, *known.paths))
 

@@ -4,7 +4,9 @@ A torch trace is an object with `traceEvents`. The `ts` of each event is in µs 
 Unix epoch without that field, which may stand before or after the events. A file is therefore read several times: for
 its digest, for its base and rank, and for its events, one at a time. Memory does not grow with the file.
 
-Process, thread and arrow numbers are unique within a trace only, so each gets a new number here.
+A trace has several processes: Python, each GPU, the profiler itself. All of a rank's traces become one process here,
+with a thread for each of theirs; what has no events gets no name, and so no track. Process, thread and arrow numbers
+are unique within a trace only, so each gets a new number.
 """
 
 import gzip
@@ -126,13 +128,6 @@ def _scan(path: Path, reported: ReportedTrace) -> FoundTrace:
     return FoundTrace(path, reported, base_ns, first_ns, rank, stacks)
 
 
-class Numbers:
-    """Process, thread and file numbers of one timeline."""
-
-    def __init__(self) -> None:
-        self.files, self.pids, self.tids = count(1), count(FIRST_PID), count(FIRST_TID)
-
-
 class _Thread:
     """A thread of a trace, drawn on one lane or more: viewers don't draw a slice that outlasts the one around it.
 
@@ -140,9 +135,11 @@ class _Thread:
     after its caller.
     """
 
-    def __init__(self, pid: int, name: str, tids: Iterator[int]) -> None:
-        self.pid, self.name, self._tids = pid, name, tids
+    def __init__(self, name: str, tids: Iterator[int]) -> None:
+        self.name, self._tids = name, tids
+        self.device = ""
         self.sort_index: object = None
+        self.used = False
         self.first_tid = self.last_tid = next(tids)
         self.last_ns = -1  # begin of the last slice; its lane is `last_tid`
         self._category = ""
@@ -163,13 +160,13 @@ class _Thread:
         self.last_ns, self.last_tid, self._category = ts_ns, tid, category
         return tid
 
-    def names(self) -> Iterator[JsonEvent]:
+    def names(self, pid: int) -> Iterator[JsonEvent]:
         """Name and position of each lane."""
+        name = f"{self.device} {self.name}".lstrip()
         for number, tid in enumerate(self._open, start=1):
-            name = f"{self.name} ({number})" if number > 1 else self.name
-            yield _metadata("thread_name", self.pid, tid, "name", name)
+            yield _metadata("thread_name", pid, tid, "name", f"{name} ({number})" if number > 1 else name)
             if self.sort_index is not None:
-                yield _metadata("thread_sort_index", self.pid, tid, "sort_index", self.sort_index)
+                yield _metadata("thread_sort_index", pid, tid, "sort_index", self.sort_index)
 
 
 def _nests(ts_ns: int, end_ns: int, ends: list[int]) -> bool:
@@ -179,14 +176,32 @@ def _nests(ts_ns: int, end_ns: int, ends: list[int]) -> bool:
     return not ends or end_ns <= ends[-1]
 
 
+class _Process:
+    """A process of the timeline. `last_ns` is the end of what is drawn in it so far."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.last_ns = 0
+        self.threads: dict[tuple[object, object], _Thread] = {}  # by process and thread in the trace
+
+
+class Numbers:
+    """Process, thread and file numbers of one timeline, and the process of each owner of traces."""
+
+    def __init__(self) -> None:
+        self.files, self.tids = count(1), count(FIRST_TID)
+        pids = count(FIRST_PID)
+        self.processes: defaultdict[str, _Process] = defaultdict(lambda: _Process(next(pids)))
+
+
 class TorchTrace:
     """The events of one file, on the bus's clock.
 
     Args:
         file: The trace.
-        owner: Prefix of the names of its processes.
+        owner: Name of its process; the owner's other traces are drawn in it, too.
         shift_ns: What to add to its `ts` to get those of the timeline.
-        sort: Position of its processes.
+        sort: Position of its process.
         numbers: Shared by all traces of a timeline.
 
     Attributes:
@@ -201,10 +216,11 @@ class TorchTrace:
         self.count = self.before = self.malformed = self.last_ns = 0
         self.fault: str | None = None
         self._file, self._owner, self._shift_ns, self._sort, self._numbers = file, owner, shift_ns, sort, numbers
-        self._number = next(numbers.files)
-        self._pids: defaultdict[object, int] = defaultdict(lambda: next(numbers.pids))
-        self._process_names: dict[int, str] = {}
-        self._threads: dict[tuple[int, object], _Thread] = {}
+        self._number, self._process = next(numbers.files), numbers.processes[owner]
+        self._devices: dict[object, str] = {}  # by number of a process in the trace
+        begin_ns = shift_ns if file.first_ns is None else file.first_ns - file.base_ns + shift_ns
+        # Threads go on from the owner's trace before, unless the two overlap: then they may be of two processes.
+        self._threads = self._process.threads if begin_ns >= self._process.last_ns else {}
 
     def events(self) -> Iterator[JsonEvent]:
         """Yield the events one by one, then the names of processes and threads."""
@@ -226,59 +242,62 @@ class TorchTrace:
 
     def _convert(self, event: JsonEvent) -> JsonEvent | None:
         """Move an event to the timeline. Returns None for a name, which `_names` yields."""
-        kind = event.get("ph")
-        pid = event["pid"] = self._pids[event.get("pid", "")]
+        kind, process = event.get("ph"), event.get("pid", "")
         if kind == "M":
-            return self._convert_metadata(event, pid)
-        thread = self._thread(pid, event.get("tid", ""))
-        event["tid"] = thread.first_tid
+            self._note_name(event, process)
+            return None
+        thread = self._thread(process, event.get("tid", ""))
+        event["pid"], event["tid"] = self._process.pid, thread.first_tid
         for name in ("id", "bind_id"):
             if name in event:
                 event[name] = self._number << ARROW_BITS | int(str(event[name]), 0) % (1 << ARROW_BITS)
         if "ts" in event:
-            ts_ns = _nanoseconds(event["ts"]) + self._shift_ns
+            ts_ns = end_ns = _nanoseconds(event["ts"]) + self._shift_ns
             if kind == "X" and "dur" in event:
-                dur_ns = _nanoseconds(event["dur"])
+                end_ns += _nanoseconds(event["dur"])
                 category = str(event.get("cat"))
                 if self._file.stacks and category == "user_annotation":  # outlasts the Python call that it begins in
-                    thread = self._thread(pid, f"annotations (thread {thread.name})")
-                event["tid"], event["dur"] = thread.place(ts_ns, ts_ns + dur_ns, category), dur_ns / 1000
+                    thread = self._thread(process, f"annotations (thread {thread.name})")
+                event["tid"], event["dur"] = thread.place(ts_ns, end_ns, category), (end_ns - ts_ns) / 1000
             elif kind in ("s", "t", "f") and thread.last_ns == ts_ns:
                 event["tid"] = thread.last_tid  # an arrow follows the slice that it is bound to
             event["ts"] = ts_ns / 1000
             self.before += ts_ns < 0
             self.last_ns = max(self.last_ns, ts_ns)
+            self._process.last_ns = max(self._process.last_ns, end_ns)
         if event.get("s") == "g":  # an instant of the whole file, which is one process among others here
             event["s"] = "p"
+        # Arrows, counters and instants of a process make no track for a thread.
+        thread.used = thread.used or (kind not in ("s", "t", "f", "C") and event.get("s") != "p")
         self.count += 1
         return event
 
-    def _convert_metadata(self, event: JsonEvent, pid: int) -> JsonEvent | None:
+    def _note_name(self, event: JsonEvent, process: object) -> None:
+        """Remember the name of a thread or device. `_names` yields those that have events."""
         kind, args = str(event.get("name")), event.get("args")
         fields = args if isinstance(args, dict) else {}
-        if kind == "process_name":
-            self._process_names[pid] = str(fields.get("name", ""))
+        if kind == "process_labels":
+            self._devices[process] = str(fields.get("labels", ""))
         elif kind.startswith("thread_"):
-            thread = self._thread(pid, event.get("tid", ""))
+            thread = self._thread(process, event.get("tid", ""))
             thread.name = str(fields.get("name", "")).rstrip() or thread.name
             thread.sort_index = fields.get("sort_index", thread.sort_index)
-        elif kind != "process_sort_index":
-            event["tid"] = 0
-            return event
-        return None
 
     def _names(self) -> Iterator[JsonEvent]:
-        for original, pid in self._pids.items():
-            name = self._process_names.get(pid, _name(original))
-            yield _metadata("process_name", pid, 0, "name", f"{self._owner}: {name}")
-            yield _metadata("process_sort_index", pid, 0, "sort_index", self._sort)
-        for thread in self._threads.values():
-            yield from thread.names()
+        if not self.count:
+            return
+        yield _metadata("process_name", self._process.pid, 0, "name", self._owner)
+        yield _metadata("process_sort_index", self._process.pid, 0, "sort_index", self._sort)
+        for (process, _), thread in self._threads.items():
+            device = self._devices.get(process, "")
+            thread.device = thread.device if device in ("", "CPU") else device
+            if thread.used:
+                yield from thread.names(self._process.pid)
 
-    def _thread(self, pid: int, original: object) -> _Thread:
-        thread = self._threads.get((pid, original))
+    def _thread(self, process: object, original: object) -> _Thread:
+        thread = self._threads.get((process, original))
         if thread is None:
-            thread = self._threads[pid, original] = _Thread(pid, _name(original), self._numbers.tids)
+            thread = self._threads[process, original] = _Thread(_name(original), self._numbers.tids)
         return thread
 
 

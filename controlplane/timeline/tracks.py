@@ -46,18 +46,24 @@ class ProcessTracks:
         self._zero_ns = zero_ns
         self._busy: dict[str, list[int | None]] = {}  # by thread: end of the last slice of each lane; None while open
         self._tids: dict[tuple[str, int], int] = {}
-        self.names = [
+        self._names = [
             TraceEvent(ph="M", pid=pid, tid=0, name="process_name", args={"name": title}),
             TraceEvent(ph="M", pid=pid, tid=0, name="process_sort_index", args={"sort_index": sort}),
         ]
+        self._drawn = False
+
+    def names(self) -> list[TraceEvent]:
+        """Return the names of the process and its threads; none if nothing was drawn."""
+        return self._names if self._drawn else []
 
     def tid(self, thread: str, lane: int = 0) -> int:
         """Return the number of a lane; names it on first use."""
+        self._drawn = True
         tid = self._tids.get((thread, lane))
         if tid is None:
             tid = self._tids[thread, lane] = self.pid * THREADS + len(self._tids) + 1
             name = f"{thread} ({lane + 1})" if lane else thread
-            self.names.append(TraceEvent(ph="M", pid=self.pid, tid=tid, name="thread_name", args={"name": name}))
+            self._names.append(TraceEvent(ph="M", pid=self.pid, tid=tid, name="thread_name", args={"name": name}))
         return tid
 
     def take_lane(self, thread: str, at_ns: int) -> int:
@@ -83,6 +89,7 @@ class ProcessTracks:
 
     def counter(self, name: str, value: int, at_ns: int) -> TraceEvent:
         """Return a new value of one of the process's counters."""
+        self._drawn = True
         ts = self.us(at_ns)
         return TraceEvent(ph="C", pid=self.pid, tid=self.pid, name=name, cat=CATEGORY, ts=ts, args={"value": value})
 

@@ -3,24 +3,32 @@
 A digest is sha256 over a domain string and then over each tensor in ascending order of its name. The order is that of
 code points, which is also the order of the UTF-8 bytes. All integers are little endian:
 
-    domain    b"rolloutctl layout 1\\n" or b"rolloutctl content 1\\n"
+    domain    b"rolloutctl layout 1\\n" or b"rolloutctl content 2\\n"
     tensor    u32 size of the name, the name in UTF-8
               u32 size of the dtype, the dtype in ASCII as safetensors calls it ("F32", "BF16", ...)
               u32 number of dimensions, then one u64 per dimension
-              content only: u64 size of the data, then the data, row-major and little endian, as in the file
+              content only: u64 size of the data, then sha256 of each piece of PIECE_BYTES of the data, and of the rest
+
+The data is row-major and little endian, as in the file. It is digested in pieces, so that several threads can share the
+work: one core does 1.4 GB a second, and a model has hundreds.
 
 Any engine can compute its content digest from the tensors that it holds: `tensor_digest`.
 """
 
 import hashlib
+import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Final
 
-from schemas.safetensors.format import CUT_OFF, TensorPlace, TensorSpec, checkpoint_refused, open_file
+from schemas.safetensors.format import TensorSpec
 
-_CHUNK_BYTES: Final = 8 << 20  # read from a file at a time
-_CONTENT: Final = b"rolloutctl content 1\n"
+PIECE_BYTES: Final = 16 << 20
+"""Bytes of a tensor that are digested at a time. Part of the definition above."""
+_THREADS_MAX: Final = 8
+"""More would take cores from the engine. Two hash about as fast as a file is written."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -43,35 +51,45 @@ def tensor_digest(items: Iterable[tuple[str, str, Sequence[int], Bytes]]) -> str
     Raises:
         ValueError: The items are not sorted, or a name occurs twice.
     """
-    digest = hashlib.sha256(_CONTENT)
-    last: str | None = None
-    for name, dtype, shape, raw in items:
-        if last is not None and name <= last:
-            raise ValueError(f"tensors are digested in the order of their names: {name!r} came after {last!r}")
-        last = name
-        data = memoryview(raw).cast("B")
-        digest.update(_encode(name, dtype, shape, data.nbytes))
-        digest.update(data)
-    return digest.hexdigest()
+    content, last = ContentDigest(), None
+    with reading_threads() as threads:
+        for name, dtype, shape, raw in items:
+            if last is not None and name <= last:
+                raise ValueError(f"tensors are digested in the order of their names: {name!r} came after {last!r}")
+            last, data = name, memoryview(raw).cast("B")
+            hashes = map(_hash, _pieces(data)) if data.nbytes <= PIECE_BYTES else threads.map(_hash, _pieces(data))
+            content.add_tensor(name, dtype, shape, data.nbytes, hashes)
+    return content.hexdigest()
 
 
-def content_digest(places: Mapping[str, TensorPlace]) -> str:
-    """Return the content digest, in hex, of tensors in files. Reads every byte. Raises CheckpointError."""
-    digest = hashlib.sha256(_CONTENT)
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    for name in sorted(places):
-        place = places[name]
-        left = place.spec.nbytes
-        digest.update(_encode(name, place.spec.dtype, place.spec.shape, left))
-        with open_file(place.path) as file:
-            file.seek(place.start)
-            while left:
-                size = file.readinto(buffer[: min(left, _CHUNK_BYTES)])
-                if not size:
-                    raise checkpoint_refused(place.path, "became shorter while it was read", CUT_OFF)
-                digest.update(buffer[:size])
-                left -= size
-    return digest.hexdigest()
+class ContentDigest:
+    """A content digest that is computed tensor by tensor, from the digests of their pieces."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256(b"rolloutctl content 2\n")
+
+    def add_tensor(self, name: str, dtype: str, shape: Sequence[int], nbytes: int, hashes: Iterator[bytes]) -> None:
+        """Add the next tensor. `hashes` yields the sha256 of each of its pieces, and perhaps those of later tensors."""
+        self._digest.update(_encode(name, dtype, shape, nbytes))
+        for digest in islice(hashes, -(-nbytes // PIECE_BYTES)):
+            self._digest.update(digest)
+
+    def hexdigest(self) -> str:
+        """Return the digest in hex."""
+        return self._digest.hexdigest()
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """Return threads that share the work on one checkpoint, one for each core."""
+    return ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1), "rolloutctl-checkpoint")
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    return (data[start : start + PIECE_BYTES] for start in range(0, data.nbytes, PIECE_BYTES))
+
+
+def _hash(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def _encode(name: str, dtype: str, shape: Sequence[int], nbytes: int | None = None) -> bytes:

@@ -11,15 +11,16 @@ from controlplane.bus import turns
 from controlplane.bus.bus import Bus
 from controlplane.bus.operator import ask_status
 from controlplane.cli.__main__ import cli
-from controlplane.machine.fleet import CoordinatorState, Member
+from controlplane.machine.fleet import CoordinatorState
+from controlplane.machine.members import Member
 from controlplane.machine.status import OPEN_MAX, WAITS_FOR_MAX, fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.carriers.sockets import Context
-from schemas.commands import EngineCommand
+from schemas.commands import Checkpoint, EngineCommand, WeightSync
 from schemas.identity import Identity
 from schemas.outcomes import Acted, ErrorKind, Failed
-from schemas.reports import AgentOutcome, AgentStatus, FleetStatus, Report
+from schemas.reports import AgentOutcome, AgentStatus, FleetStatus, Report, SyncReport
 from tests.unit.fleets import Coordinator
 
 AGENTS = 4096
@@ -73,6 +74,24 @@ def test_a_large_report_is_sent_in_parts_and_is_whole_again() -> None:
     report = Report(seq=1, origin=1, command=PAUSE, outcomes=outcomes)
     parts = [reply.part for reply in sent(report) if isinstance(reply, wire.ReplyPart)]
     assert len(parts) > 1 and wire.join_parts(parts) == report
+
+
+def test_a_large_report_of_a_sync_is_sent_in_parts_and_is_whole_again() -> None:
+    outcomes = tuple(AgentOutcome(agent=f"{replica}.0", conclusion=Acted(calls=("load",))) for replica in range(AGENTS))
+    phases = (
+        Report(
+            seq=1,
+            origin=1,
+            command=WeightSync(phase="prepare", version=3, source=Checkpoint("step_3")),
+            outcomes=outcomes,
+        ),
+        Report(seq=2, origin=1, command=WeightSync(phase="load", version=3), outcomes=outcomes),
+        Report(seq=3, origin=1, command=WeightSync(phase="abort", version=3), outcomes=()),
+    )
+    report = SyncReport(version=3, status="aborted", loaded=(), quarantined=(), phases=phases)
+    parts = [reply for reply in sent(report) if isinstance(reply, wire.ReplyPart)]
+    assert len(parts) > 3 and [part.left == 0 for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert wire.join_parts([part.part for part in parts]) == report
 
 
 def test_a_reply_of_which_one_part_is_too_large_is_refused_with_its_size() -> None:

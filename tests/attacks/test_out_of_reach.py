@@ -1,5 +1,9 @@
-"""A replica that is cut off from a living bus, and generates on, while the fleet commits other weights."""
+"""A replica that is cut off from a living bus, and generates on, while the fleet commits other weights. And many agents
+that fall silent at once.
+"""
 
+from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -11,7 +15,8 @@ from controlplane import ControlPlane
 from controlplane.bus.bus import Bus
 from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
-from schemas.carriers.sockets import Context
+from schemas import wire
+from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
 from schemas.errors import CommandFailed
@@ -154,3 +159,21 @@ async def test_requests_sent_to_a_replica_that_lost_its_bus_are_answered_by_newe
                     proxy.silent.clear()
                 assert completions[0].versions == [2] * 8
     assert list(verify(RunLog.read(tmp_path / "run.db"))) == []
+
+
+async def test_agents_that_fall_silent_together_are_lost_a_few_in_each_turn(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.bus.inbox.LOST_MAX", 2)
+    async with opened(tmp_path, context) as bus, AsyncExitStack() as dealers:
+        for replica in range(5):
+            identity = Identity(replica=replica, node_rank=0)
+            hello = wire.Hello(identity=identity, incarnation="a", journal="j", host="h", pid=1)
+            dealer = await dealers.enter_async_context(agent_dealer(context, bus.address))
+            await dealer.send([wire.encode_header(0), wire.encode(hello)])
+        await reached(bus, lambda state: len(state.members) == 5)
+        await reached(bus, lambda state: not state.members)
+        path = bus._log.path
+    lost = [entry.typed_event() for entry in RunLog.read(path) if entry.kind == "lost"]
+    turns = Counter(event.at_us for event in lost)  # type: ignore[union-attr]
+    assert sum(turns.values()) == 5 and max(turns.values()) <= 2

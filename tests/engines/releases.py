@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import httpx
 import pytest
 
 from schemas.commands import Checkpoint, ProfilePlan, Window
@@ -20,7 +19,7 @@ from schemas.errors import CheckpointError, EngineError
 from schemas.events import Abort, EngineCall, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from schemas.identity import Identity, Operation, Tag
 from tests.engines import wheels
-from tests.engines.strict import App, StandIn, request_module, stand_in
+from tests.engines.strict import App, AppPool, StandIn, request_module, stand_in
 from tests.engines.surfaces import Surface, read
 from workers.engines.client import EngineClient
 from workers.engines.sglang.engine import SGLangEngine
@@ -121,8 +120,7 @@ def attached(
 async def over_http(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterator[OverHTTP]:
     app = App(read(kind, version), (_sglang_answers if kind == "sglang" else _vllm_answers)(version, folder))
     client = SGLangServer("http://engine") if kind == "sglang" else VLLMServer("http://engine")
-    await client._client.aclose()  # the same client, with another way to the server
-    client._client = httpx.AsyncClient(transport=app, base_url=client.where)
+    client._pool = AppPool(app)  # type: ignore[assignment]  # the same client, with another way to the server
     adapter = await _opened(kind, client, folder)
     yield OverHTTP(client, adapter, lambda: [request.path for request in app.requests], app)
     await adapter.close()

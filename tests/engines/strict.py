@@ -14,12 +14,13 @@ import enum
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping
 from functools import reduce
 from operator import or_
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+import httpcore
 import httpx
 import msgspec
 
@@ -108,6 +109,23 @@ class App(httpx.AsyncBaseTransport):
                 yield f"takes a JSON object, got {body!r}"
             else:
                 yield from faults("body field", self._surface.body_fields(route), body, strict=True)
+
+
+class AppPool(httpcore.AsyncConnectionInterface):
+    """The connections to such a server, for our client."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def handle_async_request(self, request: httpcore.Request) -> httpcore.Response:
+        assert isinstance(request.stream, AsyncIterable)
+        content = b"".join([part async for part in request.stream])
+        asked = httpx.Request(request.method.decode(), bytes(request.url).decode(), content=content)
+        answer = await self._app.handle_async_request(asked)
+        return httpcore.Response(answer.status_code, content=await answer.aread())
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
 
 
 def path_pattern(path: str) -> re.Pattern[str]:

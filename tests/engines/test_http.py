@@ -1,11 +1,16 @@
 """The HTTP client of engine servers, against real servers that answer well, badly, or not at all."""
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
 
 from schemas.errors import ConfigError
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
+from workers.engines import http
 from workers.engines.client import CallRefused, Unanswered
 from workers.engines.http import ATTEMPTS, HttpClient, Route, api_key, base_url
 from workers.engines.probe import probe
@@ -34,6 +39,16 @@ async def ask(url: str, method: str, key: str | None = None, **arguments: object
         return await (client.read(method) if method == "read" else client.call(method, **arguments))
     finally:
         await client.close()
+
+
+@asynccontextmanager
+async def listening(serve: Callable[[SocketStream], Awaitable[None]]) -> AsyncIterator[str]:
+    """A server that does with each connection what it wants."""
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, serve)
+        yield f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+        group.cancel_scope.cancel()
 
 
 async def test_methods_and_their_parameters_are_read_from_the_openapi_document() -> None:
@@ -86,6 +101,100 @@ async def test_a_refusal_is_not_retried() -> None:
     assert len(server.requests) == 1
 
 
+async def test_a_connection_serves_one_request_after_the_other_until_the_server_closes_it() -> None:
+    served: list[int] = []
+
+    async def serve(stream: SocketStream) -> None:
+        accepted.append(None)
+        number = len(accepted)
+        async with stream:
+            with suppress(anyio.EndOfStream):
+                for _ in range(2):
+                    await stream.receive()
+                    served.append(number)
+                    await stream.send(b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"value":7}')
+
+    accepted: list[None] = []
+    async with listening(serve) as url:
+        client = HttpClient(url, ROUTES, info_path="/info")
+        assert [await client.read("read") for _ in range(3)] == [7, 7, 7]
+        await client.close()
+    assert served == [1, 1, 2]
+
+
+async def test_the_answer_to_a_request_that_was_cancelled_goes_to_no_other() -> None:
+    asked, cancelled = anyio.Event(), anyio.Event()
+
+    async def serve(stream: SocketStream) -> None:
+        first = not asked.is_set()
+        async with stream:
+            await stream.receive()
+            asked.set()
+            if first:
+                await cancelled.wait()
+            with suppress(anyio.BrokenResourceError):
+                await stream.send(b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"value":%d}' % (1 if first else 2))
+
+    async with listening(serve) as url:
+        client = HttpClient(url, ROUTES, info_path="/info")
+        async with anyio.create_task_group() as group:
+            group.start_soon(client.read, "read")
+            await asked.wait()
+            group.cancel_scope.cancel()
+        cancelled.set()
+        assert await client.read("read") == 2
+        await client.close()
+
+
+async def test_an_answer_that_is_too_large_is_not_read_on_and_its_connection_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "ANSWER_BYTES", 100_000)
+    closed = anyio.Event()
+
+    async def serve(stream: SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+            with suppress(anyio.BrokenResourceError):
+                await stream.send(b"HTTP/1.1 200 OK\r\n\r\n")
+                while True:
+                    await stream.send(bytes(65536))
+        closed.set()
+
+    async with listening(serve) as url:
+        client = HttpClient(url, ROUTES, info_path="/info")
+        with pytest.raises(Unanswered, match="answered more than 100,000 bytes"):
+            await client.call("once")
+        await closed.wait()
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "error"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "ConnectError"), (b"", "ConnectTimeout")]
+)
+async def test_a_server_that_speaks_no_tls_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch, says: bytes, error: str
+) -> None:
+    monkeypatch.setattr(http, "CONNECT_TIMEOUT_S", 5.0 if says else 0.2)
+    accepted: list[None] = []
+    closed = anyio.Event()
+
+    async def serve(stream: SocketStream) -> None:
+        accepted.append(None)
+        async with stream:
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                await stream.receive()
+                await stream.send(says)
+                await stream.receive()
+        closed.set()
+
+    async with listening(serve) as url:
+        with pytest.raises(Unanswered, match=f"did not answer: {error}"):
+            await ask(url.replace("http", "https"), "read")
+        await closed.wait()
+    assert len(accepted) == 1
+
+
 async def test_the_key_is_sent_and_never_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("s3cret\n")
     with HttpServer(lambda _: (401, "Unauthorized")) as server, pytest.raises(CallRefused) as refused:
@@ -106,7 +215,9 @@ def test_a_file_without_a_key_is_an_error(tmp_path: Path, content: str) -> None:
         api_key(tmp_path / "none")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://h:1", "http://", "http://h:1?a=b", "http://h:x"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://h:1", "http://", "http://h:1?a=b", "http://h:x", "http://ключ:1"]
+)
 def test_a_bad_url_is_an_error(url: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         base_url(url)

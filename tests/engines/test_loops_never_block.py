@@ -40,7 +40,7 @@ QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
 def never_blocking() -> Iterator[BlockBuster]:
     with blockbuster_ctx() as guard:
         for name, function in guard.functions.items():
-            if name.startswith("sqlite3."):  # only `schemas.carriers.records` speaks to it
+            if name.startswith("sqlite3."):  # only `schemas.carriers` speaks to it
                 function.deactivate()
         guard.functions["os.stat"].can_block_in("schemas/carriers/writer_lock.py", {"change", "note"})
         guard.functions["os.listdir"].can_block_in("controlplane/bus/descriptors.py", {"_open_now"})  # /proc is no disk

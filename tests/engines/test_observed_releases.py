@@ -6,13 +6,13 @@ The releases are stand-ins made from their source, which record every request an
 from pathlib import Path
 from typing import Final
 
-import httpx
 import pytest
 
 from schemas.events import Observation
 from schemas.identity import Identity, RolloutMode
 from tests.engines import wheels
 from tests.engines.releases import OverHTTP, Transport, attached, releases
+from tests.engines.strict import AppPool
 from workers.engine import EngineView
 from workers.engines.client import EngineReader
 from workers.engines.observed import ObservedEngine
@@ -57,8 +57,7 @@ async def test_an_observer_reads_and_does_no_more(
     async with attached(transport, kind, version, tmp_path) as engine:
         if isinstance(engine, OverHTTP):
             reader = SGLangReader("http://engine") if kind == "sglang" else VLLMReader("http://engine")
-            await reader._client.aclose()
-            reader._client = httpx.AsyncClient(transport=engine.app, base_url=reader.where)
+            reader._pool = AppPool(engine.app)  # type: ignore[assignment]
             seen = await look(kind, reader)
             assert {(request.method, request.query, request.body) for request in engine.app.requests} <= {
                 ("GET", (), None),

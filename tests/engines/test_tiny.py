@@ -37,6 +37,7 @@ from workers.conformance.kit import Kit
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.profile import FORWARD
+from workers.engines.tiny.scheduler import Scheduler
 from workers.engines.tiny.server import Completion, TinyClient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
@@ -64,10 +65,14 @@ class Bench:
         """Generate in another thread."""
         return self._pool.submit(lambda: self.client.generate([prompt], tokens, temperature)[0])
 
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self.engine._scheduler is not None
+        return self.engine._scheduler
+
     async def begin_long(self, prompt: list[int]) -> Future[Completion]:
         """Begin a long request, and wait for its first tokens."""
-        scheduler = self.engine._scheduler
-        assert scheduler is not None
+        scheduler = self.scheduler
         before = scheduler.forwards
         begun = self.begin(prompt, LONG)
         while scheduler.forwards < before + 3:
@@ -163,6 +168,41 @@ async def test_tokens_depend_on_the_weights_alone(bench: Bench) -> None:
         completions.append(bench.generate([3, 4]).tokens)
         assert bench.generate([3, 4]).tokens == completions[-1]
     assert completions[0] == completions[2] != completions[1]
+
+
+async def test_a_load_takes_what_was_read_before_the_pause(bench: Bench) -> None:
+    staging, load = bench.engine._staging, bench.save(1)
+    await bench.do(Resume(), CheckSource(load.source, load.manifest, load.version))
+    staged = staging._staged
+    assert staged is not None
+    await bench.do(Pause("abort"), load)
+    held = weights(bench.scheduler.model)
+    assert all(held[name].data_ptr() == tensor.data_ptr() for name, tensor in staged.tensors.items())
+    assert digest(held) == digest(weights(TinyModel(TinyConfig(), seed=1)))
+
+
+async def test_a_load_reads_again_what_was_written_since_the_check(bench: Bench) -> None:
+    load = bench.save(1)
+    file = bench.folder / "v1" / "model.safetensors"
+    await bench.do(CheckSource(load.source, load.manifest, load.version))
+    file.unlink()
+    save(TinyModel(TinyConfig(), seed=2), file.parent)
+    with pytest.raises(CheckpointError, match="the right tensors with other values"):
+        await bench.do(load)
+    await bench.do(replace(load, manifest=None))
+    assert digest(weights(bench.scheduler.model)) == digest(weights(TinyModel(TinyConfig(), seed=2)))
+
+
+async def test_a_sync_that_ends_otherwise_leaves_nothing_to_load(bench: Bench) -> None:
+    load = bench.save(1)
+    await bench.do(CheckSource(load.source, load.manifest, load.version), Pause("abort"), Resume())
+    assert bench.engine._staging._staged is None
+
+
+async def test_weights_that_nobody_digested_are_digested_for_who_asks(bench: Bench) -> None:
+    await bench.do(replace(bench.save(1), manifest=None))
+    assert (await bench.engine.observe()).digest is None
+    assert bench.client.weights().digest == digest(weights(TinyModel(TinyConfig(), seed=1)))
 
 
 async def test_it_samples_what_the_trainer_would(bench: Bench) -> None:

@@ -17,7 +17,18 @@ from schemas import events as agent
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped, Trace
-from schemas.reports import AgentLine, AgentOutcome, AgentStatus, Clock, FleetStatus, Report, SyncReport
+from schemas.reports import (
+    AgentLine,
+    AgentOutcome,
+    AgentStatus,
+    Clock,
+    FleetStatus,
+    HeldSync,
+    PendingCommand,
+    RecentFailure,
+    Report,
+    SyncReport,
+)
 
 FILE = Path(__file__).with_name("wire.json")
 
@@ -118,10 +129,12 @@ SAMPLES: tuple[Struct, ...] = (
     wire.Ack(journal="j", through=12),
     wire.Rejoin(reason="say hello", give_up=True),
     wire.TimeReply(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
+    wire.TimeReply(sent_ns=5_000_000_000, received_ns=1, replied_ns=2, heartbeat_ms=4096),
     # operators
     wire.StatusRequest(),
     wire.Retire(places=("3", "1.1")),
     wire.Submit(command=PROFILE, target=commands.Target(), timeout_ms=30_000, force=True),
+    wire.SyncRequest(path="global_step_12", version=5, timeout_ms=600_000),
     FleetStatus(
         run="run-1",
         epoch=2,
@@ -138,13 +151,19 @@ SAMPLES: tuple[Struct, ...] = (
                 seq=7,
                 status=STATUS,
                 waits_for=("a",),
+                latency_us=1200,
             ),
         ),
         open=("pause (seq 7) waits for 1.0",),
         unproven=(3,),
         descriptors="40 of 1024 file descriptors are left",
+        failures=(RecentFailure(ago_ms=2500, text="flush (seq 6): 1.0: failed engine_error: what was seen"),),
+        read_only=True,
+        pending=(PendingCommand(name="pause (seq 7)", age_ms=1200, left_ms=28_800, waiting=1),),
+        held=HeldSync(version=5, phase="load", left_ms=9000),
     ),
     REPORT,
+    SyncReport(version=4, status="aborted", loaded=(), quarantined=(), phases=(REPORT,), reason="too few"),
     wire.RequestRejected(reason="not by hand"),
     wire.ReplyPart(
         part=FleetStatus(run="run-1", epoch=1, seq=2, version=0, log="/runs/run.db", agents=()),

@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +19,7 @@ from schemas.commands import Checkpoint
 from schemas.config import BusConfig
 from schemas.errors import EngineError
 from schemas.formatting import kind_and_reason
-from tests.running import python, rolloutctl
+from tests.running import python, rolloutctl, started
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import Completion, TinyClient
@@ -77,6 +79,39 @@ def test_it_joins_answers_and_leaves(plane: ControlPlane, tmp_path: Path, ended_
         assert [kind_and_reason(outcome.conclusion) for outcome in away.outcomes] == [("missing", "absent")]
         assert lives(plane) == {"0.1": "left"}
         assert "Traceback" not in node.output and "shutting down" in node.output
+        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d INFO agent 0\.1 ", node.output)
+
+
+def test_it_says_when_it_joins_and_when_it_loses_and_finds_its_bus(tmp_path: Path) -> None:
+    def lines() -> list[dict[str, str]]:
+        return [json.loads(line) for line in node.output.splitlines()]
+
+    def said(text: str) -> bool:
+        return any(text in line["message"] for line in lines())
+
+    with ExitStack() as stack:
+        with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as first:
+            address = first.address
+            node = stack.enter_context(Node(address, tmp_path, 0, 1, "--log-format", "json"))
+            first.wait_for_agents(1, timeout=60).wait()
+            run = first.status().run
+            wait_until(lambda: said(f"agent 0.1 joined run {run} at {address}: epoch 1, seq 1, committed weights v0"))
+        wait_until(lambda: said(f"lost its bus: no answer from {address}"))
+        with ControlPlane(address, log=tmp_path / "run.db", run="resume", config=QUICK):
+            wait_until(lambda: said("found its bus again after") and said(f"joined run {run} at {address}: epoch 2"))
+    assert {line["logger"] for line in lines()} == {"rolloutctl.agent"}
+    assert all(datetime.fromisoformat(line["time"]).tzinfo is not None for line in lines())
+    assert {"info", "warning"} <= {line["level"] for line in lines()}
+
+
+def test_it_serves_metrics_where_it_says(plane: ControlPlane, tmp_path: Path) -> None:
+    with Node(plane.address, tmp_path, 0, 1, "--metrics-port", "0") as node:
+        plane.wait_for_agents(1, timeout=60).wait()
+        wait_until(lambda: "agent 0.1: metrics at http://127.0.0.1:" in node.output)
+        (address,) = re.findall(r"metrics at (\S+)", node.output)
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert b"rolloutctl_agent_bus_connected 1.0" in answer.read()
+        assert node.end(signal.SIGTERM) == 0
 
 
 def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:
@@ -94,6 +129,7 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane
         client = TinyClient(front)
         plane.wait_for_agents(1, timeout=60).wait()
         plane.sync_weights(1, Checkpoint("v1"), content=True).wait().raise_for_failures()
+        assert "its engine holds weights v1 (before: v0)" in node.output
         before = client.generate([[3]], 8, temperature=0)[0].tokens
         node.process.kill()
         node.process.wait()
@@ -156,7 +192,20 @@ def test_one_journal_is_for_one_process(plane: ControlPlane, tmp_path: Path) -> 
         plane.wait_for_agents(1, timeout=60).wait()
         with Node(plane.address, tmp_path, 0, 1) as second:
             assert second.process.wait(60) == 3
-            assert "agent-0.1.db" in second.output.splitlines()[-1]
+            assert "agent-0.1.journal" in second.output.splitlines()[-1]
+
+
+def test_two_jobs_of_one_user_on_one_machine_do_not_meet(plane: ControlPlane, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    place = ["--replica", "0", "--nnodes", "2", "--node-rank", "1", "--engine", "tiny"]
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "other.db", config=QUICK) as other, ExitStack() as stack:
+        for job in (plane, other):
+            words = ["-m", "controlplane.cli", "agent", "--bus", job.address, *place]
+            stack.enter_context(started(*words, env={"XDG_STATE_HOME": str(home)}))
+        for job in (plane, other):
+            job.wait_for_agents(1, timeout=60).wait()
+            assert job.flush().wait().skipped == ("0.1",)
+    assert len({path.parent for path in home.glob("rolloutctl/*/*/agent-0.1*")}) == 2
 
 
 def test_an_engine_without_its_packages_is_one_clear_line(tmp_path: Path) -> None:

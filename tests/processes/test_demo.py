@@ -1,20 +1,60 @@
 """The demo as a newcomer runs it, but shorter, with and without a fault. `make demo` is the same with more steps."""
 
+import fcntl
 import json
+import os
 import re
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.running import rolloutctl
+from tests.running import environment, rolloutctl
 
 
-@pytest.mark.parametrize("fault", [(), ("--fault", "kill-agent")], ids=["plain", "killed"])
+def in_terminal(columns: int, *words: object, env: dict[str, str]) -> tuple[int, str]:
+    """Run a command in a terminal of this width. Return its exit code and all that it wrote.
+
+    COLUMNS and LINES of this process are not passed on: they would stand for the size of that terminal.
+    """
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    command = [sys.executable, "-m", "controlplane.cli", *map(str, words)]
+    inherited = {name: value for name, value in environment(env).items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=inherited)
+    os.close(theirs)
+    written = bytearray()
+    with suppress(OSError):  # the other end is closed
+        while data := os.read(ours, 65536):
+            written += data
+    os.close(ours)
+    return process.wait(60), written.decode()
+
+
+@pytest.mark.parametrize("fault", [(), ("--fault", "kill-agent")], ids=["plain, in a pipe", "killed, in a terminal"])
 def test_the_demo_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple[str, ...]) -> None:
     out = tmp_path / "out"
-    done = rolloutctl("demo", "--out", out, "--steps", "6", *fault)
-    assert done.returncode == 0, done.stderr + done.stdout
-    output = " ".join(done.stdout.split())
+    words = ("demo", "--out", out, "--steps", "6", *fault)
+    if fault:
+        environ = {"TERM": "xterm-256color", "NO_COLOR": "1"}
+        code, written = in_terminal(160, *words, env=environ)
+        assert code == 0, written
+        assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7]|38;)[0-9;]*m", written), "a colour"
+        written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", written)
+        assert not re.search(r"[^\r\n]\d{4}-\d\d-\d\dT[\d:.+-]+ (INFO|WARNING)", written), "a line in a progress bar"
+    else:
+        done = rolloutctl(*words)
+        assert done.returncode == 0, done.stderr + done.stdout
+        written = done.stdout
+        assert written.startswith("2 engines of 2 nodes each"), "before anything that takes time"
+        assert not {"─", "━", "\x1b", "…"} & set(written)
+        assert len(re.findall(r"^step +\d of 6  reward 0\.\d\d  weights v\d$", written, re.MULTILINE)) == 6
+    assert "USDT" not in written
+    output = " ".join(written.split())
     assert "after each of 7 syncs, both engines held the trainer's weights, byte for byte" in output
     assert "all are the same" in output
     assert ("agent 1.0 was killed" in output) is bool(fault)

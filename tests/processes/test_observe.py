@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -127,3 +128,12 @@ def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyE
 def test_options_that_are_about_commands_are_refused(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         agent_command.main(agent("tcp://127.0.0.1:1", tmp_path, "--observe", *options)[3:], standalone_mode=False)
+
+
+def test_a_bus_that_observes_serves_metrics_where_it_says(tmp_path: Path) -> None:
+    with started(*OBSERVE, tmp_path / "run.db", "--metrics-port", "0") as bus:
+        assert bus.stdout is not None
+        said = re.fullmatch(r"metrics at (http://127\.0\.0\.1:\d+/metrics)\n", bus.stdout.readline())
+        assert said is not None
+        with urllib.request.urlopen(said[1], timeout=60) as answer:
+            assert b"rolloutctl_bus_up 1.0" in answer.read()

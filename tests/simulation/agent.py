@@ -1,16 +1,20 @@
 """One agent of the simulated cluster: the shell around the real machine, and what outlives it.
 
 The shell only follows the protocol: it journals a decision before it performs it, says hello, joins
-after the first frame of its subscription, sends heartbeats, watches its lease. It can die between any two effects.
+after the first frame of its subscription, sends heartbeats, watches its lease. It can die between any two effects, and
+in the middle of a write.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from schemas import events
+from schemas.carriers.framing import FileHeader, FramePlace, encode_frame, encode_start, read_start, whole_frames
 from schemas.carriers.sockets import FRAME_BYTES_MAX
 from schemas.commands import UnknownCommand
 from schemas.identity import Identity, OnLostBus
@@ -37,7 +41,7 @@ from schemas.wire import (
 from tests.simulation.engine import Attempt, Engine
 from tests.simulation.promises import Ledger
 from workers.link.frames import read_control, read_publication, read_replay
-from workers.link.heartbeat import status_of
+from workers.link.heartbeat import ASKED_EVERY, status_of
 from workers.machine.decide import AgentState, next_deadline
 
 if TYPE_CHECKING:
@@ -50,6 +54,47 @@ HEADS_MISSED_MS = 5_000
 NO_TOKENIZER = events.Observation(engine="model", tokenizer="absent")
 
 
+class Disk:
+    """The bytes of one journal. A kill in the middle of a write leaves the first part of a group."""
+
+    def __init__(self, seed: str) -> None:
+        self._rng = random.Random(seed)  # of its own, so that seeds keep their luck with the rest
+        self.erase()
+
+    def erase(self) -> None:
+        self._seed = self._rng.getrandbits(32)
+        self._data = encode_start(FileHeader(self._seed, 1, {}))
+        _, self._end = read_start("journal", self._read)
+
+    def write(self, group: list[tuple[bytes, bytes]]) -> None:
+        self._data += self._frame(group)
+        self._end = FramePlace(len(self._data), self._end.sequence + 1)
+
+    def tear(self, group: list[tuple[bytes, bytes]]) -> None:
+        """Be cut off while a group is written."""
+        frame = self._frame(group)
+        self._data += frame[: self._rng.randrange(len(frame))]
+
+    def recover(self) -> list[tuple[bytes, bytes]]:
+        """Return what was written, and cut off the rest."""
+        header, place = read_start("journal", self._read)
+        found: list[tuple[bytes, bytes]] = []
+        for frame in whole_frames("journal", self._read, place, header.seed):
+            found += _group_decoder.decode(frame.payload)
+            place = frame.following
+        self._data, self._end = self._data[: place.at], place
+        return found
+
+    def _frame(self, group: list[tuple[bytes, bytes]]) -> bytes:
+        return encode_frame(1, self._end.sequence, self._seed, encode(group))
+
+    def _read(self, at: int, count: int) -> bytes:
+        return self._data[at : at + count]
+
+
+_group_decoder = Decoder(list[tuple[bytes, bytes]])
+
+
 class Slot:
     """One place in the fleet, with everything that outlives its agent: journal, engine, clock, network."""
 
@@ -58,7 +103,8 @@ class Slot:
         self.identity = identity
         self.engine = engine
         self.embedded = embedded
-        self.journal: list[tuple[bytes, bytes]] = []
+        self.journal: list[tuple[bytes, bytes]] = []  # what its disk holds
+        self.disk = Disk(f"{world.seed} {identity.agent}")
         self.clock_ms = world.rng.randrange(1_000_000)
         self.blocked_until = {"up": 0, "down": 0, "pub": 0}
         self.away_until = 0  # nobody starts its agent before
@@ -82,25 +128,27 @@ class Slot:
         if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):
             self.relaunch()
         if not self.world.mechanisms.journal:
-            self.journal.clear()
+            self.disk.erase()
         self.process = Process(self)
         self.process.begin()
 
     def lose_journal(self) -> None:
         """The agent dies with its disk, and its engine goes on: whoever comes next knows of nothing before it.
 
-        Not while a session is open, after a load that was cut off, or while it holds what the trainer pushed: no engine
-        could tell the next agent of that.
+        Not while a session is open, after a load that was cut off or a sleep that dropped the weights, or while the
+        engine holds what the trainer pushed: no engine could tell the next agent of that.
         """
         process, engine = self.process, self.engine
         if process is None or engine is None or engine.attempt is not None or process.state.activity is not None:
             return
         pushed = engine.label is not None and engine.label.startswith("push")
-        if engine.session_step is not None or process.state.engine.torn or pushed:
+        torn = process.state.engine.torn or engine.weights.startswith("torn")  # not read yet, perhaps
+        if engine.session_step is not None or torn or pushed:
             return
         self.world.say(f"{self.name} loses its journal")
         self.away_until = self.world.now + self.world.rng.randrange(2000, 5000)
         process.die()
+        self.disk.erase()
         self.journal.clear()
         self.ledger = Ledger(answered=self.ledger.answered, lost_epoch=self.ledger.lost_epoch)
 
@@ -155,6 +203,7 @@ class Process:
     def begin(self) -> None:
         """Fold the journal, begin the incarnation, observe the engine, and connect."""
         state = AgentState()
+        self.slot.journal = self.slot.disk.recover()
         for event, _ in self.slot.journal:
             state, _effects = self.world.mechanisms.agent(state, event_decoder.decode(event))
         self.state = state
@@ -192,7 +241,9 @@ class Process:
             return
         if not self.state.stopping:
             self.feed(events.Stopping(at_ms=self.clock_ms))
-        if self.state.activity is not None and self.alive:
+        if not self.alive:
+            return
+        if self.state.activity is not None:
             self.world.at(50, self.leave)
             return
         self.commit()
@@ -212,8 +263,12 @@ class Process:
     def stop(self) -> None:
         self.alive = False
         self.slot.process = None
+        if self.pending:
+            self.slot.disk.tear(self.pending)
 
     def commit(self) -> None:
+        if self.pending:
+            self.slot.disk.write(self.pending)
         self.slot.journal += self.pending
         self.pending.clear()
 
@@ -389,7 +444,10 @@ class Process:
         now, mechanisms = self.world.now, self.world.mechanisms
         if self.bus is None:
             return
-        if mechanisms.redial_control and now - self.answered_ms > self.world.settings.heartbeat_ms + SILENT_MS:
+        if (
+            mechanisms.redial_control
+            and now - self.answered_ms > ASKED_EVERY * self.world.settings.heartbeat_ms + SILENT_MS
+        ):
             self.world.say(f"{self.peer} gets no answer and dials anew")
             self.world.abandoned.add(self.peer)
             self.welcomed = False

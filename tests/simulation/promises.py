@@ -22,7 +22,7 @@ from controlplane.machine.events import (
     Retired,
     Send,
 )
-from controlplane.machine.serving import serving_replicas
+from controlplane.machine.serving import proven_replicas
 from schemas.commands import Command, Target, UnknownCommand, WeightSync, durable_source
 from schemas.desired import Desired, desired_after
 from schemas.events import (
@@ -574,7 +574,7 @@ class Promises:
 
     def _serves(self, bus: Bus) -> None:
         """P11: a replica that the bus calls serving generates on nothing but the weights of that version."""
-        for replica, version in serving_replicas(bus.state).items():
+        for replica, version in proven_replicas(bus.state).serving.items():
             slot = self.world.slot(f"{replica}.0")
             process, engine = slot.process, slot.engine
             if process is None or engine is None or process.peer != bus.state.members[slot.name].peer:

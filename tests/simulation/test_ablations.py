@@ -21,7 +21,7 @@ from controlplane.machine.events import (
     RetireRequested,
     SendReturned,
 )
-from controlplane.machine.fleet import Member
+from controlplane.machine.members import Member
 from schemas.commands import ProfileCommand
 from schemas.events import (
     CommandReceived,

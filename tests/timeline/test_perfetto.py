@@ -28,6 +28,11 @@ ARROWS = (
     "join thread_track it on i.track_id = it.id join thread ith on it.utid = ith.utid "
     "join process ip on ith.upid = ip.upid"
 )
+TRACKS = (
+    "select p.name as process, t.name as thread, count(s.id) as slices from thread t join process p using (upid) "
+    "left join thread_track tt using (utid) left join slice s on s.track_id = tt.id "
+    "where p.name is not null and t.name is not null group by t.utid"
+)
 FAULTS = "select name, value from stats where value > 0 and severity != 'info'"
 
 
@@ -37,7 +42,8 @@ class Seen:
     def __init__(self, folder: Path) -> None:
         log, out = record(folder), folder / "run.perfetto.json.gz"
         self.written: Timeline = write_timeline(log, out, [folder / "traces"])
-        self.slices, self.counters, self.arrows, self.faults = ask(out, SLICES, COUNTERS, ARROWS, FAULTS)
+        queries = SLICES, COUNTERS, ARROWS, TRACKS, FAULTS
+        self.slices, self.counters, self.arrows, self.tracks, self.faults = ask(out, *queries)
 
     def named(self, process: str, thread: str) -> list[Row]:
         """Slices of one thread, without issue marks. `process` is the beginning of its name."""
@@ -57,6 +63,12 @@ def names(rows: list[Row]) -> list[Any]:
 def test_the_file_loads_without_errors(seen: Seen) -> None:
     assert seen.faults == []
     assert seen.written.warnings == ()
+
+
+def test_each_rank_is_one_process_and_no_track_is_empty(seen: Seen) -> None:
+    processes = {row["process"].partition(" (clock")[0] for row in seen.tracks}
+    assert processes == {"bus (trainer)", "agent 0.0", "agent 1.0", "replica 0 rank 0", "replica 1 rank 1"}
+    assert [row for row in seen.tracks if not row["slices"]] == []
 
 
 def test_weight_syncs_are_spans_with_their_phases_inside(seen: Seen) -> None:
@@ -110,8 +122,7 @@ def test_torch_slices_lie_within_their_session(seen: Seen, replica: int) -> None
     torch = [
         row
         for row in seen.slices
-        if row["process"].startswith(f"replica {replica} rank {replica}, step {replica + 1}: ")
-        and row["category"] != "Trace"
+        if row["process"] == f"replica {replica} rank {replica}" and row["category"] != "Trace"
     ]
     (session,) = seen.named(f"agent {replica}.0", "profile session")
     (clock,) = [clock for clock in seen.written.clocks if clock.agent == f"{replica}.0"]

@@ -48,7 +48,7 @@ def checked_timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
 
 def problems(events: list[Event]) -> list[str]:
     """Return everything that is wrong."""
-    return [*_malformed(events), *_not_nested(events), *_unbound(events), *_unnamed(events)]
+    return [*_malformed(events), *_not_nested(events), *_unbound(events), *_unnamed(events), *_empty(events)]
 
 
 def _malformed(events: list[Event]) -> list[str]:
@@ -124,5 +124,27 @@ def _unnamed(events: list[Event]) -> list[str]:
             key = event["pid"] if event["name"] == "process_name" else (event["pid"], event["tid"])
             named[event["name"]].add(key)
     processes = {event["pid"] for event in events} - named["process_name"]
-    threads = {(event["pid"], event["tid"]) for event in events if event["ph"] in "Xi"} - named["thread_name"]
+    threads = _tracks(events) - named["thread_name"]
     return [f"process {pid} has no name" for pid in processes] + [f"thread {tid} has no name" for tid in threads]
+
+
+def _tracks(events: list[Event]) -> set[tuple[int, int]]:
+    """Threads that have a track: with a slice, or a mark that is not one of the whole process."""
+    return {(event["pid"], event["tid"]) for event in events if event["ph"] in "Xi" and event.get("s") != "p"}
+
+
+def _empty(events: list[Event]) -> list[str]:
+    """A process or thread that has a name has an event, and no two processes have the same name."""
+    drawn = _tracks(events)
+    processes = {event["pid"] for event in events if event["ph"] in "XiC"}
+    names: dict[object, object] = {}
+    found = []
+    for event in events:
+        if event["name"] == "process_name" and event["ph"] == "M":
+            found += [f"{event} names a process without events"] * (event["pid"] not in processes)
+            found += [f"{event} names a second process"] * (
+                names.setdefault(event["args"]["name"], event["pid"]) != event["pid"]
+            )
+        if event["name"] == "thread_name" and (event["pid"], event["tid"]) not in drawn:
+            found.append(f"{event} names a thread without events")
+    return found

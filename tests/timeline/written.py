@@ -171,7 +171,7 @@ def placed(root: Path, name: str, content: bytes) -> Trace:
     """Write a trace below a root, compressed if its name says so."""
     file = root / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    data = gzip.compress(content) if name.endswith(".gz") else content
+    data = gzip.compress(content, mtime=0) if name.endswith(".gz") else content
     file.write_bytes(data)
     return Trace(name, len(data), hashlib.sha256(data).hexdigest())
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from schemas.carriers.records import Record, RecordFile, RecordReader
+from schemas.carriers.record_file import RecordFile
+from schemas.carriers.records import Record, RecordReader
 
 HEADER = {"run": "01J", "logic": "1"}
 

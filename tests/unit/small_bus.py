@@ -9,13 +9,13 @@ import anyio
 import msgspec
 
 from schemas import wire
-from schemas.carriers.records import RecordFile
 from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.commands import Command, EngineCommand, Target
 from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.events import Call, Decision, Load, Observation, Pause, Resume, Returned
 from schemas.identity import Identity, OnLostBus, Operation
+from tests.unit.journal_files import entries
 from workers.agent import Agent
 from workers.machine.decide import AgentState
 from workers.traces.node import NodeTraces
@@ -217,5 +217,4 @@ async def reaches(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentSta
 
 def recorded(folder: Path, identity: Identity = PRIMARY) -> list[Decision]:
     """Return the decisions in the journal of a closed agent."""
-    with RecordFile.open(folder / f"agent-{identity.agent}.db") as file:
-        return [wire.decision_decoder.decode(record.body) for record in file.records() if record.kind != "mark"]
+    return [Decision(entry.event, entry.effects) for entry in entries(folder / f"agent-{identity.agent}.journal")]

@@ -4,18 +4,28 @@ import logging
 from pathlib import Path
 
 import anyio
-import msgspec
 import pytest
 
 from schemas import wire
-from schemas.carriers.records import RecordFile
+from schemas.carriers.framed_file import FramedFile, FrameReader
 from schemas.carriers.sockets import Context
 from schemas.commands import EngineCommand
 from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
-from schemas.events import Call, Decision, EngineReturned, Pause, Perform, RequestResend, Resume, Returned
+from schemas.events import (
+    Call,
+    CommandReceived,
+    EngineReturned,
+    Observation,
+    Pause,
+    Perform,
+    RequestResend,
+    Resume,
+    Returned,
+)
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from tests.unit.journal_files import append, entries, entry
 from tests.unit.small_bus import (
     FLUSH,
     PAUSE,
@@ -216,6 +226,23 @@ async def test_an_agent_that_is_cancelled_begins_no_queued_call(
     assert [effect.call for some in effects for effect in some if isinstance(effect, Perform)] == [Pause("abort")]
 
 
+async def test_an_observation_under_way_does_not_hold_up_an_agent_that_ends(
+    engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = anyio.Event()
+
+    async def observe() -> Observation:
+        hangs.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    monkeypatch.setattr(engine, "observe", observe)
+    with anyio.fail_after(10):
+        async with run():
+            await hangs.wait()
+    assert engine.closed
+
+
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
@@ -283,20 +310,18 @@ async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
         await agent.wait_ready()
         bus.publish(PAUSE)
         await bus.outcome(1)
-    path = tmp_path / "agent-0.0.db"
-    with RecordFile.open(path) as file:
-        records = list(file.records())
+    path = tmp_path / "agent-0.0.journal"
+    whole = entries(path)
+    with FrameReader.open(path) as file:
         header = file.header
     intent = next(
         index
-        for index, record in enumerate(records)
-        if record.kind == "command"
-        and isinstance(wire.effects_decoder.decode(wire.decision_decoder.decode(record.body).effects)[0], Perform)
+        for index, found in enumerate(whole)
+        if isinstance(wire.event_decoder.decode(found.event), CommandReceived)
+        and isinstance(wire.effects_decoder.decode(found.effects)[0], Perform)
     )
     path.unlink()
-    with RecordFile.open(path, header) as file:  # as a kill in the middle of the call would leave it
-        for record in records[: intent + 1]:
-            file.append(record.kind, record.agent, record.at_ns, record.body)
+    append(path, whole[: intent + 1], header)  # as a kill in the middle of the call would leave it
     paused = Desired(generation="paused")
     engine.calls.clear()
     async with run() as agent:
@@ -312,14 +337,10 @@ async def test_a_journal_of_other_logic_is_not_continued(bus: Bus, tmp_path: Pat
         await bus.admit()
         bus.publish(PAUSE)
         await bus.outcome(1)
-    path = tmp_path / "agent-0.0.db"
-    with RecordFile.open(path) as file:
-        command = next(record for record in file.records() if record.kind == "command")
-        event = wire.decision_decoder.decode(command.body).event
-        effects = wire.encode((RequestResend(7),))
-        body = wire.encode(Decision(msgspec.Raw(event), msgspec.Raw(effects)))
-        file.append("command", "0.0", 1, body)
-        file.append("command", "0.0", 1, body)
+    path = tmp_path / "agent-0.0.journal"
+    events = [wire.event_decoder.decode(found.event) for found in entries(path)]
+    command = next(event for event in events if isinstance(event, CommandReceived))
+    append(path, [entry(command, (RequestResend(7),))])
     with pytest.raises(AgentError, match="cannot be continued.*would be a different one today"):
         async with run():
             pass
@@ -330,13 +351,13 @@ async def test_an_agent_that_cannot_write_its_journal_stops_acting(
 ) -> None:
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
 
-    def full(file: RecordFile) -> int:
+    def full(file: FramedFile, kind: int, payload: bytes) -> None:
         raise LogFull(f"{file.path}: no space left")
 
     async def drive() -> None:
         await bus.admit()
         await agent.wait_ready()
-        monkeypatch.setattr(RecordFile, "commit", full)
+        monkeypatch.setattr(FramedFile, "append", full)
         bus.publish(PAUSE)
 
     with pytest.raises(AgentError, match="cannot write its decisions to its journal"):
@@ -370,4 +391,4 @@ async def test_an_agent_joins_a_bus_of_another_run_with_a_new_journal(bus: Bus, 
         await reaches(agent, lambda state: state.joined and state.epoch == 1 and state.seq == 0)
         bus.publish(FLUSH)
         assert isinstance((await bus.outcome(1)).outcome, Acted)
-    assert (tmp_path / "agent-0.0.previous.db").exists()
+    assert (tmp_path / "agent-0.0.previous.journal").exists()

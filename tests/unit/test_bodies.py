@@ -1,7 +1,7 @@
 """Bodies of the log's records: what is read is what was decided, byte for byte, from wherever reading begins."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,10 @@ from bench.logs import Run
 from controlplane.machine.events import AnswersReceived, Closed, PeerAnswer
 from controlplane.record import bodies
 from controlplane.record.bodies import BodyReader, BodyWriter, LoggedDecision, deflated
+from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from schemas.carriers.records import Record, RecordFile, RecordReader
+from schemas.carriers.record_file import RecordFile
+from schemas.carriers.records import Record, RecordReader
 from schemas.errors import LogCorrupt
 from schemas.events import Decision, HeadSeen, Tick
 from schemas.outcomes import Acted, Reason, Skipped
@@ -40,13 +42,13 @@ def test_a_recorded_run_reads_the_same_after_it_is_written_again(path: Path, tmp
     writer, records = BodyWriter(), list[Record]()
     for position, entry in enumerate(entries, start=1):
         if entry.agent:
-            body = writer.agent(position, entry.journal, entry.number, Decision(entry.event, entry.effects))
+            body = writer.batch(position, entry.journal, entry.number, [Decision(entry.event, entry.effects)])
         else:
             body = writer.coordinator(position, entry.typed_event(), entry.typed_effects())  # type: ignore[arg-type]
         records.append(as_record(position, body, entry.agent))
     reader = reader_of(records)
     for record, entry in zip(records, entries, strict=True):
-        decision = reader.decode(record)
+        (decision,) = reader.entries(record)
         assert (decision.journal, decision.number) == (entry.journal, entry.number)
         if entry.agent:
             assert (bytes(decision.event), bytes(decision.effects)) == (bytes(entry.event), bytes(entry.effects))
@@ -62,10 +64,10 @@ def test_whatever_an_agent_sends_is_read_as_it_was_sent(pairs: list[tuple[bytes,
     writer, records = BodyWriter(), list[Record]()
     decisions = [Decision(Raw(event or b"\xc0"), Raw(effects or b"\xc0")) for event, effects in events]
     for position, decision in enumerate(decisions, start=1):
-        records.append(as_record(position, writer.agent(position, "j", position, decision)))
+        records.append(as_record(position, writer.batch(position, "j", position, [decision])))
     reader = reader_of(records)
     for record, decision in zip(records, decisions, strict=True):
-        read = reader.decode(record)
+        (read,) = reader.entries(record)
         assert (bytes(read.event), bytes(read.effects)) == (bytes(decision.event), bytes(decision.effects))
         assert (read.journal, read.number) == ("j", record.position)
 
@@ -80,33 +82,41 @@ def test_answers_of_many_agents_are_said_once_and_read_in_their_order() -> None:
     writer = BodyWriter()
     records = [as_record(position, writer.coordinator(position, event, ())) for position in (1, 2)]
     for record in reversed(records):
-        assert bytes(reader_of(records).decode(record).event) == encode(event)
+        assert bytes(reader_of(records).entries(record)[0].event) == encode(event)
     assert len(records[1].body) < 5 * len(answers)
 
 
 def test_a_skip_of_another_agent_takes_a_few_bytes() -> None:
     decision = Decision(Raw(encode(HeadSeen(at_ms=2**30, epoch=3, seq=2**20))), Raw(encode((Tick(at_ms=9),) * 20)))
     writer = BodyWriter()
-    sizes = [len(writer.agent(position, "j", position, decision)) for position in range(1, 100)]
+    sizes = [len(writer.batch(position, "j", position, [decision])) for position in range(1, 100)]
     assert sizes[0] > 400 and max(sizes[1:]) < 30
 
 
 # --- from anywhere ----------------------------------------------------------------------------------------------------
 
 
-def write(path: Path) -> list[tuple[int, bytes, bytes]]:
+def write(path: Path) -> dict[int, list[tuple[bytes, bytes]]]:
+    """Record a run. Returns its decisions, by the position of their record."""
     run = Run(path, agents=3)
     run.commands(100)
     run.close()
-    return [(entry.position, bytes(entry.event), bytes(entry.effects)) for entry in RunLog.read(path)]
+    return by_position(RunLog.read(path))
+
+
+def by_position(entries: Iterable[LogEntry]) -> dict[int, list[tuple[bytes, bytes]]]:
+    found: dict[int, list[tuple[bytes, bytes]]] = {}
+    for entry in entries:
+        found.setdefault(entry.position, []).append((bytes(entry.event), bytes(entry.effects)))
+    return found
 
 
 def test_reading_may_begin_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     whole = write(path)
+    assert list(whole) == list(range(1, len(whole) + 1))
     for start in range(1, len(whole), 17):
-        first = next(RunLog.read(path, start))
-        assert (first.position, bytes(first.event), bytes(first.effects)) == whole[start - 1]
+        assert by_position(RunLog.read(path, start)) == {at: whole[at] for at in range(start, len(whole) + 1)}
 
 
 def test_reading_in_order_looks_nothing_up(tmp_path: Path) -> None:
@@ -120,7 +130,7 @@ def test_reading_in_order_looks_nothing_up(tmp_path: Path) -> None:
 
     with RecordReader.open(path) as file:
         reader = BodyReader(fetch)
-        assert [bytes(reader.decode(record).event) for record in file.records()] == [event for _, event, _ in whole]
+        assert by_position(entry for record in file.records() for entry in reader.entries(record)) == whole
     assert len(looked_up) <= 1  # at the first record that has a segment
 
 
@@ -130,8 +140,7 @@ def test_reading_may_go_backwards(tmp_path: Path) -> None:
     with RecordReader.open(path) as file:
         records, reader = list(file.records()), BodyReader(file.records)
         for record in reversed(records[-60:]):
-            decision = reader.decode(record)
-            assert (record.position, bytes(decision.event), bytes(decision.effects)) == whole[record.position - 1]
+            assert by_position(reader.entries(record)) == {record.position: whole[record.position]}
 
 
 def test_values_of_a_segment_are_bounded_and_a_new_segment_needs_no_earlier_one(
@@ -143,7 +152,7 @@ def test_values_of_a_segment_are_bounded_and_a_new_segment_needs_no_earlier_one(
     with RecordFile.open(path) as file:
         file.truncate_before(len(whole) - 40)
     begins = len(whole) - 10
-    assert [entry.position for entry in RunLog.read(path, begins)] == list(range(begins, len(whole) + 1))
+    assert list(by_position(RunLog.read(path, begins))) == list(range(begins, len(whole) + 1))
 
 
 def test_a_log_continued_in_several_lives_reads_as_one(tmp_path: Path) -> None:
@@ -188,7 +197,7 @@ def test_a_damaged_record_takes_with_it_only_those_that_need_it(tmp_path: Path) 
         pass
     with RecordFile.open(path) as file:
         for position, decision in enumerate(decisions, start=1):
-            file.append("tick", "0.0", 1, writer.agent(position, "j", position, decision))
+            file.append("tick", "0.0", 1, writer.batch(position, "j", position, [decision]))
     connection = sqlite3.connect(path)
     connection.execute("UPDATE records SET checksum = 1 WHERE position = 4")
     connection.commit()
@@ -202,4 +211,4 @@ def test_a_damaged_record_takes_with_it_only_those_that_need_it(tmp_path: Path) 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x78\x01", deflated(b"\xc1" * 999), encode([1, 2]), encode([9] * 9)])
 def test_a_body_that_cannot_be_read_is_one_clear_error(body: bytes) -> None:
     with pytest.raises(LogCorrupt, match="record 3 is no decision"):
-        reader_of([]).decode(as_record(3, body))
+        reader_of([]).entries(as_record(3, body))

@@ -250,8 +250,19 @@ def hostile() -> list[tuple[str, list[bytes]]]:
     ]
 
 
-@pytest.mark.parametrize("what", [name for name, _ in hostile()])
-async def test_a_malformed_message_is_counted_and_disturbs_nobody(tmp_path: Path, context: Context, what: str) -> None:
+SAYS = {
+    "no frames": "unreadable header",
+    "noise": "unreadable header",
+    "too many frames": "2 frames, not 20",
+    "another major version": f"protocol version {wire.MAJOR + 1}, this side speaks {wire.MAJOR}",
+    "unknown tag": "Invalid value 'surpris'",
+    "wrong direction": "Invalid value 'rejoin'",
+    "large": "Expected `object`, got `int`",
+}
+
+
+@pytest.mark.parametrize("what", list(SAYS))
+async def test_a_malformed_message_is_answered_and_disturbs_nobody(tmp_path: Path, context: Context, what: str) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
         async with agent_dealer(context, bus.address) as dealer:
             await dealer.send(dict(hostile())[what])
@@ -261,9 +272,9 @@ async def test_a_malformed_message_is_counted_and_disturbs_nobody(tmp_path: Path
             await dealer.send(
                 [wire.encode_header(1), wire.encode(wire.CommandOutcome(outcome=Acted(calls=()), rule=0))]
             )
-            with anyio.fail_after(10):
-                _, body = wire.parse_frames(await dealer.recv())
-            assert isinstance(wire.decode_downward(body), wire.Rejoin)
+            refused = await _answer(dealer)  # it may have been an operator's
+            assert isinstance(refused, wire.RequestRejected) and SAYS[what] in refused.reason
+            assert isinstance(await _answer(dealer), wire.Rejoin)
         assert bus.malformed == 1
         assert bus.state.members.keys() == {"0.0"}
 
@@ -553,5 +564,5 @@ async def test_an_operator_sees_the_fleet_and_publishes_a_command(tmp_path: Path
 
 
 async def test_an_operator_without_a_bus_gets_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(errors.BusUnreachable, match=r"no bus answered at ipc://.*within 0.1 s"):
-        await ask_status(f"ipc://{tmp_path}/nobody", 0.1)
+    with pytest.raises(errors.BusUnreachable, match=r"nobody listens at ipc://.*\(No such file or directory\)"):
+        await ask_status(f"ipc://{tmp_path}/nobody", 30)

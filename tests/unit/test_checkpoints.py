@@ -1,8 +1,12 @@
 """Checkpoints and manifests: every fault of a file, a directory or a path is found and named."""
 
 import contextlib
+import hashlib
 import json
+import os
 import struct
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
+from schemas.commands import Checkpoint
 from schemas.errors import CheckpointError
-from schemas.safetensors.format import KEYS_MAX, read_layout
+from schemas.safetensors import manifest as manifest_module
+from schemas.safetensors.digest import PIECE_BYTES, tensor_digest
+from schemas.safetensors.format import KEYS_MAX, TensorPlace, find_tensors, read_layout
 from schemas.safetensors.manifest import build_manifest, check_directory
 from schemas.safetensors.paths import resolve_below
+from schemas.safetensors.reading import content_digest, read_tensors
+from workers.engines.checkpoint import SourceChecker
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -42,7 +51,7 @@ def test_a_directory_holds_what_its_manifest_says(directory: Path) -> None:
 def test_the_digests_are_the_same_in_every_version(directory: Path) -> None:
     manifest = build_manifest(directory, content=True)
     assert manifest.layout == "bf353ab91256241eb4d7902d4b677f398a894ca1b3374c9d6d09a8c0ff5bee28"
-    assert manifest.content == "5d419c17f95ab6212da4aa3e8f98a5d2c834a2700004e2688b397edb4bee21aa"
+    assert manifest.content == "770f663e9018d3a58d9a2400a4f342d9f8e138ac3e127ee519e1c79fda4f1a0b"
 
 
 def test_the_digests_do_not_depend_on_how_tensors_are_spread_over_files(directory: Path, tmp_path: Path) -> None:
@@ -51,6 +60,71 @@ def test_the_digests_do_not_depend_on_how_tensors_are_spread_over_files(director
     for name, tensor in TENSORS.items():
         save_file({name: tensor}, spread / f"model-{name}.safetensors")
     assert build_manifest(spread, content=True) == build_manifest(directory, content=True)
+
+
+def test_a_tensor_is_digested_in_pieces_as_the_definition_says(tmp_path: Path) -> None:
+    tensor = torch.arange(2 * PIECE_BYTES + 5, dtype=torch.uint8)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    raw = tensor.numpy().tobytes()
+    expected = hashlib.sha256(b"rolloutctl content 2\n")
+    expected.update(struct.pack("<I1sI2sIQQ", 1, b"t", 2, b"U8", 1, len(raw), len(raw)))
+    for start in (0, PIECE_BYTES, 2 * PIECE_BYTES):
+        expected.update(hashlib.sha256(raw[start : start + PIECE_BYTES]).digest())
+    found = build_manifest(tmp_path, content=True).content
+    assert found == expected.hexdigest() == tensor_digest([("t", "U8", [len(raw)], raw)])
+
+
+@pytest.mark.parametrize("content", [False, True])
+def test_tensors_are_read_into_memory_and_digested_in_one_pass(directory: Path, content: bool) -> None:
+    save_file({"c": torch.zeros(3)}, directory / "more.safetensors")
+    memory = {name: memoryview(bytearray(size)) for name, size in {"a": 24, "b": 8, "c": 12}.items()}
+    found = read_tensors(find_tensors(directory), memory, content=content)
+    assert found == (build_manifest(directory, content=True).content if content else None)
+    assert bytes(memory["a"]) == TENSORS["a"].numpy().tobytes()
+    assert bytes(memory["b"]) == b"\x80\x3f" * 4
+
+
+@pytest.mark.parametrize("content", [False, True])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(directory: Path, content: bool) -> None:
+    places = find_tensors(directory)
+    os.truncate(directory / "model.safetensors", 100)
+    memory = {"a": memoryview(bytearray(24)), "b": memoryview(bytearray(8))}
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        read_tensors(places, memory, content=content)
+
+
+def test_the_content_is_read_once_before_a_load_unless_the_files_were_written_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested: list[str] = []
+
+    def counting(places: Mapping[str, TensorPlace]) -> str:
+        digested.append(content_digest(places))
+        return digested[-1]
+
+    monkeypatch.setattr(manifest_module, "content_digest", counting)
+    files, source = SourceChecker(directory.parent), Checkpoint(directory.name)
+    manifest = build_manifest(directory, content=True)
+    file = directory / "model.safetensors"
+    os.utime(file, ns=(0, 0))  # as if it had been saved some time ago
+    for _ in range(2):
+        files.checked_directory(source, manifest, None)
+    assert digested == [manifest.content] * 2  # of the manifest itself, and of the first check
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"\x00")
+    with pytest.raises(CheckpointError, match="the right tensors with other values"):
+        files.checked_directory(source, manifest, None)
+
+
+def test_the_content_of_files_that_were_just_written_is_read_again(directory: Path) -> None:
+    """Their time of writing would not change if they were written once more now."""
+    files, source = SourceChecker(directory.parent), Checkpoint(directory.name)
+    manifest, file = build_manifest(directory, content=True), directory / "model.safetensors"
+    soon = time.time_ns() + 10**12
+    os.utime(file, ns=(soon, soon))
+    files.checked_directory(source, manifest, None)
+    assert files._checked is None
 
 
 @pytest.mark.parametrize(

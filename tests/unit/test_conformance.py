@@ -3,9 +3,10 @@
 import re
 from collections.abc import Awaitable, Callable
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import pytest
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from controlplane.cli.conform import conform
+from schemas import events
 from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import (
     Abort,
@@ -32,10 +34,11 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation
-from tests.pages import module_of
+from tests.pages import blocks, module_of
 from tests.running import rolloutctl
 from workers.conformance.bench import Setup, opened
 from workers.conformance.kit import Kit, Row
+from workers.engine import Engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -78,10 +81,17 @@ def made(echo: ModuleType, folder: Path) -> Any:
 
 
 def test_the_adapter_of_the_page_conforms_on_the_command_line(folder: Path) -> None:
-    words = ("--engine", "echo:Echo", "--checkpoints", folder / "ckpt", "--load", "a", "--load", "b", "--yes")
-    done = rolloutctl("conform", *words, cwd=folder, env={"PYTHONPATH": f"{Path.cwd()}:{folder}"})
+    ((_, *words),) = (line.split() for block in blocks("docs/adapters.md", "sh") for line in block.splitlines())
+    done = rolloutctl(*words, cwd=folder, env={"PYTHONPATH": f"{Path.cwd()}:{folder}"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passed") == 16 and "cancelled call" in done.stdout
+
+
+def test_the_protocol_of_the_page_is_that_of_the_agent() -> None:
+    names: dict[str, Any] = {**vars(events), "Protocol": Protocol}
+    exec(next(block for block in blocks("docs/adapters.md") if block.startswith("class Engine(Protocol)")), names)
+    for method in ("open", "observe", "perform", "close"):
+        assert signature(getattr(names["Engine"], method)) == signature(getattr(Engine, method))
 
 
 # --- one fault at a time ----------------------------------------------------------------------------------------------

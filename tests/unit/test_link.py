@@ -56,6 +56,17 @@ async def test_an_agent_reports_at_once_that_it_became_ready(bus: Bus, engine: E
         assert status.engine == "fake 1"
 
 
+async def test_an_agent_follows_a_bus_that_changes_the_interval_of_heartbeats(bus: Bus, run: Run) -> None:
+    bus.heartbeat_ms = 3_600_000
+    async with run():
+        await bus.admit()
+        request = await bus.next(wire.TimeRequest)  # with the heartbeat that says that it is ready
+        bus.say(wire.TimeReply(sent_ns=request.sent_ns, received_ns=1, replied_ns=1, heartbeat_ms=20))
+        with anyio.fail_after(20):
+            for _ in range(5):
+                await bus.next(AgentStatus)
+
+
 async def test_hello_is_repeated_until_it_is_answered(bus: Bus, run: Run) -> None:
     async with run() as agent:
         first = await bus.next(wire.Hello)
@@ -411,6 +422,27 @@ async def test_decisions_are_uploaded_once_and_in_order(bus: Bus, engine: Engine
     assert log == recorded(tmp_path, SECOND)
     kinds = {type(wire.event_decoder.decode(decision.event)) for decision in log}
     assert CommandReceived in kinds
+
+
+async def test_a_full_batch_is_uploaded_at_once_and_what_follows_its_ack_waits_for_more(
+    bus: Bus, tmp_path: Path, run: Run
+) -> None:
+    """Batches of a few decisions, as fast as acks come, would cost the bus four times as much."""
+    bus.heartbeat_ms = 3_600_000
+    log: list[Decision] = []
+    async with run(SECOND) as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        for seq in range(1, 261):
+            bus.publish(PAUSE)
+            await bus.outcome(seq)
+        await take(bus, log, 256)
+        bus.ignored.clear()
+        bus.publish(PAUSE)
+        await bus.outcome(261)
+        assert not [message for message in bus.ignored if isinstance(message, wire.DecisionBatch)]
+    log.extend((await bus.next(wire.DecisionBatch)).decisions)
+    assert log == recorded(tmp_path, SECOND)
 
 
 async def test_an_upload_continues_after_a_reconnect_without_holes_or_duplicates(

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from controlplane.record.log import RunLog
 from controlplane.record.log_lines import format_decision, json_line
 from controlplane.report.collect import collect
 from controlplane.timeline.survey import LogSurvey
-from schemas.carriers.records import Record, RecordFile
+from schemas.carriers.record_file import RecordFile
+from schemas.carriers.records import Record
 from schemas.events import Decision, Tick
 from schemas.wire import DecisionBatch, encode
-from tests.running import python, rolloutctl
+from tests.running import environment, python, rolloutctl
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 
@@ -72,6 +74,23 @@ def test_show_can_be_filtered(good: Path) -> None:
     assert all("bus " in line for line in log("show", good, "--agent", "bus").stdout.splitlines())
 
 
+def test_a_filter_that_matches_nothing_is_an_error(good: Path) -> None:
+    for words, says in (
+        (("--agent", "0.00"), "has no decision of agent 0.00; did you mean 0.0?"),
+        (("--agent", "9"), "has no decision of agent 9; there are 0.0, "),
+        (("--kind", "comand"), "has no event of kind comand; did you mean command?"),
+        (("--from", "100000"), "from record 100000 on has no such record"),
+    ):
+        done = log("show", good, *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("rolloutctl: nothing to show: ") and says in done.stderr
+
+
+def test_a_moment_is_shown_with_its_date_and_zone(good: Path) -> None:
+    first = rolloutctl("log", "show", good, env={"TZ": "Asia/Tokyo"}).stdout.splitlines()[0]
+    assert re.match(r" +1  \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+09:00  bus ", first)
+
+
 def test_show_json_prints_one_object_per_line(good: Path) -> None:
     lines = [json.loads(line) for line in log("show", good, "--json").stdout.splitlines()]
     assert [line["position"] for line in lines] == list(range(1, len(lines) + 1))
@@ -110,6 +129,13 @@ def test_a_damaged_log_is_read_up_to_the_damage(cut: Path) -> None:
     assert str(cut) in output and "damage" in output
     shown = log("show", cut)
     assert shown.returncode == 3 and shown.stderr.startswith("rolloutctl: ")
+
+
+def test_who_does_not_read_what_is_wrong_still_gets_its_exit_code(cut: Path) -> None:
+    command = f"{sys.executable} -m controlplane.cli log verify {cut} | head -c 0"
+    shell = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(shell, capture_output=True, text=True, env=environment())
+    assert done.returncode in (1, 3) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("key", ["logic", "major"])
@@ -152,9 +178,18 @@ def test_what_an_agent_sent_instead_of_a_decision_hides_nothing_else(good: Path,
     event, effects = GARBAGE[what]
     misled = sent_to(good, Decision(Raw(event), Raw(effects)))
     entries = list(RunLog.read(misled))
-    at = len(entries) - 2
-    assert format_decision(entries[at - 1]).startswith(f"unreadable: record {at}: the e")
-    assert [json.loads(json_line(entry))["position"] for entry in entries] == list(range(1, len(entries) + 1))
+    at = entries[-3].position
+    assert format_decision(entries[-3]).startswith(f"unreadable: record {at}: the e")
+    assert [(entry.position, entry.agent, entry.number) for entry in entries[-3:]] == [
+        (at, "7.0", 1),
+        (at, "7.0", 2),
+        (at + 1, "1.0", 1),
+    ]
+    assert {entry.position for entry in entries} == set(range(1, at + 2))
+    shown = [json.loads(json_line(entry)) for entry in entries]
+    assert [(line["position"], line["agent"], line["number"]) for line in shown] == [
+        (entry.position, entry.agent, entry.number) for entry in entries
+    ]
     assert [(found.invariant, found.position, found.agents) for found in verify(RunLog.walk(misled))] == [
         ("I13", at, ("7.0",))
     ]
@@ -164,7 +199,7 @@ def test_what_an_agent_sent_instead_of_a_decision_hides_nothing_else(good: Path,
     report = collect(RunLog.walk(misled))
     assert (report.damage, report.records, len(report.violations)) == ("", len(entries), 1)
     survey = LogSurvey(RunLog.read(misled))
-    assert (survey.damage, survey.unreadable, survey.last) == ("", [at], len(entries))
+    assert (survey.damage, survey.unreadable, survey.last) == ("", [at], at + 1)
 
 
 def test_the_commands_say_who_sent_what_can_not_be_read(good: Path, tmp_path: Path) -> None:
@@ -175,7 +210,7 @@ def test_the_commands_say_who_sent_what_can_not_be_read(good: Path, tmp_path: Pa
     as_json = json.loads(log("show", misled, "--agent", "7.0", "--json").stdout.splitlines()[0])
     assert (as_json["effects"], "of agent 7.0 can't be read" in as_json["unreadable"]) == ("kaL//g==", True)
     verified = log("verify", misled)
-    assert verified.returncode == 1 and f"{records} records read, 1 violations" in verified.stdout
+    assert verified.returncode == 1 and f"{records} decisions read, 1 violations" in verified.stdout
     replayed = log("replay", misled)
     assert replayed.returncode == 0 and "could not be compared" in replayed.stdout
     exported = log("export", misled, "--out", tmp_path / "run.jsonl")
@@ -183,9 +218,7 @@ def test_the_commands_say_who_sent_what_can_not_be_read(good: Path, tmp_path: Pa
 
 
 def test_a_decision_of_the_coordinator_that_can_not_be_read_is_damage(good: Path) -> None:
-    last = len(list(RunLog.read(good)))
-    while next(RunLog.read(good, last)).agent:
-        last -= 1
+    last = max(entry.position for entry in RunLog.read(good) if not entry.agent)
     nothing = encode(Decision(Raw(b"\xc0"), Raw(EFFECTS)))
     damaged = copied(good, lambda record: nothing if record.position == last else record.body)
     for args in (("show",), ("verify",), ("replay",)):

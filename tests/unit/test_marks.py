@@ -18,7 +18,8 @@ from controlplane.record import log as log_module
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.log import RunLog
 from controlplane.record.marks import CoordinatorMark, decode_mark, decode_state, encode_mark
-from schemas.carriers.records import RecordFile, RecordReader
+from schemas.carriers.record_file import RecordFile
+from schemas.carriers.records import RecordReader
 from schemas.carriers.sockets import Context
 from schemas.commands import EngineCommand, Target
 from schemas.config import BusConfig
@@ -46,6 +47,11 @@ def write(path: Path, commands: int = 100) -> Path:
     return path
 
 
+def end(path: Path) -> int:
+    """Position of the last record."""
+    return max(entry.position for entry in RunLog.read(path))
+
+
 def marks(path: Path) -> list[LogMark]:
     return [entry for entry in RunLog.walk(path) if isinstance(entry, LogMark)]
 
@@ -62,8 +68,8 @@ def rewrite(path: Path, position: int, mark: CoordinatorMark) -> None:
 
 
 def test_a_log_opens_from_its_newest_mark_and_comes_to_the_same_state(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.db")
-    last = len(list(RunLog.read(path)))
+    path = write(tmp_path / "run.db", commands=300)
+    last = end(path)
     positions = [mark.position for mark in marks(path)]
     assert len(positions) >= 3 and last > 500
     with RunLog.open(path) as log:
@@ -123,6 +129,26 @@ def test_a_mark_is_in_the_file_only_together_with_its_records(tmp_path: Path) ->
         assert file.mark_positions() == [2]
 
 
+def test_a_mark_is_compressed_before_the_next_record_and_stands_after_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two halves of its cost are in different turns of the bus. What ends the log ends with its mark."""
+    monkeypatch.setattr(log_module, "MARK_RECORDS", 5)
+    path = write(tmp_path / "run.db", 3)
+    event = next(entry for entry in RunLog.read(path) if entry.kind == "opened").typed_event()
+    before = [mark.position for mark in marks(path)]
+    with RunLog.open(path) as log:
+        marked = []
+        for _ in range(7):
+            state, effects = decide(log.state, event)  # type: ignore[arg-type]
+            log.append(event, effects, 1, state)  # type: ignore[arg-type]
+            if log._mark is not None:
+                marked.append(log._file.next_position - 1)
+                log.commit()
+                assert marked[-1] not in log._file.mark_positions()
+    assert marked and [mark.position for mark in marks(path)] == [*before, *marked]
+
+
 # --- every state can be marked ----------------------------------------------------------------------------------------
 
 
@@ -179,7 +205,7 @@ def test_a_mark_that_differs_from_the_records_is_found(tmp_path: Path, what: str
 @pytest.mark.parametrize("what", ["checksum", "body", "other logic", "unknown state"])
 def test_a_log_opens_without_a_mark_that_cannot_be_used(tmp_path: Path, what: str) -> None:
     path = write(tmp_path / "run.db")
-    last, newest, before = len(list(RunLog.read(path))), marks(path)[-1], marks(path)[-2]
+    last, newest, before = end(path), marks(path)[-1], marks(path)[-2]
     if what == "other logic":
         rewrite(path, newest.position, CoordinatorMark(logic=LOGIC + 1, state=newest.state, recorded={}))
     elif what == "unknown state":
@@ -196,7 +222,7 @@ def test_a_log_opens_without_a_mark_that_cannot_be_used(tmp_path: Path, what: st
     assert verified.returncode == (0 if what == "other logic" else 1)
     if what in ("checksum", "body"):
         assert f"the mark after record {newest.position} does not match its checksum" in verified.stdout
-        assert f"{last} records read" in verified.stdout
+        assert f"{len(list(RunLog.read(path)))} decisions read" in verified.stdout
 
 
 def test_a_log_without_its_beginning_and_without_a_mark_is_not_continued(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorSettings
-from controlplane.machine.serving import serving_replicas, unproven_replicas
+from controlplane.machine.serving import proven_replicas
 from controlplane.machine.status import fleet_status
 from schemas.commands import EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand
 from schemas.config import ObservePolicy
@@ -173,7 +173,7 @@ def test_syncs_of_a_fleet_leave_out_who_is_only_observed() -> None:
     assert (report.status, report.loaded, report.unproven, report.quarantined) == ("committed", (0,), (), ())
     assert bus.state.desired[1] == Desired()
     bus.status("1.0", AgentStatus(ready=True, tokenizer="present", generating=True, version=7))
-    assert serving_replicas(bus.state) == {0: 1} and unproven_replicas(bus.state) == frozenset()
+    assert proven_replicas(bus.state).serving == {0: 1} and proven_replicas(bus.state).unproven == frozenset()
 
 
 def test_the_version_of_a_replica_that_is_only_observed_is_not_known() -> None:

@@ -1,22 +1,28 @@
 """The command line at a running bus, as processes: what is printed, and the exit codes."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 
 from controlplane import ControlPlane
+from controlplane.cli.__main__ import cli
+from controlplane.cli.command_line import Group
 from schemas.config import BusConfig
-from tests.running import rolloutctl
+from tests.running import environment, rolloutctl
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
 from tests.unit.test_plane import agents
 
 pytestmark = pytest.mark.xdist_group("operate")
 
+REPLAYS = Path(__file__).parents[1] / "replays"
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=100)
 
 
@@ -43,6 +49,13 @@ def test_status_shows_the_fleet(plane: ControlPlane) -> None:
     rows = [line.split() for line in shown.stdout.splitlines() if line.startswith((" 0.0", " 0.1", "0.0", "0.1"))]
     assert [row[0] for row in rows] == ["0.0", "0.1"]
     assert all("live" in row and "s" in row for row in rows), "each agent, and how long it has been silent"
+
+
+def test_status_in_a_pipe_has_one_line_for_each_agent(plane: ControlPlane) -> None:
+    shown = rolloutctl("status", env={"ROLLOUTCTL_BUS": plane.address, "COLUMNS": "40", "FORCE_COLOR": ""})
+    lines = [line for line in shown.stdout.splitlines() if re.match(r"0\.[01] ", line)]
+    assert len(lines) == 2 and all("live" in line and "fake 1" in line for line in lines)
+    assert not {"─", "━", "\x1b", "…"} & set(shown.stdout)
 
 
 def test_status_as_json(plane: ControlPlane) -> None:
@@ -91,6 +104,11 @@ def test_a_failure_is_printed_and_exits_with_1(plane: ControlPlane, engine: Engi
         (("profile", "start", "--bus", "tcp://127.0.0.1:1", "--step", "1", "--window", "3", "2"), "is empty"),
         (("status", "--bus", "nonsense"), "nonsense"),
         (("explode",), "No such command"),
+        (("stats",), "No such command 'stats'; did you mean status?"),
+        (("log", "shw"), "No such command 'shw'; did you mean show?"),
+        (("pause", "--replica", "0"), "--replicas"),
+        (("pause", "--bus", "tcp://127.0.0.1:1", "--replicas", "3-1"), "'3-1' ends before it begins"),
+        (("pause", "--bus", "tcp://127.0.0.1:1", "--replicas", "0-99999999999"), "out of bounds"),
         (("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", "--node-rank", "2", "--engine", "tiny"), "nnodes"),
         (("agent", "--bus", "tcp://127.0.0.1:1", "--replica", "0", "--engine", "abacus"), "abacus"),
     ],
@@ -103,17 +121,107 @@ def test_bad_usage_is_one_clear_line_and_exits_with_2(args: tuple[str, ...], say
 
 
 def test_no_answer_exits_with_3() -> None:
-    done = rolloutctl("status", "--bus", "tcp://127.0.0.1:9", "--timeout", "0.2")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        bus = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
+        done = rolloutctl("status", "--bus", bus, "--timeout", "0.2")
     assert done.returncode == 3
-    assert done.stderr.startswith("rolloutctl: no bus answered at tcp://127.0.0.1:9")
+    assert done.stderr.startswith(f"rolloutctl: no bus answered at {bus}")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_closed_pipe_is_no_error(plane: ControlPlane) -> None:
-    command = f"{sys.executable} -m controlplane.cli status | head -c 0"
+def test_a_refused_port_is_said_at_once() -> None:
+    """Within a timeout that the test would not survive."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        bus = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        done = rolloutctl("pause", "--bus", bus, "--timeout", "3600")
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"rolloutctl: nobody listens at {bus} (Connection refused)")
+
+
+@pytest.mark.parametrize("words", ["status", f"log show {REPLAYS}/torn-fleet.db"], ids=["status", "log show"])
+def test_a_closed_pipe_is_no_error(plane: ControlPlane, words: str) -> None:
+    command = f"{sys.executable} -m controlplane.cli {words} | head -c 0"
     shell = ["bash", "-o", "pipefail", "-c", command]
-    done = subprocess.run(shell, capture_output=True, text=True, env={"ROLLOUTCTL_BUS": plane.address})
-    assert "Traceback" not in done.stderr
+    env = environment({"ROLLOUTCTL_BUS": plane.address})
+    done = subprocess.run(shell, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_who_asks_for_nobody_is_told(plane: ControlPlane, tmp_path: Path) -> None:
+    env = {"ROLLOUTCTL_BUS": plane.address}
+    some = rolloutctl("flush", "--replicas", "0,3-5", env=env)
+    assert some.returncode == 1 and "1 acted" in some.stdout
+    assert some.stderr == "rolloutctl: this run has no replicas 3 … 5: it has replica 0\n"
+    none = rolloutctl("flush", "--replicas", "7", env=env)
+    assert none.returncode == 1 and "this run has no replica 7" in none.stderr
+    ranks = rolloutctl("profile", "start", "--step", "5", "--ranks", "77", env=env)
+    assert ranks.returncode == 1 and "--ranks 77 selected none of the agents" in ranks.stderr
+    rolloutctl("profile", "stop", "--step", "5", env=env)
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "empty.db") as empty:
+        for words in (("flush",), ("status",), ("status", "--json")):
+            done = rolloutctl(*words, env={"ROLLOUTCTL_BUS": empty.address})
+            assert done.returncode == 1 and "no agent has joined this run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--bus", "ADDRESS", "--json", "flush", "--replicas", "0"),
+        ("flush", "--json", "-v", "--bus", "ADDRESS", "--replicas=0"),
+        ("-q", "--replicas", "0", "flush", "--bus", "ADDRESS", "--json"),
+        ("--json", "--bus=ADDRESS", "profile", "--step", "9", "collect"),
+    ],
+    ids=" ".join,
+)
+def test_options_stand_before_or_after_the_command(plane: ControlPlane, words: tuple[str, ...]) -> None:
+    done = rolloutctl(*(word.replace("ADDRESS", plane.address) for word in words))
+    assert done.returncode == 0, done.stderr
+    assert {outcome["agent"] for outcome in json.loads(done.stdout)["outcomes"]} == {"0.0", "0.1"}
+
+
+def test_every_option_can_come_from_the_environment(plane: ControlPlane) -> None:
+    env = {"ROLLOUTCTL_BUS": plane.address, "ROLLOUTCTL_FLUSH_REPLICAS": "8-9", "ROLLOUTCTL_FLUSH_JSON": "1"}
+    done = rolloutctl("flush", env=env)
+    assert "replicas 8, 9" in done.stderr and json.loads(done.stdout)["outcomes"]
+
+
+def _commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    if isinstance(command, click.Group):
+        with click.Context(command) as context:
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                yield from _commands(found, (*path, name))
+
+
+def test_the_variable_of_an_option_does_not_depend_on_who_asks_first() -> None:
+    @click.group("keeper", cls=Group)
+    def keeper() -> None: ...
+
+    @keeper.command("new-key")
+    @click.option("--bound-to", "place")
+    def new(place: str) -> None: ...
+
+    (option,) = [option for option in new.get_params(click.Context(new)) if option.name == "place"]
+    assert option.envvar == "ROLLOUTCTL_KEEPER_NEW_KEY_BOUND_TO"
+
+
+@pytest.mark.parametrize("path", list(_commands(cli)), ids=" ".join)
+def test_the_help_names_the_variable_of_every_option(path: tuple[str, ...]) -> None:
+    context = cli.make_context("rolloutctl", [], resilient_parsing=True, auto_envvar_prefix="ROLLOUTCTL")
+    command: click.Command = cli
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(context, name)
+        assert found is not None
+        command, context = found, click.Context(found, parent=context, info_name=name)
+    shown = " ".join(command.get_help(context).split()).replace("env var:", "env var: ")
+    assert "_HELP" not in shown and "ROLLOUTCTL_VERSION" not in shown
+    for option in command.get_params(context):
+        if isinstance(option, click.Option) and not option.is_eager:
+            assert str(option.envvar).startswith("ROLLOUTCTL_") and str(option.envvar) in shown.replace(" ", "")
 
 
 def test_version_is_the_packages() -> None:
@@ -164,5 +272,8 @@ def test_a_place_is_retired_only_if_nobody_is_there(plane: ControlPlane) -> None
     env = {"ROLLOUTCTL_BUS": plane.address}
     refused = rolloutctl("retire", "0", "0.1", env=env)
     assert refused.returncode != 0 and "agent 0.0, 0.1 is running: stop it first" in refused.stderr
-    unknown = rolloutctl("retire", "7", env=env)
-    assert unknown.returncode != 0 and "this run has no agent 7" in unknown.stderr
+    unknown = rolloutctl("retire", "7-9", env=env)
+    assert unknown.returncode != 0 and "this run has no agent 7, 8, 9" in unknown.stderr
+    assert "it has 0.0, 0.1" in unknown.stderr
+    near = rolloutctl("retire", "0.12", env=env)
+    assert near.returncode != 0 and "did you mean 0.1?" in near.stderr

@@ -185,6 +185,16 @@ def test_what_is_served_is_known_as_soon_as_it_is_answered(tmp_path: Path) -> No
         plane.serving()
 
 
+def test_a_notebook_shows_plane_status_and_reports(tmp_path: Path) -> None:
+    plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK)
+    assert "is not open" in plane._repr_html_()
+    with plane, agents(plane.address, tmp_path, {PRIMARY: Engine()}):
+        plane.wait_for_agents(1, timeout=20).wait()
+        for shown in (plane, plane.status(), plane.flush().wait()):
+            page = shown._repr_html_()
+            assert page.startswith("<pre>") and "0.0" in page, page
+
+
 def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
     engine = Engine()
     engine.tokenizer = "unknown"

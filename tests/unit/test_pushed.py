@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from schemas.commands import Broadcast, Checkpoint, EngineCommand, EpochStart, Pushed, Target, WeightSync
-from schemas.desired import Committed, Desired
+from schemas.desired import Committed, Desired, Syncing
 from schemas.events import (
     AwaitPush,
     CheckSource,
@@ -16,6 +16,7 @@ from schemas.events import (
     Event,
     LeaseExpired,
     Load,
+    MachineSettings,
     Observation,
     Pause,
     Perform,
@@ -27,6 +28,7 @@ from schemas.events import (
     Stopping,
     Tick,
 )
+from schemas.identity import Memory, Operation, Tag
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from tests.unit.machines import PRESENT, PRIMARY, answers, command, fold, manifest
 from workers.machine.decide import in_sync, next_deadline
@@ -57,7 +59,7 @@ def outcomes(effects: list[Effect]) -> list[Outcome]:
 class Run:
     """One machine and the engine that it observes. Calls succeed, except the wait for a label, which `push` ends."""
 
-    def __init__(self, seen: Observation = LABELLED, desired: Desired | None = None) -> None:
+    def __init__(self, seen: Observation = LABELLED, desired: Desired | None = None, memory: Memory = "agent") -> None:
         self.seen = seen
         self.state = AgentState()
         self.calls: list[str] = []
@@ -65,7 +67,7 @@ class Run:
         self.effects: list[Effect] = []
         self.seq = 0
         self.feed(
-            Started(at_ms=0, identity=PRIMARY, incarnation="a"),
+            Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=MachineSettings(memory=memory)),
             EngineObserved(at_ms=0, observation=seen),
             SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=desired or Desired()),
         )
@@ -248,6 +250,22 @@ def test_an_agent_that_was_killed_during_the_wait_acted_if_the_label_came() -> N
         _, effects = fold(run.state, started, EngineObserved(at_ms=0, observation=seen))
         (outcome,) = outcomes(effects)
         assert outcome == expected if expected is not None else failure(outcome, ErrorKind.UNKNOWN)
+
+
+@pytest.mark.parametrize("memory", ["agent", "trainer"])
+def test_a_missed_push_is_no_success_of_an_engine_that_can_not_sleep_as_desired(memory: Memory) -> None:
+    """Nobody wakes it before the next sync, so it does not wait for its weights either."""
+    seen = replace(LABELLED, label="6", version=6)
+    if memory == "agent":
+        seen = replace(seen, operations=seen.operations - {Operation.SLEEP, Operation.WAKE})
+    old = Committed(6, Checkpoint("v6"), None)
+    asleep = frozenset[Tag]({"weights", "kv_cache"})
+    desired = Desired(asleep=asleep, committed=old, sync=Syncing(7, NEW, None, "abort", "load"))
+    run = Run(seen, desired, memory)
+    run.issue(phase("commit"))
+    message = failure(run.last, ErrorKind.QUARANTINED)
+    assert "can't get version 7: its source has no checkpoint" in message
+    assert "resume" not in run.calls and not in_sync(run.state)
 
 
 # --- after an abort ---------------------------------------------------------------------------------------------------

@@ -8,17 +8,20 @@ import textwrap
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from queue import Queue
 from subprocess import Popen
 
 import pytest
 
-from schemas.carriers import database
-from schemas.carriers import records as records_module
+from schemas.carriers import checkpointer, database, filesystems, record_file
+from schemas.carriers.checkpointer import Checkpointer
 from schemas.carriers.filesystems import filesystem_type, is_network
-from schemas.carriers.records import PAGE_RECORDS, RecordFile, RecordReader
+from schemas.carriers.record_file import RecordFile
+from schemas.carriers.records import PAGE_RECORDS, RecordReader
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
 from tests.running import started
-from tests.unit.record_files import HEADER, append, fill, positions, read, records, write
+from tests.unit.record_files import HEADER, append, fill, positions, read, record, records, write
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -29,15 +32,18 @@ def path(tmp_path: Path) -> Path:
 def writer(code: str, *arguments: object) -> AbstractContextManager[Popen[str]]:
     """A process that runs code with `file`, the record file named by its first argument.
 
-    With the argument `truncate` it believes to be on a network file system.
+    With the argument `truncate` it believes to be on a network file system; with `checkpoints` they are run often.
     """
     start = """
         import os, sys
-        from schemas.carriers import database
-        from schemas.carriers.records import RecordFile, RecordReader
+        from schemas.carriers import checkpointer, filesystems
+        from schemas.carriers.record_file import RecordFile
+        from schemas.carriers.records import RecordReader
         from schemas.errors import LogFull
         if "truncate" in sys.argv:
-            database.is_network = lambda filesystem: True
+            filesystems.is_network = lambda filesystem: True
+        if "checkpoints" in sys.argv:
+            checkpointer.CHECKPOINT_BYTES, checkpointer.WAL_BYTES_MAX = 50_000, 100_000
         file = RecordFile.open(sys.argv[1], durability="os")
         """
     return started("-c", textwrap.dedent(start) + textwrap.dedent(code), *arguments)
@@ -210,7 +216,7 @@ def test_a_reader_ends_when_all_records_are_dropped(path: Path) -> None:
 
 
 def test_dropped_records_are_gone_at_once_and_removed_bit_by_bit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "REMOVED_AT_ONCE", 100)
+    monkeypatch.setattr(record_file, "REMOVED_AT_ONCE", 100)
     write(path, 1000)
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
         file.append_mark(1, b"state")
@@ -293,7 +299,7 @@ def test_a_fork_may_not_write_and_leaves_the_file_alone(path: Path) -> None:
 # --- interrupted ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("journal", ["wal", "truncate"])
+@pytest.mark.parametrize("journal", ["wal", "truncate", "wal checkpoints"])
 def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal: str) -> None:
     append_for_ever = """
         assert file.journal_mode == sys.argv[2]
@@ -304,7 +310,7 @@ def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal
         """
     committed = 0
     for life in range(3):
-        with writer(append_for_ever, path, journal) as process:
+        with writer(append_for_ever, path, *journal.split()) as process:
             for _ in range(20 + life):
                 committed = int(line(process))
         found = read(path)
@@ -315,7 +321,7 @@ def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal
 
 
 def test_a_reader_rolls_back_an_interrupted_commit(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "is_network", lambda filesystem: True)
+    monkeypatch.setattr(filesystems, "is_network", lambda filesystem: True)
     copy = tmp_path / "copy"
     with RecordFile.open(path) as file:
         fill(file, 300)
@@ -380,24 +386,148 @@ def test_a_limit_on_file_sizes_counts_as_a_full_disk(path: Path, journal: str) -
     assert not list(path.parent.glob("*.probe"))
 
 
+def fail_to_flush(*_: object) -> None:
+    """Raise SQLite's error for a file that the system could not write to the disk."""
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+    raise error
+
+
 def test_a_failed_flush_ends_writing_for_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(file: RecordFile, key: str, value: int) -> None:
-        error = sqlite3.OperationalError("disk I/O error")
-        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
-        raise error
+    class FailingDisk:
+        def execute(self, *_: object) -> None:
+            fail_to_flush()
 
     with RecordFile.open(path) as file:
         fill(file, 10)
         file.append("k", "", 1, b"x")
         with monkeypatch.context() as patch:
             # No disk here fails on demand, so SQLite's error is raised where a flush would raise it.
-            patch.setattr(RecordFile, "_set_bound", fail)
+            patch.setattr(file, "_cursor", FailingDisk())
             with pytest.raises(LogError, match="disk I/O error"):
                 file.commit()
         for _ in range(2):
             with pytest.raises(LogError, match="takes no more records"):
                 file.commit()
     assert len(read(path)) == 10
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoints(monkeypatch: pytest.MonkeyPatch) -> "Queue[tuple[int, int]]":
+    """The checkpoints that are run, each as the pages of the log and how many are copied. They come often."""
+    monkeypatch.setattr(checkpointer, "CHECKPOINT_BYTES", 100_000)
+    run: Queue[tuple[int, int]] = Queue()
+
+    def copy(self: Checkpointer) -> tuple[int, int]:
+        assert threading.current_thread().name == "rolloutctl-checkpoints"
+        run.put(found := original(self))
+        return found
+
+    original = Checkpointer._copy
+    monkeypatch.setattr(Checkpointer, "_copy", copy)
+    return run
+
+
+def fill_until_checkpoint(file: RecordFile) -> None:
+    """Append and commit records until a checkpoint is due, and commit no more."""
+    assert file._checkpointer is not None
+    while not file._checkpointer.due:
+        append(file, record(file.next_position))
+        file.commit()
+    append(file, record(file.next_position))
+    file.commit()
+
+
+def test_a_thread_copies_the_log_and_commits_begin_it_anew(path: Path, checkpoints: "Queue[tuple[int, int]]") -> None:
+    with RecordFile.open(path) as file:
+        assert file._connection.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+        sizes = []
+        for _ in range(5):
+            fill_until_checkpoint(file)
+            pages, copied = checkpoints.get()
+            assert pages == copied >= 100_000 / 4096
+            assert file._bound("last") == file.last_position, "what is only in the file is covered by `last`"
+            sizes.append(path.with_name(f"{path.name}-wal").stat().st_size)
+        assert max(sizes) < 2 * min(sizes), "the log begins anew each time"
+        last = file.last_position
+    assert read(path) == records(1, last)
+
+
+def test_a_reader_that_holds_its_place_holds_up_nobody(path: Path, checkpoints: "Queue[tuple[int, int]]") -> None:
+    with RecordFile.open(path) as file:
+        fill(file, 10)
+        reader = sqlite3.connect(path, isolation_level=None)
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM records").fetchone() == (10,)
+        fill_until_checkpoint(file)
+        pages, copied = checkpoints.get()
+        assert copied < pages
+        fill_until_checkpoint(file)
+        assert checkpoints.get()[1] == copied
+        assert reader.execute("SELECT count(*) FROM records").fetchone() == (10,)
+        reader.close()
+        fill_until_checkpoint(file)
+        pages, copied = checkpoints.get()
+        assert copied == pages
+        last = file.last_position
+    assert read(path) == records(1, last)
+
+
+def test_a_log_that_is_too_long_keeps_commits_out_while_its_rest_is_copied(
+    path: Path, checkpoints: "Queue[tuple[int, int]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "WAL_BYTES_MAX", 100_000)
+    copy = Checkpointer._copy
+    kept_out = []
+
+    def copy_beside_commits(self: Checkpointer) -> tuple[int, int]:
+        kept_out.append(self._committing.locked())
+        found = copy(self)
+        if not kept_out[-1]:
+            file.append("k", "", 1, bytes(2 * checkpointer.FEW_BYTES))
+            file.commit()
+        return found
+
+    with RecordFile.open(path) as file:
+        monkeypatch.setattr(Checkpointer, "_copy", copy_beside_commits)
+        fill_until_checkpoint(file)
+        first, second = checkpoints.get(), checkpoints.get()
+        assert kept_out == [False, True]
+        assert second[0] > first[0] and second[1] == second[0]
+
+
+def test_a_checkpoint_that_fails_to_flush_ends_writing_for_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer, "CHECKPOINT_BYTES", 100_000)
+    monkeypatch.setattr(Checkpointer, "_copy", fail_to_flush)
+    with RecordFile.open(path) as file:
+        fill_until_checkpoint(file)
+        last = file.last_position
+        wait_until(lambda: bool(file._faulted))
+        file.append("k", "", 1, b"")
+        with pytest.raises(LogError, match="takes no more records"):
+            file.commit()
+    assert read(path) == records(1, last)
+
+
+def test_another_failure_of_a_checkpoint_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer, "CHECKPOINT_BYTES", 100_000)
+    failed = threading.Event()
+
+    def fail(self: Checkpointer) -> tuple[int, int]:
+        failed.set()
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Checkpointer, "_copy", fail)
+    with RecordFile.open(path) as file:
+        for _ in range(3):
+            fill_until_checkpoint(file)
+            assert failed.wait(10)
+            failed.clear()
+        last = file.last_position
+    assert read(path) == records(1, last)
 
 
 # --- file systems -----------------------------------------------------------------------------------------------------
@@ -445,9 +575,9 @@ def test_network_file_systems_are_known_by_name() -> None:
 
 
 def test_a_file_on_a_network_file_system_has_a_rollback_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(filesystems, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
-        assert file.journal_mode == "truncate"
+        assert file.journal_mode == "truncate" and file._checkpointer is None
         fill(file, 400)
         found = reader.records()
         assert next(found).position == 1
@@ -461,7 +591,7 @@ def test_a_file_in_wal_mode_is_converted_on_a_network_file_system(path: Path, mo
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     connection.close()
-    monkeypatch.setattr(database, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(filesystems, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
     with RecordFile.open(path) as file:
         assert file.journal_mode == "truncate"
         fill(file, 20)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.carriers.records import Record, RecordFile, RecordReader
+from schemas.carriers.record_file import RecordFile
+from schemas.carriers.records import Record, RecordReader
 from schemas.errors import LogCorrupt, LogError
 from tests.unit.record_files import records, write
 
@@ -100,6 +101,39 @@ def test_a_missing_end_is_found_by_readers_and_the_writer(path: Path) -> None:
         RecordFile.open(path)
 
 
+def killed(path: Path, last: int, noted: int) -> Path:
+    """Write a file with records up to a position, as a killed writer leaves it: `last` is behind."""
+    alter(write(path, last), f"UPDATE meta SET value = '{noted}' WHERE key = 'last'")
+    return path
+
+
+def test_a_file_whose_end_was_not_noted_ends_with_its_last_record(path: Path) -> None:
+    killed(path, 50, noted=20)
+    assert readable(path) == (records(1, 50), None)
+    with RecordReader.open(path) as reader:
+        assert reader.last_position == 50
+    with RecordFile.open(path) as file:
+        assert (file.last_position, file.next_position) == (50, 51)
+    alter(path, "DELETE FROM records WHERE position > 40")
+    assert_damaged(path, 41)
+
+
+def test_of_a_killed_writer_a_missing_end_is_found_up_to_what_was_noted(path: Path) -> None:
+    killed(path, 50, noted=20)
+    alter(path, "DELETE FROM records WHERE position > 18")
+    assert_damaged(path, 19)
+    with pytest.raises(LogCorrupt, match="ends with 18"):
+        RecordFile.open(path)
+
+
+def test_damage_in_records_after_the_noted_end_is_found(path: Path) -> None:
+    killed(path, 50, noted=20)
+    alter(path, "UPDATE records SET at_ns = 7 WHERE position IN (40, 50)")
+    assert_damaged(path, 40)
+    with pytest.raises(LogCorrupt, match="record 50 does not match"):
+        RecordFile.open(path)
+
+
 def test_a_damaged_header_is_reported_and_the_records_stay_readable(path: Path) -> None:
     write(path, 20)
     alter(path, "UPDATE meta SET value = '2' WHERE key = 'logic'")
@@ -144,8 +178,8 @@ def test_another_database_is_refused(path: Path, opened: Callable[[Path], Record
 @opened
 def test_a_file_of_a_newer_format_is_refused_with_advice(path: Path, opened: Callable[[Path], RecordReader]) -> None:
     write(path, 1)
-    alter(path, "UPDATE meta SET value = '3' WHERE key = 'format'")
-    with pytest.raises(LogError, match="format 3; this one reads up to 2. Update rolloutctl"):
+    alter(path, "UPDATE meta SET value = '4' WHERE key = 'format'")
+    with pytest.raises(LogError, match="format 4; this one reads up to 3. Update rolloutctl"):
         opened(path)
 
 

@@ -19,7 +19,7 @@ from controlplane.report.collect import collect
 from controlplane.report.fleet_history import MAX_SPANS, FleetHistory, ReplicaHistory
 from controlplane.report.model import LatencyHistogram
 from controlplane.report.page import write_page
-from controlplane.report.totals import MAX_COMMANDS, MAX_STEP_COMMANDS, RunReport
+from controlplane.report.totals import MAX_COMMANDS, MAX_FAILURES, MAX_STEP_COMMANDS, RunReport, Totals
 from schemas.commands import EngineCommand, ProfileCommand
 from schemas.errors import LogCorrupt
 from schemas.events import Observation
@@ -85,28 +85,28 @@ def command(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_refused_checkpoint_is_reported_with_its_message_and_the_state_of_the_engine() -> None:
     report = recorded("torn-fleet")
-    (failure,) = report.failures
-    assert (failure.text, failure.agents, failure.kind) == ("weights prepare v2", "1.0", "failed")
+    (cause,) = report.causes
+    assert (cause.text, cause.agents, cause.kind) == ("weights prepare v2", "1.0", "failed")
     assert (
-        failure.message.startswith("checkpoint refused")
-        and "then held: tiny 1, tokenizer present, v1, digest " in failure.engines[0][1]
+        cause.message.startswith("checkpoint refused")
+        and "then held: tiny 1, tokenizer present, v1, digest " in cause.engines["1.0"]
     )
     (out,) = report.quarantines
+    assert (cause.quarantines, report.unexplained) == ([out], [])
     assert (out.replica, out.version, out.reason_ended) == (1, 2, "the sync to v3 included it")
     assert report.tone == "warn"
 
 
 def test_a_killed_agent_is_lost_and_its_replica_out_of_service_until_it_is_back() -> None:
     report = recorded("killed")
-    failure, *absent = report.failures
-    assert (failure.kind, failure.reason) == ("missing", "gone") and failure.engines[0][1].startswith("was last heard")
-    assert absent and {(later.kind, later.reason, later.agents) for later in absent} == {
-        ("missing", "absent", failure.agents)
-    }
-    assert [agent.agent for agent in report.lost] == [failure.agents]
-    assert (report.stragglers[0].agent, report.stragglers[0].missing) == (failure.agents, len(report.failures))
+    (cause,) = report.causes
+    assert (cause.kind, cause.away, cause.outcomes) == ("lost", [], report.counts["missing"])
+    assert cause.engines[cause.agents].startswith("was last heard")
+    assert [agent.agent for agent in report.lost] == [cause.agents]
+    assert (report.stragglers[0].agent, report.stragglers[0].missing) == (cause.agents, cause.outcomes)
     (out,) = report.quarantines
-    assert out.reason_ended == "its agent restarted" and f"{out.replica}.0" == failure.agents
+    assert out.reason_ended == "its agent restarted" and f"{out.replica}.0" == cause.agents
+    assert (cause.quarantines, report.unexplained) == ([out], [])
     assert report.replicas[out.replica].totals_ns["gone"] > 0 and report.replicas[out.replica].totals_ns["out"] > 0
 
 
@@ -120,6 +120,8 @@ def test_a_good_run_shows_its_traces_and_training_ranks() -> None:
     assert "v0" not in rank.condition and "generating" not in rank.condition
     for replica in report.replicas.values():
         assert (replica.latest, replica.bad) == (report.version, False) and replica.totals_ns["paused"] > 0
+    body = html(report).partition("<body>")[2]
+    assert not re.search(r'class="[^"]*(?:bad|warn|behind|out|gone)\b', body.replace('id="out"', "")), "nothing is red"
 
 
 @pytest.mark.parametrize("name", ["killed", "torn-fleet", "trained"])
@@ -197,11 +199,110 @@ def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
     report = bus.report()
     (left,) = [command for command in report.steps[0].commands if command.text == "pause"]
     assert (left.concluded, left.duration_us) == (True, 2_000_000)  # not its timeout of ten minutes
-    assert [(failure.kind, failure.reason) for failure in report.failures] == [("missing", "bus_restarted")]
+    assert [(cause.kind, cause.reason) for cause in report.causes] == [("missing", "bus_restarted")]
     assert report.stragglers == []
 
 
 UP = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True)
+
+
+# --- one cause, one line ----------------------------------------------------------------------------------------------
+
+
+def test_a_killed_agent_with_many_open_commands_is_one_line_that_begins_with_its_death() -> None:
+    bus = Recorded("0.0", "1.0")
+    for _ in range(129):
+        bus.issue(PAUSE)
+        bus.answer(a0_0=DONE)
+    bus.lose("1.0")
+    lost_ns = bus.entries[-1].at_ns
+    for _ in range(3):  # it is absent from these
+        bus.issue(PAUSE)
+        bus.answer(a0_0=DONE)
+    report = bus.report()
+    (cause,) = report.causes
+    assert (cause.kind, cause.reason, cause.agents, cause.at_ns) == ("lost", "silent", "1.0", lost_ns)
+    assert (cause.outcomes, cause.commands, cause.away) == (132, {"pause": 132}, ["1.0"])
+    assert report.verdict == "1 gone, 132 not answered by lost agents"
+    page = bus.page()
+    moment = page.index("was lost", page.index('class="verdict'))
+    assert page.count('class="card bad"') == 1 and page[:moment].count("<li>") == 1
+    assert "132 commands, seq 2 to 133: 132 × pause" in page and "It did not come back" in page
+    bus.hello("1.0", "b")
+    bus.join("1.0", "b")
+    assert "It came back" in bus.page() and "did not come back" not in bus.page()
+    bus.issue(PAUSE)
+    bus.answer(a0_0=DONE)
+    assert bus.report().causes[0].outcomes == 132, "it is back: what follows is not of its death"
+
+
+def test_agents_that_die_together_are_one_line() -> None:
+    agents = [f"{replica}.0" for replica in range(8)]
+    bus = Recorded(*agents, "8.0")
+    bus.issue(PAUSE)
+    for agent in agents:
+        bus.lose(agent)
+    bus.answer(a8_0=DONE)
+    (cause,) = bus.report().causes
+    assert (cause.agents, cause.count, cause.outcomes, cause.commands) == ("0.0 … 7.0", 8, 8, {"pause": 1})
+    assert "<b>0.0 … 7.0 were lost</b>" in bus.page()
+
+
+def test_agents_that_die_at_different_times_are_two_lines() -> None:
+    bus = Recorded("0.0", "1.0")
+    bus.lose("0.0")
+    for _ in range(6):
+        bus.status("1.0", UP)
+    bus.lose("1.0")
+    assert [cause.agents for cause in bus.report().causes] == ["0.0", "1.0"]
+
+
+def test_the_same_failure_of_many_agents_and_commands_is_one_line() -> None:
+    bus = Recorded("0.0", "1.0")
+    for version in range(20):
+        bus.issue(PAUSE)
+        first, second = (f"127.0.0.1:{port} refused v{version}" for port in (8000, 8001))
+        bus.answer(a0_0=Failed(ErrorKind.ENGINE_ERROR, first), a1_0=Failed(ErrorKind.ENGINE_ERROR, second))
+    bus.issue(PAUSE)
+    bus.answer(a0_0=Failed(ErrorKind.ENGINE_ERROR, "It burns."), a1_0=DONE)
+    many, other = bus.report().causes
+    assert (many.agents, many.outcomes, many.commands) == ("0.0, 1.0", 40, {"pause": 20})
+    assert (many.message, other.message) == ("127.0.0.1:8000 refused v0", "It burns.")
+    assert "2 agents): failed, engine_error" in bus.page()
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_deadlines_that_an_agent_missed_before_it_was_lost_belong_to_its_death_unless_it_was_heard_since(
+    heard: bool,
+) -> None:
+    bus = Recorded("0.0", "1.0")
+    bus.status("1.0", UP)
+    bus.issue(PAUSE, timeout_ms=1000)
+    bus.answer(a0_0=DONE)
+    bus.time(2_000_000)
+    if heard:
+        bus.status("1.0", UP)
+    bus.lose("1.0")
+    causes = [(cause.kind, cause.reason, cause.agents, cause.outcomes) for cause in bus.report().causes]
+    if heard:
+        assert causes == [("missing", "deadline", "1.0", 1), ("lost", "silent", "1.0", 0)]
+    else:
+        assert causes == [("lost", "silent", "1.0", 1)]
+
+
+def test_agents_that_miss_the_same_deadlines_are_one_line() -> None:
+    bus = Recorded("0.0", "1.0", "2.0")
+    for round_ in range(3):
+        bus.issue(PAUSE, timeout_ms=1000, at_us=round_ * 3_000_000)
+        bus.answer(a0_0=DONE, at_us=round_ * 3_000_000)
+        bus.time(round_ * 3_000_000 + 2_000_000)
+        for agent in ("0.0", "1.0", "2.0"):
+            bus.status(agent, UP, at_us=round_ * 3_000_000 + 2_000_000)
+    (cause,) = bus.report().causes
+    assert (cause.reason, cause.agents, cause.outcomes, cause.commands) == ("deadline", "1.0, 2.0", 6, {"pause": 3})
+
+
+# --- replicas out of service ------------------------------------------------------------------------------------------
 
 
 def sync_on_replica_0(bus: Recorded, version: int) -> None:
@@ -283,10 +384,19 @@ def test_truncated_lists_say_so() -> None:
     for _ in range(500):
         bus.sync()  # all but the first are refused: only one sync runs at a time
     report = bus.report()
-    refused = len(report.refused) + report.left_out["refused"]
-    assert (len(report.unconcluded), refused) == (61, 499)
+    (refused,) = report.refused
+    assert (len(report.unconcluded), refused.count, report.verdict) == (61, 499, "61 not concluded, 499 refused")
     page = bus.page()
-    assert "And 11 more.</p>" in page and "And 449 more: <code>rolloutctl log show run.db</code>" in page
+    assert "And 11 more.</p>" in page and "(499 times, until " in page
+
+
+def test_more_reasons_to_refuse_than_are_listed_are_counted() -> None:
+    report = RunReport()
+    totals = Totals(report)
+    for number in range(MAX_FAILURES + 7):
+        totals.refused("x" * number, number)
+    assert len(report.refused) == MAX_FAILURES and report.verdict == f"{MAX_FAILURES + 7} refused"
+    assert f"And {MAX_FAILURES + 7 - 50} more: <code>rolloutctl log show run.db</code>" in html(report)
 
 
 def test_an_empty_log_has_a_page_without_a_time() -> None:
@@ -316,7 +426,7 @@ def test_old_commands_are_dropped_unless_they_failed() -> None:
     kept = sum(len(step.commands) for step in repeated.steps)
     assert kept <= MAX_COMMANDS + MAX_STEP_COMMANDS
     assert kept + repeated.left_out["commands"] == repeated.commands
-    assert repeated.steps[0].bad and repeated.failures[0].message == "It burns."
+    assert repeated.steps[0].bad and repeated.causes[0].message == "It burns."
 
 
 def test_a_percentile_is_close_and_the_largest_is_exact() -> None:

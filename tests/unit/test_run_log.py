@@ -10,7 +10,7 @@ from controlplane.cli.reducers import replay_log
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import Closed, CoordinatorEvent, CoordinatorSettings, Issued, Opened
 from controlplane.record.log import RunLog
-from schemas.carriers.records import RecordFile
+from schemas.carriers.record_file import RecordFile
 from schemas.commands import EngineCommand, Target
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked, ReplayDiffers, WireError
 from schemas.events import Decision, Tick

@@ -12,8 +12,7 @@ from controlplane import ControlPlane
 from controlplane.machine.serving import (
     all_serve,
     oldest_version,
-    serving_replicas,
-    unproven_replicas,
+    proven_replicas,
     what_agents_lack,
 )
 from controlplane.machine.status import fleet_status
@@ -109,7 +108,7 @@ def test_the_status_shows_unproven_and_absent_agents_first() -> None:
     bus.arrive("2.0")
     bus.status("2.0", SERVING)
     heard(bus, at_us=1)
-    assert unproven_replicas(bus.state) == frozenset() and status(bus).warnings == ()
+    assert proven_replicas(bus.state).unproven == frozenset() and status(bus).warnings == ()
     bus.status("2.0", replace(SERVING, version=0))
     bus.lose("actor.0", "left", at_us=30 * SECOND_US)
     shown = status(bus)
@@ -122,7 +121,7 @@ def test_the_status_shows_unproven_and_absent_agents_first() -> None:
 def test_nobody_is_unproven_before_anything_is_committed() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
-    assert unproven_replicas(bus.state) == frozenset()
+    assert proven_replicas(bus.state).unproven == frozenset()
 
 
 # --- which version is served, by answers and heartbeats ---------------------------------------------------------------
@@ -145,12 +144,12 @@ def carried_out(bus: Coordinator, command: EngineCommand) -> dict[int, int]:
     """What is served after a command that both replicas carried out."""
     bus.issue(command)
     bus.answer(a0_0=DONE, a1_0=DONE)
-    return serving_replicas(bus.state)
+    return proven_replicas(bus.state).serving
 
 
 def test_a_replica_serves_what_it_has_just_committed_before_its_next_heartbeat() -> None:
     bus = serving()
-    assert serving_replicas(bus.state) == {0: 1, 1: 1}
+    assert proven_replicas(bus.state).serving == {0: 1, 1: 1}
     lines = status(bus).replicas
     assert {index: (line.state, line.version) for index, line in lines.items()} == {
         0: ("serving", 1),
@@ -162,16 +161,16 @@ def test_during_a_sync_nobody_is_proven_to_serve_until_it_has_committed() -> Non
     bus = serving()
     bus.sync(2)
     for _ in range(2):
-        assert serving_replicas(bus.state) == {}
+        assert proven_replicas(bus.state).serving == {}
         bus.answer(a0_0=DONE, a1_0=DONE, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
     bus.answer(a1_0=DONE)
-    assert serving_replicas(bus.state) == {1: 2}, "the other has not answered the commit"
+    assert proven_replicas(bus.state).serving == {1: 2}, "the other has not answered the commit"
     bus.status("0.0", replace(SERVING, version=2))
-    assert serving_replicas(bus.state) == {1: 2}, "not by a heartbeat either, while its answer is due"
+    assert proven_replicas(bus.state).serving == {1: 2}, "not by a heartbeat either, while its answer is due"
     bus.answer(a0_0=NO)
-    assert serving_replicas(bus.state) == {1: 2}
+    assert proven_replicas(bus.state).serving == {1: 2}
     bus.status("0.0", replace(SERVING, version=2))
-    assert serving_replicas(bus.state) == {0: 2, 1: 2}
+    assert proven_replicas(bus.state).serving == {0: 2, 1: 2}
 
 
 def test_after_an_abort_replicas_serve_what_they_served_before() -> None:
@@ -179,8 +178,8 @@ def test_after_an_abort_replicas_serve_what_they_served_before() -> None:
     bus.sync(2)
     bus.answer(a0_0=NO, a1_0=NO, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
     bus.answer(a0_0=DONE, a1_0=NO, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
-    assert serving_replicas(bus.state) == {0: 1}
-    assert unproven_replicas(bus.state) == {1}, "its abort failed, and its heartbeat is older"
+    assert proven_replicas(bus.state).serving == {0: 1}
+    assert proven_replicas(bus.state).unproven == {1}, "its abort failed, and its heartbeat is older"
 
 
 def test_a_paused_replica_serves_again_once_it_has_answered_the_resume() -> None:
@@ -188,11 +187,11 @@ def test_a_paused_replica_serves_again_once_it_has_answered_the_resume() -> None
     assert carried_out(bus, PAUSE) == {}
     bus.issue(RESUME)
     bus.answer(a0_0=DONE)
-    assert serving_replicas(bus.state) == {0: 1}
+    assert proven_replicas(bus.state).serving == {0: 1}
     bus.answer(a1_0=NO)
-    assert serving_replicas(bus.state) == {0: 1}, "it said before the pause that it generates"
+    assert proven_replicas(bus.state).serving == {0: 1}, "it said before the pause that it generates"
     bus.status("0.0", replace(SERVING, generating=False))
-    assert serving_replicas(bus.state) == {}, "its heartbeat is newer than its answer"
+    assert proven_replicas(bus.state).serving == {}, "its heartbeat is newer than its answer"
 
 
 def test_a_replica_that_missed_a_command_is_proven_by_its_next_heartbeat_alone() -> None:
@@ -201,18 +200,18 @@ def test_a_replica_that_missed_a_command_is_proven_by_its_next_heartbeat_alone()
     bus.status("0.0", heard_since)
     bus.issue(RESUME)
     bus.answer(a1_0=Skipped(Reason.ALREADY))
-    assert serving_replicas(bus.state) == {1: 1}
+    assert proven_replicas(bus.state).serving == {1: 1}
     bus.time(31 * SECOND_US)
-    assert serving_replicas(bus.state) == {1: 1}
+    assert proven_replicas(bus.state).serving == {1: 1}
     bus.status("0.0", heard_since, seq=bus.state.seq)
-    assert serving_replicas(bus.state) == {0: 1, 1: 1}
+    assert proven_replicas(bus.state).serving == {0: 1, 1: 1}
 
 
 def test_a_command_for_others_says_nothing_about_a_replica() -> None:
     bus = serving()
     bus.issue(PAUSE, target=Target(replicas=frozenset({1})))
     bus.answer(a0_0=Skipped(Reason.NOT_TARGETED), a1_0=DONE)
-    assert serving_replicas(bus.state) == {0: 1}
+    assert proven_replicas(bus.state).serving == {0: 1}
 
 
 def test_a_replica_in_quarantine_or_away_or_restarted_is_not_proven_to_serve() -> None:
@@ -221,13 +220,13 @@ def test_a_replica_in_quarantine_or_away_or_restarted_is_not_proven_to_serve() -
     bus.sync(2)
     for outcome in (NO, Skipped(Reason.QUARANTINED), DONE):
         bus.answer(a0_0=DONE, a1_0=DONE, a2_0=outcome, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
-    assert serving_replicas(bus.state) == {0: 2, 1: 2}
+    assert proven_replicas(bus.state).serving == {0: 2, 1: 2}
     bus.lose("1.0")
-    assert serving_replicas(bus.state) == {0: 2}
+    assert proven_replicas(bus.state).serving == {0: 2}
     bus.arrive("1.0")
-    assert serving_replicas(bus.state) == {0: 2}, "nothing was heard of it since"
+    assert proven_replicas(bus.state).serving == {0: 2}, "nothing was heard of it since"
     bus.status("1.0", replace(SERVING, version=2))
-    assert serving_replicas(bus.state) == {0: 2, 1: 2}
+    assert proven_replicas(bus.state).serving == {0: 2, 1: 2}
 
 
 def test_a_wedged_engine_is_not_proven_to_serve_by_an_answer() -> None:

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from anyio.lowlevel import checkpoint
 
-from schemas.carriers import edge_socket
+from schemas.carriers import edge_socket, watches
 from schemas.carriers.edge_socket import EdgeSocket, Sent
 from schemas.carriers.sockets import DEAD_HOST_MS, Context, agent_dealer, agent_subscriber, bus_publisher, bus_router
 from schemas.carriers.wakeup import Wakeup
@@ -377,7 +377,7 @@ async def test_the_safety_poll_turns_a_missed_edge_into_latency_and_counts_it(co
 
 
 async def test_an_idle_wait_does_not_count_as_a_missed_edge(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_socket, "SAFETY_POLL_S", 0.0001)
+    monkeypatch.setattr(watches, "SAFETY_POLL_S", 0.0001)
     left, right = pair(context)
     async with left, right:
         for number in range(200):
@@ -415,7 +415,7 @@ async def test_any_task_of_any_socket_can_become_the_leader(context: Context) ->
                 assert watch is not None
                 # The leader leaves: cancelled, and every other time its socket is closed too. asyncio itself leads.
                 led_by = getattr(watch, "_leader", None) or pairs[alive[0]][1]._waiters[0]
-                leader = next(index for index in alive if pairs[index][1] is led_by.sock)
+                leader = next(index for index in alive if led_by in pairs[index][1]._waiters)
                 alive.remove(leader)
                 scopes[leader].cancel()
                 if len(alive) % 2:

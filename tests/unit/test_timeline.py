@@ -14,7 +14,7 @@ from controlplane.record.log import RunLog
 from controlplane.timeline.perfetto import TimelineDraft, write_timeline
 from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.tracks import TraceEvent
-from schemas.carriers.records import RecordFile
+from schemas.carriers.record_file import RecordFile
 from schemas.commands import ProfileCommand
 from schemas.errors import LogError
 from schemas.events import Answer, CommandReceived, EngineObserved, Observation
@@ -320,6 +320,13 @@ def test_a_damaged_log_is_drawn_up_to_the_damage(tmp_path: Path) -> None:
     assert "warning: cut off: the log after its record 99. " in done.stdout
     events = read(out)["traceEvents"]
     assert problems(events) == [] and 50 < len(events) < whole.control_events
+
+
+def test_a_traces_root_that_has_none_of_the_traces_is_said(tmp_path: Path) -> None:
+    log = Path(__file__).parents[1] / "replays" / "torn-fleet.db"
+    done = rolloutctl("timeline", log, "--traces", tmp_path, "-o", tmp_path / "run.json")
+    assert done.returncode == 1 and (tmp_path / "run.json").exists()
+    assert done.stderr.endswith("rolloutctl: none of the traces that the log names is below --traces\n")
 
 
 def test_a_missing_traces_root_and_a_file_that_is_no_log_are_named(written: Written, tmp_path: Path) -> None:

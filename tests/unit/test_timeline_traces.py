@@ -13,7 +13,7 @@ from controlplane.timeline.perfetto import Timeline, write_timeline
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Trace
 from schemas.reports import Clock
-from tests.running import python
+from tests.running import python, rolloutctl
 from tests.timeline.trace_events import Event, checked_timeline, read
 from tests.timeline.written import MS, Op, Written, placed, torch_trace
 
@@ -123,12 +123,43 @@ def test_processes_are_named_after_their_owners(written: Written, tmp_path: Path
         front = placed(root, "node.async_llm.9.pt.trace.json.gz", torch_trace([Op("feed", 70, 1)]))
         written.profiles(peer, 80, 20, *((trace, front) if place is PRIMARY else (trace,)))
     _, events = merged(written.close(), root)
-    assert processes(events) == [
-        *("actor rank 3, step 1: 0", "actor rank 3, step 1: python"),
-        "replica 0 front end, step 1: python",
-        *("replica 0 rank 0, step 1: 0", "replica 0 rank 0, step 1: python"),
-        *("replica 0 rank 1, step 1: 0", "replica 0 rank 1, step 1: python"),
+    assert processes(events) == ["actor rank 3", "replica 0 front end", "replica 0 node 1", "replica 0 rank 1"]
+
+
+def threads(events: list[Event]) -> dict[int, str]:
+    return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+
+def test_what_has_no_events_has_no_track(written: Written) -> None:
+    """Torch names eight GPUs, also where there is none."""
+    about = [("process_name", "python"), ("process_labels", "GPU {}"), ("thread_name", "stream 7")]
+    fields = {"process_name": "name", "process_labels": "labels", "thread_name": "name"}
+    names = [
+        {"ph": "M", "name": kind, "pid": gpu, "tid": 7, "args": {fields[kind]: text.format(gpu)}}
+        for gpu in range(8)
+        for kind, text in about
     ]
+    listed = ",".join(map(json.dumps, names)).encode()
+    content = torch_trace([*OPS, Op("gemm", 65, 3, pid=3, tid=7)])
+    timeline, events = drawn(written, content.replace(b'"traceEvents": [', b'"traceEvents": [%s,' % listed))
+    assert (timeline.traced_events, timeline.warnings) == (4, ())
+    assert processes(events) == ["replica 0 node 0"]
+    assert sorted(threads(events).values()) == ["78", "GPU 0 stream 7", "GPU 3 stream 7"]
+
+
+@pytest.mark.parametrize("later_ms", [100, 5])
+def test_traces_of_one_rank_share_its_process_and_threads_unless_they_overlap(
+    written: Written, tmp_path: Path, later_ms: int
+) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    second = [Op(op.name, op.at_ms + later_ms, op.for_ms, op.pid, op.tid) for op in OPS]
+    traces = [placed(tmp_path, f"{i}.trace.json", torch_trace(ops)) for i, ops in enumerate((OPS, second))]
+    written.profiles(peer, 80, 20, traces[0])
+    written.profiles(peer, 200, 20, traces[1])
+    _, events = merged(written.close(), tmp_path)
+    assert set(processes(events)) == {"replica 0 node 0"}
+    assert len({event["pid"] for event in events}) == 1
+    assert len(threads(events)) == (2 if later_ms == 100 else 4)
 
 
 def test_files_with_the_same_numbers_are_renumbered(written: Written, tmp_path: Path) -> None:
@@ -265,6 +296,18 @@ def test_a_trace_that_disappears_does_not_end_the_timeline(written: Written, tmp
     assert timeline.warnings == (
         f"cut off: {moved} can't be read after 0 events: [Errno 2] No such file or directory: '{moved}'",
     )
+
+
+def test_traces_beside_the_log_are_found_unasked_and_can_be_left_out(written: Written, tmp_path: Path) -> None:
+    peer = written.joins(PRIMARY, clocks=(written.clock(0),))
+    written.profiles(peer, 80, 20, placed(tmp_path / "traces", "a.trace.json", torch_trace(OPS)))
+    log = written.close()
+    for options, traced in (((), len(OPS)), (("--no-traces",), 0)):
+        done = rolloutctl("timeline", log, "--json", "--force", *options)
+        made = json.loads(done.stdout)
+        assert (done.returncode, made["traced_events"], made["warnings"]) == (0, traced, [])
+    wrong = rolloutctl("timeline", log, "--no-traces", "--traces", tmp_path)
+    assert wrong.returncode == 2 and "--traces and --no-traces exclude each other" in wrong.stderr
 
 
 def test_traces_without_a_root_are_left_out(written: Written, tmp_path: Path) -> None:

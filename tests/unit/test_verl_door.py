@@ -172,10 +172,10 @@ def test_a_version_that_was_not_seen_is_a_warning(verl: Any, caplog: pytest.LogC
 
 def test_settings_are_complete_and_below_the_folder_of_verls_checkpoints() -> None:
     settings = read_settings({}, Path("/runs/a"), Path("/runs/a/traces"))
-    assert (settings.log, settings.state) == ("/runs/a/rolloutctl/run.db", "/runs/a/rolloutctl/agents")
+    assert (settings.log, settings.state) == ("/runs/a/rolloutctl/run.db", "")
     assert (settings.traces, settings.address, settings.quorum) == ("/runs/a/traces", "tcp://127.0.0.1:0", 1)
     moved = read_settings({"log": "/elsewhere/x.db", "timeout": 5}, Path("/runs/a"), Path("/t"))
-    assert (moved.log, moved.state, moved.timeout) == ("/elsewhere/x.db", "/elsewhere/agents", 5.0)
+    assert (moved.log, moved.state, moved.timeout) == ("/elsewhere/x.db", "", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_settings_are_complete_and_below_the_folder_of_verls_checkpoints() -> No
     [
         (
             {"adress": "tcp://127.0.0.1:1"},
-            r"rolloutctl\.adress is unknown; did you mean address\?; allowed are log, address",
+            r"rolloutctl\.adress is unknown; did you mean address\?; allowed are log, run, address",
         ),
         ({"quorum": 0}, r"rolloutctl\.quorum is 0"),
         ({"timeout": "soon"}, r"rolloutctl\.timeout is 'soon'"),

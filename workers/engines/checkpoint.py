@@ -6,6 +6,7 @@ allowed root, and of the model that the engine was launched with. That model als
 both sides go through its tensors in ascending order of their names, and the manifest proves that they mean the same.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,10 @@ from schemas.identity import Identity
 from schemas.safetensors.format import TensorSpec, read_layout
 from schemas.safetensors.manifest import check_directory, check_layout, require_same_model
 from schemas.safetensors.paths import resolve_below
+from schemas.safetensors.reading import FileState, file_states
 
+CLOCK_NS: Final = 20_000_000
+"""More than the resolution of a file system's clock (10 ms at most): two writes within that time can look like one."""
 BUCKET_BYTES: Final = 512 << 20
 """Most bytes of tensors handed over at once. An engine holds a bucket beside its weights for a moment."""
 
@@ -50,6 +54,7 @@ class SourceChecker:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._launched: tuple[str, dict[str, TensorSpec] | None] = ("", None)
+        self._checked: tuple[Manifest, Path, tuple[FileState, ...]] | None = None
 
     def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
         """Check that the engine may load the source.
@@ -81,8 +86,20 @@ class SourceChecker:
                 "Nothing was loaded: sync with a manifest."
             )
         if manifest is not None:
-            check_directory(directory, manifest)
+            self._check_manifest(directory, manifest)
         return directory
+
+    def _check_manifest(self, directory: Path, manifest: Manifest) -> None:
+        """Check the files against the manifest, unless they have not been written since that was done.
+
+        A sync asks before the pause, and again for the load: the content is read before the pause only.
+        """
+        began_ns, found = time.time_ns(), (manifest, directory, file_states(directory))
+        if found == self._checked:
+            return
+        check_directory(directory, manifest)
+        settled = all(state.modified_ns < began_ns - CLOCK_NS for state in found[2])
+        self._checked = found if settled else None
 
     def checked_layout(
         self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity

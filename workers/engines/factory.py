@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,6 +146,8 @@ def _factory(name: str) -> Callable[..., Any]:
     module, colon, attribute = name.partition(":")
     if colon:
         return _attribute(name, module, attribute)
+    from importlib.metadata import entry_points  # 1.6 MB that an agent with one of our engines does not need
+
     installed = {point.name: point for point in entry_points(group=GROUP)}
     if name in installed:
         return _attribute(f"{name} ({installed[name].value})", installed[name].module, installed[name].attr)

@@ -6,45 +6,54 @@ Rule 1  A request that reads has a timeout and is retried. A request that change
 Rule 2  Any status other than 2xx is an error that carries the status and the server's message.
 Rule 3  An answer is bounded in bytes, and its body in time once its headers have come. It is never decompressed, and is
         not trusted to have any shape.
-Rule 4  The key comes from the environment or a file, and appears in no message and no log.
+Rule 4  A connection is kept only after an answer that was read to its end, and used again only if nothing has arrived
+        on it meanwhile, and not after KEEP_S: a server that closes it at the same moment could lose the request.
+Rule 5  The key comes from the environment or a file, and appears in no message and no log.
 """
 
 import json
 import os
 import random
 import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import quote, urlencode, urlsplit
 
 import anyio
-import httpx
-from httpx import AsyncClient, AsyncHTTPTransport, Limits, Timeout
+import httpcore
 
 from schemas.errors import ConfigError
 from workers.engines.client import CallRefused, Methods, Unanswered, list_at, mapping_at, text_at
 
-READ_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0
+READ_TIMEOUT_S: Final = 5.0
 ATTEMPTS: Final = 3
 BACKOFF_S: Final = 0.2
 """Wait before the second attempt; doubles, with jitter."""
+QUOTED_MAX: Final = 500
+"""Characters of a server's answer that are quoted in an error."""
 BODY_S: Final = 30.0
 """How long the body of an answer may take. Only what a call does in the engine may take longer."""
 ANSWER_BYTES: Final = 8 << 20
 """Largest answer that is read."""
-QUOTED_MAX: Final = 500
-"""Characters of a server's answer that are quoted in an error."""
-
-KEY_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY"
-"""Holds the engine's key. The same name with `_FILE` appended holds the path of a file that contains the key."""
+KEEP_S: Final = 3.0
+"""Time for which an idle connection is kept. uvicorn closes it after 5 s."""
 
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 30),  # 0x10: macOS, netinet/tcp.h
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
+_FINAL: Final = (httpcore.ConnectError, httpcore.ConnectTimeout, TimeoutError)
+"""Not listening, or hanging: another attempt would only take longer."""
+_NOT_QUOTED: Final = "/?&=%:,@+~!$'()*;"
+"""Characters of a target that are sent as they are, beside letters and digits."""
+
+KEY_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY"
+"""Holds the engine's key. The same name with `_FILE` appended holds the path of a file that contains the key."""
 
 
 class Route(NamedTuple):
@@ -71,6 +80,10 @@ class Route(NamedTuple):
     unlisted: bool = False
 
 
+class _AnswerRefused(Exception):
+    """The answer was not read, or not to its end."""
+
+
 class HttpReader:
     """An `EngineReader` of one server. It sends GET requests, and those only to the paths that it is given.
 
@@ -88,17 +101,22 @@ class HttpReader:
         self.where = base_url(url)
         self._routes = {name: route for name, route in routes.items() if self._offers(route)}
         self._info_path = info_path
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._client = AsyncClient(
-            base_url=self.where,
-            headers=headers,
-            timeout=Timeout(None, connect=CONNECT_TIMEOUT_S),
-            # Drop an idle connection before uvicorn does (5 s), or a call could be sent into a closing one.
-            transport=AsyncHTTPTransport(
-                limits=Limits(max_connections=16, keepalive_expiry=3.0), socket_options=_KEEPALIVE
-            ),
-            trust_env=False,
+        self._url = httpcore.URL(self.where)
+        tls = self._url.scheme == b"https"
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=_tls_context() if tls else None,
+            max_connections=None,
+            keepalive_expiry=KEEP_S,
+            network_backend=httpcore.AnyIOBackend(),
+            socket_options=_KEEPALIVE,
         )
+        # TCP and TLS connect one after the other, each with a timeout of its own.
+        self._limits = {"timeout": {"connect": CONNECT_TIMEOUT_S / 2 if tls else CONNECT_TIMEOUT_S}}
+        self._headers = [
+            *((b"Host", urlsplit(self.where).netloc.encode()), (b"Accept", b"*/*"), (b"Accept-Encoding", b"identity")),
+            (b"User-Agent", b"rolloutctl"),
+            *([(b"Authorization", f"Bearer {key}".encode())] if key else []),
+        ]
 
     def _offers(self, route: Route) -> bool:
         return route.verb == "GET"
@@ -111,7 +129,7 @@ class HttpReader:
         try:
             document = await self.get("/openapi.json")
         except Unanswered as error:
-            if isinstance(error.__cause__, httpx.ConnectError):
+            if isinstance(error.__cause__, httpcore.ConnectError):
                 return None
             raise
         paths, found = mapping_at(document, "paths"), {}
@@ -140,7 +158,7 @@ class HttpReader:
         return answer if isinstance(answer, dict) else {}
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._pool.aclose()
 
     async def _send(self, route: Route, arguments: Mapping[str, object], attempts: int, timeout_s: float | None) -> str:
         """Return the text of the answer. Raises CallRefused and Unanswered."""
@@ -150,10 +168,10 @@ class HttpReader:
                 # call over it would be lost, and for good if it can't be repeated.
                 status, answer = await self._exchange(route, arguments, timeout_s, last=attempts == 1)
                 break
-            except (httpx.TransportError, TimeoutError) as error:
-                # Not listening, or hanging.
-                final = isinstance(error, httpx.ConnectError | httpx.TimeoutException | TimeoutError)
-                if final or attempt == attempts:
+            except _AnswerRefused as error:
+                raise Unanswered(f"{self.where}{route.path} answered {error}") from error
+            except (*_FINAL, httpcore.NetworkError, httpcore.RemoteProtocolError) as error:
+                if isinstance(error, _FINAL) or attempt == attempts:
                     reason = f"{type(error).__name__} {error}".rstrip()
                     raise Unanswered(f"{self.where}{route.path} did not answer: {reason}") from error
             await anyio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
@@ -165,30 +183,34 @@ class HttpReader:
     async def _exchange(
         self, route: Route, arguments: Mapping[str, object], timeout_s: float | None, *, last: bool
     ) -> tuple[int, str]:
-        """One request: its status and the text of its answer."""
-        query: Any = dict(arguments) if route.query else None
-        body = None if route.query or route.verb != "POST" else dict(arguments)
-        headers = {"Connection": "close"} if last else None
+        """One request: its status and the text of its answer. If `last`, the server is to close the connection."""
+        target, body, headers = route.path, None, [*self._headers]
+        if route.query and arguments:
+            target += ("&" if "?" in target else "?") + _query(arguments)
+        if route.verb == "POST":
+            body = b"" if route.query else _body(arguments)
+        if body:
+            headers.append((b"Content-Type", b"application/json"))
+        if last:
+            headers.append((b"Connection", b"close"))
+        own = self._url
+        path = own.target.rstrip(b"/") + quote(target, safe=_NOT_QUOTED).encode()
+        url = httpcore.URL(scheme=own.scheme, host=own.host, port=own.port, target=path)
+        content = bytearray()
         with anyio.fail_after(timeout_s):
-            async with self._client.stream(
-                route.verb, route.path, params=query, json=body, headers=headers
-            ) as response:
-                with anyio.fail_after(BODY_S):
-                    return response.status_code, await self._text(response, route)
-
-    async def _text(self, response: httpx.Response, route: Route) -> str:
-        if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise Unanswered(
-                f"{self.where}{route.path} answered in an encoding that was not asked for. It was not read."
-            )
-        answer = bytearray()
-        async for chunk in response.aiter_bytes():
-            answer += chunk
-            if len(answer) > ANSWER_BYTES:
-                raise Unanswered(
-                    f"{self.where}{route.path} answered more than {ANSWER_BYTES:,} bytes. It was not read on."
-                )
-        return answer.decode(errors="replace")
+            async with self._pool.stream(
+                route.verb, url, headers=headers, content=body, extensions=self._limits
+            ) as answer:
+                if any(name.lower() == b"content-encoding" and value != b"identity" for name, value in answer.headers):
+                    raise _AnswerRefused("in an encoding that was not asked for. It was not read.")
+                with anyio.fail_after(BODY_S) as reading:
+                    async for part in answer.aiter_stream():
+                        content += part
+                        if len(content) > ANSWER_BYTES:
+                            reading.cancel()  # ends httpcore's generators where they wait; a break would leave them
+        if len(content) > ANSWER_BYTES:
+            raise _AnswerRefused(f"more than {ANSWER_BYTES:,} bytes. It was not read on.")
+        return answer.status, content.decode(errors="replace")
 
 
 class HttpClient(HttpReader):
@@ -218,15 +240,19 @@ def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> s
     Raises:
         ConfigError: It is not http(s)://HOST[:PORT], or contains credentials.
     """
+    place = url.partition("://")[2].partition("/")[0]
+    if "@" in place:
+        host = place.rpartition("@")[2].partition(":")[0]
+        raise ConfigError(f"{whose} URL for {host} must not contain credentials. Set {variable} instead.")
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed = urlsplit(url)
+        port = parsed.port
+    except ValueError as error:
         raise ConfigError(f"{whose} URL {url!r}: {error}. Give http://HOST:PORT.") from None
-    if parsed.userinfo:
-        raise ConfigError(f"{whose} URL for {parsed.host} must not contain credentials. Set {variable} instead.")
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
+    usable = parsed.scheme in ("http", "https") and parsed.hostname and port != 0 and not parsed.query
+    if not usable or not url.isascii():
         raise ConfigError(f"{whose} URL {url!r}: give http://HOST:PORT, or https.")
-    return str(parsed).rstrip("/")
+    return f"{parsed.scheme}://{parsed.netloc}{parsed.path}".rstrip("/")
 
 
 def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | None:
@@ -246,6 +272,26 @@ def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | Non
     if not key or not key.isprintable() or not key.isascii():
         raise ConfigError(f"{file} holds no key: one line of printable ASCII characters is expected.")
     return key
+
+
+def _tls_context() -> ssl.SSLContext:
+    import certifi  # loads nothing that http needs
+
+    return ssl.create_default_context(cafile=certifi.where())
+
+
+def _body(arguments: Mapping[str, object]) -> bytes:
+    return json.dumps(dict(arguments), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _query(arguments: Mapping[str, object]) -> str:
+    """The arguments in a URL: lists repeat their name, and booleans look as in JSON."""
+    given = {name: value if isinstance(value, list | tuple) else [value] for name, value in arguments.items()}
+    return urlencode({name: [_in_url(value) for value in values] for name, values in given.items()}, doseq=True)
+
+
+def _in_url(value: object) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _json(answer: str) -> Any:

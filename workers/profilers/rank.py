@@ -44,7 +44,7 @@ class TrainingRank:
         role: `actor`, `critic`, …
         rank: Global rank in the role.
         world_size: Ranks of the role.
-        state_dir: Directory of the agent's journal, on a disk of this machine.
+        state_dir: Directory of the agent's journal, on a disk of this machine; None for the user's state folder.
         traces: Root of the traces; None for `save_path` of the profiler's configuration.
         profiler: The trainer's configuration, if it is known here: a plan that can't be honoured then raises at once.
         config: Settings of the agent.
@@ -67,7 +67,7 @@ class TrainingRank:
         role: str,
         rank: int,
         world_size: int,
-        state_dir: Path | str,
+        state_dir: Path | str | None = None,
         traces: Path | str | None = None,
         profiler: ProfilerConfig | None = None,
         config: AgentConfig | None = None,
@@ -84,7 +84,8 @@ class TrainingRank:
             require_supported(plan)
         self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
         self.failure: RolloutctlError | None = None
-        self._bus, self._state, self._config = bus, Path(state_dir), config
+        self._bus, self._config = bus, config
+        self._state = Path(state_dir) if state_dir is not None else None
         self._keys = keys
         self._traces = NodeTraces(Path(root), self.identity, profiler.finish_hook_cmd)
         self._opened: Future[None] = Future()

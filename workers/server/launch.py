@@ -118,6 +118,11 @@ class ServerProcess:
         """Start the guard, which starts the server. Raises ConfigError if the command or the log can't be used."""
         if self._guard is not None:
             return
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"{self.name}: only Linux can end everything that a server started. "
+                "Start it yourself, and leave --launch out."
+            )
         program = self._command[0] if self._command else ""
         if shutil.which(program) is None:
             raise ConfigError(f"{self.name}: there is no program {program!r} to launch: give its path, or fix PATH.")

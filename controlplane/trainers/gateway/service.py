@@ -1,14 +1,13 @@
-"""The shell of the gateway: an HTTP server with a base URL for each replica, and commands on the bus.
+"""The shell of the gateway: an HTTP server with a base URL for each replica.
 
-`updates.decide` decides, on this one event loop. Requests for the engine itself go through `passing.pass_on`, and
-nothing of them is kept.
+`routes` says what a request means, `updates.decide` what follows from it, and `posts` carries that out. Requests for
+the engine itself go through `passing`, and nothing of them is kept.
 """
 
 import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -16,7 +15,7 @@ import anyio
 import httpx
 import msgspec
 import uvicorn
-from anyio import CancelScope, to_thread
+from anyio import CancelScope
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,34 +24,14 @@ from starlette.routing import Route
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.passing import PassedOn
-from controlplane.trainers.gateway.updates import (
-    AnswerSent,
-    BeginSync,
-    CommandReplica,
-    Event,
-    GatewayState,
-    MomentPassed,
-    PostArrived,
-    Remind,
-    Reply,
-    SyncEnded,
-    decide,
-)
+from controlplane.trainers.gateway.posts import Posts, status_of
 from schemas.carriers.sockets import is_local
-from schemas.commands import Checkpoint, ProfileCommand
 from schemas.errors import (
     AddressInUse,
-    BusError,
-    BusOverloaded,
     ConfigError,
     RolloutctlError,
-    SyncInProgress,
 )
-from schemas.formatting import is_trouble
-from schemas.identity import RolloutMode, identity_of
 from schemas.logs import logger_of
-from schemas.reports import Report
-from schemas.selection import trace_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,18 +52,6 @@ class Addressed(NamedTuple):
 
     replica: int | None
     path: str
-
-
-class _Waiting:
-    """A request that waits for its answer."""
-
-    def __init__(self) -> None:
-        self.answered = anyio.Event()
-        self.status, self.message = 503, "the gateway ends"
-
-    def answer(self, status: int, message: str) -> None:
-        self.status, self.message = status, message
-        self.answered.set()
 
 
 class Gateway:
@@ -138,16 +105,12 @@ class Gateway:
         self._root = checkpoints.absolute()
         self._roots = tuple(dict.fromkeys((str(self._root), str(self._root.resolve()))))
         self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
-        self._token, self._timeout_s, self._moment_s = token, timeout_s, moment_s
-        self._state = GatewayState(replicas=replicas)
-        self._committed = 0
-        self._waiting: dict[int, _Waiting] = {}
-        self._posts = 0
+        self._token = token
+        self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s)
         self._sockets = _listen(host, [port, *(_port_of(port, replica) for replica in range(replicas if ports else 0))])
         self._replica_of = {sock.getsockname()[1]: replica for replica, sock in enumerate(self._sockets[1:])}
         self._host, self._port = host, self._sockets[0].getsockname()[1]
         self._http: httpx.AsyncClient
-        self._tasks: anyio.abc.TaskGroup
 
     # --- addresses ----------------------------------------------------------------------------------------------------
 
@@ -206,11 +169,8 @@ class Gateway:
             try:
                 listening.start_soon(_serve_shielded, server, self._sockets)
                 task_status.started()
-                async with anyio.create_task_group() as self._tasks:
-                    await anyio.sleep_forever()
+                await self._posts.serve()
             finally:
-                for waiting in self._waiting.values():
-                    waiting.answered.set()
                 server.should_exit = True
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -221,7 +181,7 @@ class Gateway:
         try:
             return await self._of_place(request, *self._place(request))
         except RolloutctlError as error:  # the bus has ended
-            return _json(_status_of(error), str(error))
+            return _json(status_of(error), str(error))
 
     async def _of_place(self, request: Request, replica: int | None, path: str) -> Response:
         if replica is None:
@@ -244,116 +204,16 @@ class Gateway:
             case routes.WorkersRead():
                 return JSONResponse({"workers": [{"url": url} for url in self.base_urls(request.url.hostname)]})
             case routes.HealthRead():
-                if reason := self._unfit(replica):
+                if reason := self._posts.unfit(replica):
                     return _json(503, f"replica {replica} does not serve: {reason}")
                 return self._pass_on(request, replica, path, body=body) if self._engines else _json(200, "it serves")
             case routes.VersionRead():
                 return await self._version_of(replica, path)
             case routes.TransferPost():
-                self._turn(PostArrived(post=0, replica=replica, meaning=meaning))
+                self._posts.note_transfer(replica, meaning)
                 return self._pass_on(request, replica, path, body=body)
             case _:
-                return await self._decided(request, replica, meaning)
-
-    async def _decided(self, request: Request, replica: int, meaning: routes.Meaning) -> Response:
-        """Have the machine decide, and wait for its answer."""
-        self._posts += 1
-        post, waiting = self._posts, _Waiting()
-        self._waiting[post] = waiting
-        try:
-            state = self._plane.bus.state
-            unchanged = isinstance(meaning, routes.DeltaPost) and self._unchanged()
-            self._turn(PostArrived(post=post, replica=replica, meaning=meaning, seq=state.seq, unchanged=unchanged))
-            await waiting.answered.wait()
-            delivered = not await request.is_disconnected()
-        finally:
-            del self._waiting[post]
-        self._turn(AnswerSent(post, delivered))
-        return _json(waiting.status, waiting.message)
-
-    def _unchanged(self) -> bool:
-        local, desired = self._state.local, self._plane.bus.state.default_desired
-        return bool(local) and desired.version == 0 and not (self._root / local).exists()
-
-    def _unfit(self, replica: int) -> str:
-        """Return why a replica must not get requests; empty if nothing is known against it."""
-        state = self._plane.bus.state
-        member = state.members.get(f"{replica}.0")
-        if member is None or member.state != "live":
-            return "no agent has joined there" if member is None else f"its agent is {member.state}"
-        if version := self._quarantined(replica):
-            return f"quarantined since v{version}, until a later update includes it"
-        desired = state.desired.get(replica, state.default_desired)
-        stands = state.sync is not None or desired.generation != "running" or desired.asleep  # as it was told to
-        never_syncs = member.hello.identity.mode is RolloutMode.COLOCATED
-        if stands or never_syncs or replica in self._plane.serving():
-            return ""
-        condition = member.status.condition() if member.status is not None else "no heartbeat yet"
-        return f"it is not proven to serve v{desired.version}: {condition}"
-
-    def _quarantined(self, replica: int) -> int:
-        """Return the version that the replica could not follow; 0 if it serves. Cheap as long as nothing is wrong."""
-        state = self._plane.bus.state
-        desired, member = state.desired.get(replica), state.members.get(f"{replica}.0")
-        told = desired.quarantined if desired is not None else 0
-        says = member.status.quarantined if member is not None and member.status is not None else 0
-        return 0 if (told or says) and replica in self._plane.serving() else told or says
-
-    # --- what is decided ----------------------------------------------------------------------------------------------
-
-    def _turn(self, event: Event) -> None:
-        self._state, actions = decide(self._state, event)
-        for action in actions:
-            match action:
-                case Reply(posts, status, message):
-                    for post in posts:
-                        if (waiting := self._waiting.get(post)) is not None:
-                            waiting.answer(status, message)
-                case Remind(number):
-                    self._tasks.start_soon(self._remind, number)
-                case BeginSync():
-                    self._tasks.start_soon(self._sync, action)
-                case CommandReplica():
-                    self._tasks.start_soon(self._publish, action)
-
-    async def _remind(self, number: int) -> None:
-        await anyio.sleep(self._moment_s)
-        self._turn(MomentPassed(number))
-
-    async def _sync(self, begin: BeginSync) -> None:
-        """Sync the fleet. The headers of the files are read in a thread."""
-        named = f"{begin.path} ({begin.label})" if begin.label else begin.path
-        logger.info("the trainer asks for %s", named)
-        try:
-            sync = partial(
-                self._plane.sync_weights,
-                None,
-                Checkpoint(begin.path),
-                in_flight=begin.in_flight,
-                timeout=self._timeout_s,
-            )
-            report = await (await to_thread.run_sync(sync))
-            status, message = (200 if report.status == "committed" else 409), str(report)
-            if report.status == "committed":
-                self._committed = report.version
-        except RolloutctlError as error:
-            status, message = _status_of(error), str(error)
-        (logger.info if status == 200 else logger.error)("%s: %s", named, message)
-        self._turn(SyncEnded(number=begin.number, status=status, message=message))
-
-    async def _publish(self, action: CommandReplica) -> None:
-        waiting, replica, command = self._waiting.get(action.post), action.replica, action.command
-        status, message = 503, "the gateway ends"
-        try:
-            report = await self._plane.publish(command, [replica])
-            status, message = _outcome(report, replica)
-            if isinstance(command, ProfileCommand) and (member := self._plane.bus.state.members.get(f"{replica}.0")):
-                place = trace_directory(command.step, command.plan, member.hello.identity)
-                message = f"{message}\nThe traces are in {place}, below the root of the agent's traces"
-        except RolloutctlError as error:
-            status, message = _status_of(error), str(error)
-        if waiting is not None:
-            waiting.answer(status, message)
+                return _json(*await self._posts.answer(replica, meaning, request.is_disconnected))
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
@@ -362,7 +222,7 @@ class Gateway:
     ) -> Response:
         if not self._engines:
             return _json(400, f"{path} is for the engine: start the gateway with `--engine URL` for each replica")
-        if generates and (version := self._quarantined(replica)):
+        if generates and (version := self._posts.quarantined(replica)):
             return _json(503, f"replica {replica} is quarantined since v{version}, and answers no requests")
         key = self._engine_key
         return PassedOn(
@@ -379,10 +239,8 @@ class Gateway:
 
         SGLang 0.5.23 has no `/get_weight_version` any more, so it is not asked for it.
         """
-        serving, label = self._plane.serving().get(replica), self._state.label
-        known: dict[str, object] = {}
-        if self._committed and serving == self._committed and label:
-            known = {"weight_version": label}
+        serving, label = self._plane.serving().get(replica), self._posts.label_of(replica)
+        known: dict[str, object] = {"weight_version": label} if label else {}
         if not self._engines or (known and path == "/get_weight_version"):
             return JSONResponse({"weight_version": "unknown" if serving is None else str(serving), **known})
         headers = {"authorization": f"Bearer {self._engine_key}"} if self._engine_key else {}
@@ -454,18 +312,3 @@ async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
 
 def _json(status: int, message: str) -> Response:
     return JSONResponse({"success": status == 200, "message": message}, status)
-
-
-def _status_of(error: RolloutctlError) -> int:
-    """409 for what another attempt won't change, 503 for what it may."""
-    return 503 if isinstance(error, SyncInProgress | BusOverloaded | BusError) else 409
-
-
-def _outcome(report: Report, replica: int) -> tuple[int, str]:
-    """Return the answer that stands for one replica's part of a report."""
-    own = [outcome for outcome in report.outcomes if identity_of(outcome.agent).unit == replica]
-    if not own:
-        return 503, f"no agent of replica {replica} has joined: {report.headline}"
-    failed = any(is_trouble(outcome.conclusion) for outcome in own)
-    profiling = isinstance(report.command, ProfileCommand)
-    return (500 if profiling else 409) if failed else 200, str(report)

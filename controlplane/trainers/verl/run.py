@@ -81,6 +81,7 @@ class VerlRun:
         plane = ControlPlane(
             settings.address,
             log=settings.log,
+            run=settings.run or None,
             profiler=profiler,
             keys=settings.keys or None,
             insecure=settings.insecure,
@@ -91,7 +92,7 @@ class VerlRun:
                 bus=plane.address,
                 replicas=placed,
                 engine=ServerEngines(servers, Path(settings.traces)),
-                state_dir=Path(settings.state),
+                state_dir=Path(settings.state) if settings.state else None,
                 traces=Path(settings.traces),
                 config=AgentConfig(memory="trainer"),  # verl releases it, and takes it back
                 keys=settings.agent_keys or None,

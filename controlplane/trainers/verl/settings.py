@@ -19,11 +19,14 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         log: File of the run's log; `rolloutctl/run.db` below `trainer.default_local_dir` by default. A run that resumes
             continues it.
+        run: `new` to begin a run and keep the log of an earlier one beside it, `resume` to continue the one in the log,
+            which must exist. By default a run that is there is continued, with a warning.
         address: Where agents connect, as their nodes reach it. One that other machines can reach needs `keys`.
         keys: Folder with the keys of the bus, made by `rolloutctl keys`.
         agent_keys: Key file on the servers' nodes; `{agent}` in it stands for the agent's name, e.g. 0.1.
         insecure: Allow an address that other machines can reach without keys.
-        state: Directory of the agents' journals on the servers' nodes; `agents` beside the log by default.
+        state: Directory of the agents' journals on the servers' nodes, on a disk of theirs; by default the user's state
+            folder there.
         traces: Root of the session directories on the servers' nodes; `global_profiler.save_path` by default.
         timeout: Seconds for each phase of a sync. verl's own transfer is part of one.
         join_timeout: Seconds for all agents to join at the start.
@@ -31,6 +34,7 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
     """
 
     log: str = ""
+    run: str = ""
     address: str = "tcp://127.0.0.1:0"
     keys: str = ""
     agent_keys: str = ""
@@ -63,6 +67,6 @@ def read_settings(section: Mapping[str, Any], folder: Path, traces: Path, path: 
     return replace(
         settings,
         log=str(log),
-        state=str(Path(settings.state or log.parent / "agents").expanduser().absolute()),
+        state=str(Path(settings.state).expanduser().absolute()) if settings.state else "",
         traces=str(Path(settings.traces or traces).expanduser().absolute()),
     )

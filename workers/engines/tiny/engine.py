@@ -17,11 +17,10 @@ from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Checkpoint, EngineSource, Manifest
+from schemas.commands import Checkpoint, EngineSource
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity, Operation
 from schemas.safetensors.format import TensorSpec
-from schemas.safetensors.manifest import check_layout, content_differs
 from schemas.safetensors.paths import resolve_below
 from workers.engines.tiny import server
 from workers.traces.node import collect_traces, require_writable
@@ -29,7 +28,9 @@ from workers.traces.node import collect_traces, require_writable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workers.engines.tiny.model import TinyConfig
     from workers.engines.tiny.scheduler import Scheduler
+    from workers.engines.tiny.staging import Staging
 
 POLL_S: Final = 0.001
 NAME: Final = "tiny 1"
@@ -45,14 +46,24 @@ class TinyEngine:
         traces: Root of the directories of profiling sessions.
         serve: `ipc://PATH` at which clients find its front end; None for no front end.
         seed: Seed of the weights that it starts with.
+        config: Shape of the model; None for a small one.
     """
 
+    _staging: "Staging"  # with the model, so on node rank 0 only
+
     def __init__(
-        self, identity: Identity, *, checkpoints: Path, traces: Path, serve: str | None = None, seed: int = 0
+        self,
+        identity: Identity,
+        *,
+        checkpoints: Path,
+        traces: Path,
+        serve: str | None = None,
+        seed: int = 0,
+        config: "TinyConfig | None" = None,
     ) -> None:
         self._identity = identity
         self._checkpoints, self._traces = checkpoints, traces
-        self._serve, self._seed = serve, seed
+        self._serve, self._seed, self._config = serve, seed, config
         self._instance = ""
         self._layout: dict[str, TensorSpec] = {}
         self._scheduler: Scheduler | None = None
@@ -121,6 +132,7 @@ class TinyEngine:
             from workers.engines.tiny.model import TinyConfig, layout, weights
             from workers.engines.tiny.profile import prepare
             from workers.engines.tiny.scheduler import Scheduler
+            from workers.engines.tiny.staging import Staging
         except ModuleNotFoundError as error:
             raise EngineError(
                 f"the tiny engine needs torch and safetensors, and {error.name} is not installed: pip install "
@@ -140,9 +152,10 @@ class TinyEngine:
             label="",
         )
         with ExitStack() as stack:
-            scheduler = Scheduler(TinyConfig(), self._seed, launched)
+            scheduler = Scheduler(self._config or TinyConfig(), self._seed, launched)
             stack.callback(scheduler.close)
             self._layout = layout(weights(scheduler.model))
+            self._staging = Staging(self._checkpoints, self._layout)
             if self._serve is not None:
                 stack.callback(server.TinyServer(self._serve, self._respond).close)
             self._scheduler = scheduler
@@ -156,22 +169,27 @@ class TinyEngine:
         if isinstance(request, server.DescribeEngine):
             return server.EngineDescription(scheduler.counted())
         held = scheduler.observation
-        return server.WeightsDescription(version=held.version or 0, digest=held.digest or "", label=held.label or "")
+        digest = held.digest or scheduler.run(scheduler.digest)
+        return server.WeightsDescription(version=held.version or 0, digest=digest, label=held.label or "")
 
     def _perform(self, call: events.EngineCall) -> events.Returned:
         scheduler = self._require_scheduler()
         match call:
             case events.CheckSource():
-                self._read(call.source, call.manifest)
+                self._staging.stage(_checkpoint(call.source), call.manifest)
             case events.Load():
-                tensors = self._read(call.source, call.manifest)
-                return events.Returned(digest=scheduler.run(scheduler.load, call.version, tensors, call.label))
+                staged = self._staging.take(_checkpoint(call.source), call.manifest)
+                before = scheduler.run(scheduler.load, call.version, staged.tensors, call.label, staged.digest)
+                self._staging.replaced(before)
+                return events.Returned(digest=staged.digest)
             case events.Pause():
                 scheduler.run(scheduler.pause, call.mode)
             case events.Resume():
                 scheduler.run(scheduler.resume)
+                self._staging.discard()
             case events.Sleep():
                 scheduler.run(scheduler.sleep, call.tags)
+                self._staging.release()
             case events.Wake():
                 scheduler.run(scheduler.wake, call.tags)
             case events.Flush():
@@ -190,7 +208,7 @@ class TinyEngine:
         if layout(tensors) != self._layout:
             raise EngineError("the push was refused: its tensors are not those of the model. Nothing was changed.")
         scheduler = self._require_scheduler()
-        scheduler.run(scheduler.load, None, tensors, label)
+        scheduler.run(scheduler.push, label, tensors)
 
     def _profile(
         self, scheduler: "Scheduler", call: events.CheckProfile | events.StartProfile | events.StopProfile
@@ -210,21 +228,13 @@ class TinyEngine:
         traces = collect_traces(self._traces.resolve(), call.directory, plan, self._identity)
         return replace(traces, auto_stopped=ended)
 
-    def _read(self, source: EngineSource, manifest: Manifest | None) -> "dict[str, Tensor]":
-        """Return the tensors of a source. Raises CheckpointError unless the model can load every byte of it."""
-        from workers.engines.tiny.model import digest, read
-
-        if not isinstance(source, Checkpoint):
-            raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
-        directory = resolve_below(self._checkpoints, source.path)
-        tensors = read(directory, self._layout)
-        if manifest is not None:
-            check_layout(directory, self._layout, manifest)
-            if manifest.content is not None and (content := digest(tensors)) != manifest.content:
-                raise content_differs(directory, content, manifest)
-        return tensors
-
     def _require_scheduler(self) -> "Scheduler":
         if self._scheduler is None:
             raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
         return self._scheduler
+
+
+def _checkpoint(source: EngineSource) -> Checkpoint:
+    if not isinstance(source, Checkpoint):
+        raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
+    return source

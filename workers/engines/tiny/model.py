@@ -8,7 +8,7 @@ random state, which belongs to the trainer.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import safetensors.torch
 import torch
@@ -16,14 +16,15 @@ from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn import functional
 
-from schemas.errors import CheckpointError
 from schemas.safetensors.digest import tensor_digest
-from schemas.safetensors.format import TensorSpec, read_layout, safetensors_files
-from schemas.safetensors.manifest import require_same_model
+from schemas.safetensors.format import TensorSpec
+from workers.engines.checkpoint import TORCH_DTYPES
 
 # The head is small, so that an untrained policy is close to uniform and explores.
 INITIAL_STD: Final = {"tokens.weight": 0.3, "positions.weight": 0.3, "head.weight": 0.05}
 """Standard deviation of the initial weights; that of the other matrices follows from their width."""
+DTYPE_NAMES: Final = {f"torch.{ours}": name for name, ours in TORCH_DTYPES.items()}
+"""safetensors' names of torch's dtypes."""
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
@@ -119,19 +120,20 @@ def weights(model: TinyModel) -> dict[str, Tensor]:
 
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     """Return dtype and shape of tensors by name, as `schemas.safetensors.format.read_layout` reads them from a file."""
-    return {name: TensorSpec(tensor["dtype"], tuple(tensor["shape"])) for name, tensor in _serialized(tensors)}
+    return {name: TensorSpec(DTYPE_NAMES[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the content digest of tensors, which is that of a checkpoint with the same tensors."""
+    specs = layout(tensors)
     return tensor_digest(
-        (name, tensor["dtype"], tensor["shape"], tensor["data"]) for name, tensor in _serialized(tensors)
+        (name, specs[name].dtype, specs[name].shape, memory_of(tensors[name])) for name in sorted(specs)
     )
 
 
-def _serialized(tensors: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
-    """Dtype, shape and raw data of each tensor, as in a file; sorted by name."""
-    return sorted(safetensors.deserialize(safetensors.torch.save(dict(tensors))))  # type: ignore[no-untyped-call]
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor: its own memory if it is contiguous, else a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def save(model: TinyModel, directory: Path) -> None:
@@ -142,22 +144,6 @@ def save(model: TinyModel, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     part, whole = directory / "model.safetensors.part", directory / "model.safetensors"
-    part.write_bytes(safetensors.torch.save(weights(model)))
+    safetensors.torch.save_file(weights(model), part)
     os.link(part, whole)  # unlike a rename, it never replaces
     part.unlink()
-
-
-def read(directory: Path, held: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint. Raises CheckpointError unless it is whole and of the layout that is held."""
-    require_same_model(directory, held, read_layout(directory))
-    found: dict[str, Tensor] = {}
-    for path in safetensors_files(directory):
-        try:
-            # Not load_file: it maps the file, and truncating a mapped file kills the process.
-            found.update(safetensors.torch.load(path.read_bytes()))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(
-                f"checkpoint refused: {path} changed while it was read: {error}. Nothing was loaded."
-            ) from error
-    require_same_model(directory, held, layout(found))  # the files may have changed since their headers were read
-    return found

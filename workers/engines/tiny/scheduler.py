@@ -214,25 +214,39 @@ class Scheduler:
                 parameter.data = self._backup.pop(name)
         self._change(asleep=self._asleep - tags)
 
-    def load(self, version: int | None, tensors: Mapping[str, Tensor], label: str = "") -> str:
-        """Copy tensors of the model's own layout over its weights. Kept prompts stay until `flush`.
+    def load(self, version: int, tensors: Mapping[str, Tensor], label: str, content: str | None) -> dict[str, Tensor]:
+        """Take tensors of the model's own layout for its weights. Kept prompts stay until `flush`.
 
         Args:
-            version: Version of the weights; None for weights that a trainer pushed, which only have a label.
             label: The label that it reports from now on; empty for the number of the version.
+            content: Content digest of the tensors, if it is known.
 
         Returns:
-            The content digest of the weights that it holds now.
+            The weights that it held before, whose memory nobody uses any more.
         """
+        self._require_loadable()
+        before = weights(self.model)
+        for name, parameter in self.model.named_parameters():
+            parameter.data = tensors[name]
+        self._change(version=version, label=label or str(version), digest=content)
+        return before
+
+    def push(self, label: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a trainer's tensors over the weights, which have a label and no version then."""
+        self._require_loadable()
+        for name, tensor in weights(self.model).items():
+            tensor.copy_(tensors[name])
+        self._change(version=None, label=label, digest=self.digest())
+
+    def digest(self) -> str:
+        """Return the content digest of the weights that it holds now."""
+        return digest(weights(self.model))
+
+    def _require_loadable(self) -> None:
         if self.observation.generating:
             raise EngineError("load was refused: requests may run. Pause first; the weights are as they were.")
         if "weights" in self._asleep:
             raise EngineError("load was refused: the weights are asleep. Wake them first.")
-        for name, tensor in weights(self.model).items():
-            tensor.copy_(tensors[name])
-        held = digest(weights(self.model))
-        self._change(version=version, label=label or str(version), digest=held)
-        return held
 
     def start_profile(self, plan: ProfilePlan, file: Path) -> None:
         """Record forwards into `file`. Refused while a session is open, or when torch can't record."""

@@ -1,0 +1,116 @@
+"""Ctrl-C ends a command within two seconds, whatever it does.
+
+An interrupt first asks: it raises KeyboardInterrupt, or cancels what a command has under way, and what is open is
+closed in order. Some things never answer: a call into an engine is not cancelled, a thread of a library does not
+return, an import of an extension swallows the exception. So after a short time, or at a second Ctrl-C, the process ends
+without them, and its children with it. Journals and logs bear that, as they bear a kill.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.util import find_spec
+from types import FrameType
+from typing import Final, NoReturn, TypeVar
+
+import anyio
+import psutil
+
+T = TypeVar("T")
+
+GRACE_S: Final = 1.5
+"""Time for an orderly end."""
+CODE: Final = 130
+
+_installed = threading.Event()
+_pending = threading.Event()
+_before_end: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Handle SIGINT so from now on. Only in the main thread."""
+    signal.signal(signal.SIGINT, _interrupt)
+    _installed.set()
+
+
+def end_soon(code: int = CODE) -> None:
+    """End the process with this code after the grace time, or at once if that has begun already."""
+    if _pending.is_set():
+        _end(code)
+    _pending.set()
+    timer = threading.Timer(GRACE_S, _end, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def leave_soon(code: int) -> None:
+    """End the process with this code after the grace time, unless it is the program of somebody who calls a command."""
+    if _installed.is_set():
+        end_soon(code)
+
+
+@contextlib.contextmanager
+def before_end(restore: Callable[[], None]) -> Iterator[None]:
+    """Have `restore` called if the process is ended within the block without waiting for it."""
+    _before_end.append(restore)
+    try:
+        yield
+    finally:
+        _before_end.remove(restore)
+
+
+def run(function: Callable[..., Awaitable[T]], *arguments: object) -> T:
+    """Run an async function to its end. An interrupt cancels it. Raises KeyboardInterrupt then.
+
+    A program that calls a command from its own code keeps its own handling of signals.
+    """
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _interrupt
+
+    async def main() -> T:
+        outcome: list[T] = []
+        failure: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            if ours:
+                await tasks.start(_cancel_on_interrupt, tasks.cancel_scope)
+            try:
+                outcome.append(await function(*arguments))
+            except Exception as error:  # raised below: the task group would wrap it
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if not outcome:
+            raise KeyboardInterrupt
+        return outcome[0]
+
+    return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
+
+
+async def _cancel_on_interrupt(scope: anyio.CancelScope, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT) as signals:
+        task_status.started()
+        async for _ in signals:
+            end_soon()
+            scope.cancel()
+
+
+def _interrupt(_: int, __: FrameType | None) -> NoReturn:
+    end_soon()
+    raise KeyboardInterrupt
+
+
+def _end(code: int) -> NoReturn:
+    for restore in tuple(_before_end):
+        with contextlib.suppress(Exception):
+            restore()
+    with contextlib.suppress(Exception):
+        sys.stderr.write("rolloutctl: ended without waiting for what was under way\n")
+        sys.stderr.flush()
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    os._exit(code)

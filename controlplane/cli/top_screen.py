@@ -1,0 +1,284 @@
+"""The screen of `rolloutctl top`: what it shows of a fleet, and what each key does. Pure."""
+
+import re
+from collections.abc import Iterable
+from textwrap import wrap
+from typing import Final, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.formatting import format_duration, one_line
+from schemas.identity import NUMBER_MAX, ROLLOUT, identity_of
+from schemas.reports import INSECURE, AgentLine, FleetStatus, Report, SyncReport
+
+KEYS: Final = "↑↓ replica  a all  p pause  r resume  s sync  o open or close a profiling session  q quit"
+KEYS_SHORT: Final = "↑↓ replica  a all  p pause  r resume  s sync  o profile  q quit"
+KEYS_READ_ONLY: Final = "↑↓ replica  a all  q quit   this key may read, and not command"
+READ_ONLY: Final = "this is an observer's key: it may read the status, and not command. Nothing was sent"
+WIDE: Final = 120
+"""Columns from which on hosts and engines are shown, and the keys in full."""
+LINES_MAX: Final = 4
+"""Lines of each list below the table."""
+ROWS_MIN: Final = 3
+PATH_MAX: Final = 1000
+_STEP_DIGITS: Final = len(str(NUMBER_MAX)) - 1
+_ESCAPES: Final = {
+    **{"\x1b[A": "up", "\x1bOA": "up", "\x1b[B": "down", "\x1bOB": "down"},
+    **{"\r": "enter", "\n": "enter", "\x1b": "escape", "\x7f": "backspace", "\b": "backspace"},
+}
+
+_PLAIN: Final[dict[str, "Question"]] = {"p": "pause", "r": "resume", "s": "sync"}
+
+Question = Literal["pause", "resume", "sync", "profile start", "profile stop"]
+
+
+class Confirmed(Struct, frozen=True):
+    """A command that the operator has confirmed; a checkpoint is one to sync the whole fleet to."""
+
+    command: EngineCommand | ProfileCommand | Checkpoint
+    target: Target
+
+
+class TopView(Struct, frozen=True, kw_only=True):
+    """What the operator has chosen and was told.
+
+    Attributes:
+        replica: The selected one; None for all.
+        question: A command that waits to be confirmed.
+        typed: Its profiling step, or the checkpoint of a sync, as typed.
+        message: How the newest command ended.
+        trouble: Whether it ended badly.
+        silent: Why the bus did not answer last time; empty if it did.
+        over: The operator wants to leave.
+    """
+
+    replica: int | None = None
+    question: Question | None = None
+    typed: str = ""
+    message: tuple[str, ...] = ()
+    trouble: bool = False
+    silent: str = ""
+    over: bool = False
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def keys_in(text: str) -> list[str]:
+    """Return the keys that a terminal sent, those without a character by name: `up`, `enter`."""
+    return [_ESCAPES.get(key, key) for key in re.findall(r"\x1b[\[O][0-9;]*[A-Za-z~]|.", text, re.DOTALL)]
+
+
+def press(view: TopView, key: str, fleet: FleetStatus) -> tuple[TopView, Confirmed | None]:
+    """Return what a key makes of the view, and the command that it confirms."""
+    if view.question is not None:
+        return _answer(view, view.question, key)
+    if key == "q":
+        return replace(view, over=True), None
+    if key in ("up", "k", "down", "j"):
+        return replace(view, replica=_neighbour(fleet, view.replica, 1 if key in ("down", "j") else -1)), None
+    if key in ("a", "escape"):
+        return replace(view, replica=None), None
+    if key not in ("p", "r", "s", "o"):
+        return view, None
+    if fleet.read_only:
+        return replace(view, message=(READ_ONLY,), trouble=True), None
+    if key != "o":
+        return replace(view, question=_PLAIN[key]), None
+    step = _open_session(fleet, view.replica)
+    if step is not None:
+        return replace(view, question="profile stop", typed=str(step)), None
+    return replace(view, question="profile start", typed=str(fleet.version)), None
+
+
+def _answer(view: TopView, question: Question, key: str) -> tuple[TopView, Confirmed | None]:
+    typed = view.typed
+    if question in ("profile start", "sync"):
+        if key == "backspace":
+            return replace(view, typed=typed[:-1]), None
+        if len(key) == 1 and key.isprintable() and (question == "sync" or key in "0123456789"):
+            return replace(view, typed=(typed + key)[: _STEP_DIGITS if question != "sync" else PATH_MAX]), None
+    view = replace(view, question=None, typed="")
+    if key != "enter" or (question in ("profile start", "sync") and not typed):
+        return replace(view, message=("nothing was sent",), trouble=False), None
+    target = Target(replicas=None if view.replica is None else frozenset([view.replica]))
+    return replace(view, message=(f"{question}: sent",), trouble=False), Confirmed(_command(question, typed), target)
+
+
+def _command(question: Question, typed: str) -> EngineCommand | ProfileCommand | Checkpoint:
+    match question:
+        case "pause":
+            return EngineCommand(operation="pause", mode="abort")
+        case "resume":
+            return EngineCommand(operation="resume")
+        case "sync":
+            return Checkpoint(typed)
+        case "profile start":
+            return ProfileCommand(action="start", step=int(typed), plan=ProfilePlan())
+        case "profile stop":
+            return ProfileCommand(action="stop", step=int(typed))
+
+
+def _neighbour(fleet: FleetStatus, replica: int | None, by: int) -> int | None:
+    """The next replica in the order of the screen."""
+    order = list(dict.fromkeys(found for line in fleet.agents if (found := _replica(line)) is not None))
+    if not order:
+        return None
+    if replica not in order:
+        return order[0 if by > 0 else -1]
+    return order[max(0, min(order.index(replica) + by, len(order) - 1))]
+
+
+def _open_session(fleet: FleetStatus, replica: int | None) -> int | None:
+    """The step of a session that is open on the selected agents."""
+    for line in fleet.agents:
+        if replica in (None, _replica(line)) and line.status is not None and line.status.profiling_step is not None:
+            return line.status.profiling_step
+    return None
+
+
+def _replica(line: AgentLine) -> int | None:
+    """None for a training rank."""
+    identity = identity_of(line.agent)
+    return identity.replica if identity.role == ROLLOUT else None
+
+
+def summary_of(report: Report | SyncReport) -> tuple[tuple[str, ...], bool]:
+    """Return what the screen says about a report, and whether it is bad news."""
+    lines = [line.text for line in report.lines()]
+    more = [f"  … {len(lines) - LINES_MAX + 1} more lines"] if len(lines) > LINES_MAX else []
+    shown = lines[: LINES_MAX - len(more)]
+    if isinstance(report, SyncReport):
+        return (*shown, *more), report.status != "committed" or bool(report.quarantined)
+    return (*shown, *more), bool(report.failed or report.missing or report.about_nobody)
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def top_screen(fleet: FleetStatus, view: TopView, width: int, height: int) -> Group:
+    """Return the fleet as it fills a terminal, agents in trouble first, the keys in the last line."""
+    head = [_line(_headline(fleet), "bold")]
+    head += [_line(INSECURE, "bold red")] if fleet.insecure else []
+    head += [_line(text, "red") for text in (view.silent, *fleet.warnings) if text]
+    foot = [_line(text, "red" if view.trouble else "green") for text in view.message[:LINES_MAX]]
+    foot += [_line(_asked(view), "bold yellow")] if view.question is not None else []
+    foot += [_line(_keys_line(fleet, view, width), "reverse")]
+    room = height - len(head) - len(foot) - 1
+    lists = [*_selected_lines(fleet, view, width), *_open_lines(fleet), *_failure_lines(fleet)]
+    lists = lists[: max(0, room - min(len(fleet.agents), ROWS_MIN))]
+    table, rows = _agents(fleet, view, width, max(1, room - len(lists)))
+    return Group(*head, table, *lists, *[Text("")] * (room - rows - len(lists)), *foot)
+
+
+def _headline(fleet: FleetStatus) -> str:
+    troubled = sum(line.in_trouble for line in fleet.agents)
+    state = f", {troubled} in trouble" if troubled else ""
+    where = f"run {fleet.run}, epoch {fleet.epoch}, seq {fleet.seq}, weights v{fleet.version}"
+    return f"{where}, {len(fleet.agents)} agent{'' if len(fleet.agents) == 1 else 's'}{state}"
+
+
+def _asked(view: TopView) -> str:
+    who = "all replicas" if view.replica is None else f"replica {view.replica}"
+    match view.question:
+        case "pause":
+            return f"pause {who} (running requests are aborted)?  Enter: yes, other keys: no"
+        case "sync":
+            return f"sync all replicas to the checkpoint: {view.typed}_  Enter: yes, Esc: no"
+        case "profile start":
+            return f"profile {who} as step {view.typed}_  Enter: yes, digits: another step, other keys: no"
+        case "profile stop":
+            return f"stop profiling {who}, step {view.typed}?  Enter: yes, other keys: no"
+        case question:
+            return f"{question} {who}?  Enter: yes, other keys: no"
+
+
+def _keys_line(fleet: FleetStatus, view: TopView, width: int) -> str:
+    keys = KEYS_READ_ONLY if fleet.read_only else KEYS if width >= WIDE else KEYS_SHORT
+    return f"{keys}   [{'all' if view.replica is None else f'replica {view.replica}'}]".ljust(width)
+
+
+def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]:
+    """All about the agents of the selected replica."""
+    texts: list[str] = []
+    for line in fleet.agents:
+        if _is_selected(line, view):
+            engine = f", {line.status.engine}" if line.status is not None else ""
+            waits = f"; waits for {'; '.join(line.waits_for)}" if line.waits_for else ""
+            texts += wrap(one_line(f"{line.agent} on {line.host}{engine}: {line.condition}{waits}"), width)
+    return _list(texts, "bold", 2 * LINES_MAX)
+
+
+def _open_lines(fleet: FleetStatus) -> list[Text]:
+    return _list([f"open: {text}" for text in fleet.open], "yellow")
+
+
+def _failure_lines(fleet: FleetStatus) -> list[Text]:
+    return _list([f"{format_duration(each.ago_ms)} ago: {each.text}" for each in fleet.failures], "red")
+
+
+def _list(texts: list[str], style: str, lines_max: int = LINES_MAX) -> list[Text]:
+    more = [f"… {len(texts) - lines_max + 1} more"] if len(texts) > lines_max else []
+    return [_line(text, style) for text in (*texts[: lines_max - len(more)], *more)]
+
+
+def _agents(fleet: FleetStatus, view: TopView, width: int, room: int) -> tuple[Table, int]:
+    """The table, in at most `room` lines below its head; and how many lines it has."""
+    table = Table(box=None, pad_edge=False, expand=True, header_style="bold", show_edge=False)
+    table.add_column("", width=1)
+    for name in ("agent", "serves"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("condition", no_wrap=True, overflow="ellipsis", ratio=5)
+    table.add_column("waits for", no_wrap=True, overflow="ellipsis", ratio=3)
+    for name in ("answered in", "silent"):
+        table.add_column(name, no_wrap=True, justify="right")
+    if width >= WIDE:
+        table.add_column("host", no_wrap=True, overflow="ellipsis", ratio=2)
+        table.add_column("engine", no_wrap=True, overflow="ellipsis", ratio=2)
+    shown = fleet.agents
+    if len(shown) > room:
+        first = next((at for at, line in enumerate(shown) if _is_selected(line, view)), 0)
+        first = min(first, len(shown) - room + 1) if first >= room - 1 else 0
+        shown = shown[first : first + room - 1]
+    for line in shown:
+        table.add_row(*_cells(line, view, width), style=_style(line, view))
+    if hidden := len(fleet.agents) - len(shown):
+        table.add_row("", "…", "", f"{hidden} more agents", *[""] * (len(table.columns) - 4), style="dim")
+    return table, len(table.rows)
+
+
+def _cells(line: AgentLine, view: TopView, width: int) -> Iterable[Text]:
+    here = line.state in ("joining", "live")
+    yield Text(">" if _is_selected(line, view) else "!" if line.in_trouble else "")
+    yield Text(line.agent)
+    yield Text(f"v{line.serving}" if line.serving is not None else "-")
+    yield _line(line.condition)
+    yield _line("; ".join(line.waits_for) or "-")
+    yield Text(_format_latency(line.latency_us) if line.latency_us is not None and here else "-")
+    yield Text(f"{line.silent_ms / 1000:.1f} s" if here else "-")
+    if width >= WIDE:
+        yield _line(line.host)
+        yield _line(line.status.engine if line.status is not None else "-")
+
+
+def _style(line: AgentLine, view: TopView) -> str:
+    colour = "red" if line.in_trouble else "yellow" if line.waits_for else ""
+    return f"{'reverse ' if _is_selected(line, view) else ''}{colour}".strip()
+
+
+def _is_selected(line: AgentLine, view: TopView) -> bool:
+    return view.replica is not None and view.replica == _replica(line)
+
+
+def _format_latency(latency_us: int) -> str:
+    return f"{latency_us / 1000:.1f} ms" if latency_us < 1_000_000 else f"{latency_us / 1_000_000:.1f} s"
+
+
+def _line(text: str, style: str = "") -> Text:
+    """A text of others, or ours, in one row."""
+    return Text(one_line(text), style=style, no_wrap=True, overflow="ellipsis")

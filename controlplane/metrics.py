@@ -1,0 +1,263 @@
+"""Metrics of a bus for Prometheus, to register where the trainer's own are. Needs the extra `metrics`.
+
+Theory of operation. What is so at a moment (agents, versions, open commands) is read when it is scraped, from the state
+of the coordinator, which is replaced and never changed: no command pays for it, and nobody waits for a scrape. What
+happens (commands, outcomes, losses) is counted when it has, after it was recorded and sent.
+
+Labels have few values: kinds of commands, reasons, states, roles, and the index of a replica. No series belongs to one
+agent, host or incarnation: a fleet of thousands that restarts now and then would make new series each time, and a
+database keeps them all. The status and the log name agents.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Final
+
+from prometheus_client import Counter as Counted
+from prometheus_client import Histogram
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from controlplane.bus.bus import Bus
+from controlplane.bus.descriptors import limit_and_left
+from controlplane.machine import events
+from controlplane.machine.coordinator import LOGIC
+from controlplane.machine.fleet import CoordinatorState
+from controlplane.machine.membership import speaks_for_replica
+from controlplane.machine.serving import proven_replicas
+from controlplane.machine.tables import as_dict
+from controlplane.plane import ControlPlane
+from schemas.carriers.exposition import Sample, Table, families_of, filled, without_created
+from schemas.commands import Command, EpochStart, ProfileCommand, WeightSync
+from schemas.formatting import kind_and_reason
+from schemas.identity import ROLLOUT
+from schemas.reports import Report, SyncReport
+
+AGENT_STATES: Final = ("joining", "live", "gone", "left")
+PHASES: Final = ("prepare", "load", "commit", "abort")
+KINDS: Final = (
+    *("pause", "resume", "sleep", "wake", "flush", "abort", "epoch_start"),
+    *("profile_start", "profile_stop", "profile_collect", "profile_check", "profile_finish"),
+)
+"""Kinds of commands that are no phases of a sync."""
+COMMAND_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SYNC_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+READ: Final[Table] = {
+    "rolloutctl_bus_info": ("Always 1: the run, and the version of the decision logic.", ("run", "logic")),
+    "rolloutctl_bus_up": ("1 while the bus is open and can write its log.", ()),
+    "rolloutctl_bus_epoch": ("Lives of the bus on this log.", ()),
+    "rolloutctl_bus_file_descriptors_left": ("File descriptors left to this process; an agent takes two.", ()),
+    "rolloutctl_log_size_bytes": ("Size of the run's log on disk.", ()),
+    "rolloutctl_log_commit_failures_total": ("Failed writes to the log. The first one stops the bus.", ()),
+    "rolloutctl_malformed_messages_total": ("Messages that could not be read, of all peers.", ()),
+    "rolloutctl_safety_polls_total": ("Messages that a socket did not signal. Anything but 0 is a bug.", ()),
+    "rolloutctl_agents": ("Agents that the run knows.", ("role", "state")),
+    "rolloutctl_replicas_known": ("Replicas that weight syncs are for.", ()),
+    "rolloutctl_replicas_serving": ("Those that are proven to serve.", ()),
+    "rolloutctl_replicas_unproven": ("Those that are not proven to hold their committed weights.", ()),
+    "rolloutctl_replica_serving": ("1 if the replica is proven to serve.", ("replica",)),
+    "rolloutctl_replica_version": ("Version that the replica holds, as last reported or proven.", ("replica",)),
+    "rolloutctl_replica_version_lag": ("Committed version minus the one that it holds.", ("replica",)),
+    "rolloutctl_replica_quarantined": ("1 if it could not follow a sync and is out of service.", ("replica",)),
+    "rolloutctl_replica_silence_seconds": ("Time since the last message of its quietest live agent.", ("replica",)),
+    "rolloutctl_committed_version": ("Newest committed weights.", ()),
+    "rolloutctl_sync_in_progress": ("1 during a weight sync.", ()),
+    "rolloutctl_open_commands": ("Commands that an agent has not answered.", ()),
+    "rolloutctl_oldest_open_command_seconds": ("Age of the oldest of them; 0 if there is none.", ()),
+}
+"""What is read at a scrape."""
+
+
+class BusCollector(Collector):
+    """Metrics of an open control plane: `REGISTRY.register(BusCollector(plane))`. May be scraped from any thread.
+
+    Counts from its creation on. It goes on to answer when the plane has closed, with `rolloutctl_bus_up` 0; take it
+    out with `REGISTRY.unregister` before another one is registered.
+
+    Args:
+        plane: Open.
+
+    Raises:
+        BusClosed: The plane is not open.
+    """
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._bus = plane.bus
+        self._commands = Counted(
+            "rolloutctl_commands_total",
+            "Commands that ended for every agent; `incomplete`: one failed, or was there and did not answer.",
+            ["command", "result"],
+            registry=None,
+        )
+        self._outcomes = Counted(
+            "rolloutctl_outcomes_total",
+            "What became of commands, agent by agent.",
+            ["command", "outcome", "reason"],
+            registry=None,
+        )
+        self._refused = Counted(
+            "rolloutctl_refused_total", "Commands and syncs that were refused or given up.", ["kind"], registry=None
+        )
+        self._lost = Counted(
+            "rolloutctl_agents_lost_total", "Agents that left the fleet, by what showed it.", ["reason"], registry=None
+        )
+        self._durations = Histogram(
+            "rolloutctl_command_duration_seconds",
+            "From publishing a command to its last outcome; phases of syncs apart.",
+            ["command"],
+            buckets=COMMAND_S,
+            registry=None,
+        )
+        self._phases = Histogram(
+            "rolloutctl_sync_phase_duration_seconds",
+            "From publishing a phase of a weight sync to its last outcome.",
+            ["phase"],
+            buckets=SYNC_S,
+            registry=None,
+        )
+        self._syncs = Histogram(
+            "rolloutctl_sync_duration_seconds",
+            "From the request of a weight sync to its end.",
+            ["status"],
+            buckets=SYNC_S,
+            registry=None,
+        )
+        self._begin_at_zero()
+        self._counted = (
+            *(self._commands, self._outcomes, self._refused, self._lost),
+            *(self._durations, self._phases, self._syncs),
+        )
+        self._sync_began_us = 0
+        self._bus.decisions.add(self._note)
+
+    def _begin_at_zero(self) -> None:
+        """A series that is not there before its first event shows Prometheus no increase by it."""
+        for kind in (*KINDS, *(f"weights_{phase}" for phase in PHASES)):
+            for result in ("ok", "incomplete"):
+                self._commands.labels(kind, result)
+        for counted, values in (
+            (self._refused, ("command", "sync_in_progress", "closed", "retire")),
+            (self._lost, ("silent", "unreachable", "left", "refused")),
+            (self._durations, KINDS),
+            (self._phases, PHASES),
+            (self._syncs, ("committed", "aborted", "stale")),
+        ):
+            for value in values:
+                counted.labels(value)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return all families, without samples."""
+        return [*families_of(READ).values(), *(family for metric in self._counted for family in metric.describe())]
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all families at this moment."""
+        yield from filled(READ, _read(self._bus))
+        yield from without_created(family for metric in self._counted for family in metric.collect())
+
+    def _note(self, event: events.CoordinatorEvent, effects: events.CoordinatorEffects) -> None:
+        if isinstance(event, events.PeerLost):
+            self._lost.labels(event.reason).inc()
+        elif isinstance(event, events.SyncRequested) and not any(isinstance(done, events.Refuse) for done in effects):
+            self._sync_began_us = event.at_us
+        for effect in effects:
+            match effect:
+                case events.Conclude(report=Report() as report):
+                    self._note_report(report)
+                case events.Conclude(report=SyncReport(status=status)):
+                    self._syncs.labels(status).observe((event.at_us - self._sync_began_us) / 1e6)
+                case events.Refuse(kind=kind):
+                    self._refused.labels(kind).inc()
+
+    def _note_report(self, report: Report) -> None:
+        command = report.command
+        kind = kind_of(command)
+        counts = Counter(kind_and_reason(outcome.conclusion) for outcome in report.outcomes)
+        for (outcome, reason), count in counts.items():
+            self._outcomes.labels(kind, outcome, reason).inc(count)
+        trouble = any(outcome in ("failed", "missing") and reason != "absent" for outcome, reason in counts)
+        self._commands.labels(kind, "incomplete" if trouble else "ok").inc()
+        duration_s = max((outcome.latency_us for outcome in report.outcomes), default=0) / 1e6
+        if isinstance(command, WeightSync):
+            self._phases.labels(command.phase).observe(duration_s)
+        else:
+            self._durations.labels(kind).observe(duration_s)
+
+
+def kind_of(command: Command) -> str:
+    """Return the kind of a command as a label: `profile_start`, `weights_load`, `pause`."""
+    match command:
+        case ProfileCommand(action=action):
+            return f"profile_{action}"
+        case WeightSync(phase=phase):
+            return f"weights_{phase}"
+        case EpochStart():
+            return "epoch_start"
+        case _:
+            return command.operation
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+def _read(bus: Bus) -> Iterator[Sample]:
+    state, now_us = bus.state, bus.now_us()
+    yield "rolloutctl_bus_info", (state.run, str(LOGIC)), 1
+    yield "rolloutctl_bus_up", (), bus.is_up
+    yield "rolloutctl_bus_epoch", (), state.epoch
+    yield "rolloutctl_bus_file_descriptors_left", (), limit_and_left()[1]
+    yield "rolloutctl_log_size_bytes", (), _size_of_log(bus)
+    yield "rolloutctl_log_commit_failures_total", (), bus.fault is not None
+    yield "rolloutctl_malformed_messages_total", (), bus.malformed
+    yield "rolloutctl_safety_polls_total", (), bus.safety_polls
+    yield "rolloutctl_sync_in_progress", (), state.sync is not None
+    yield "rolloutctl_open_commands", (), len(state.open)
+    oldest_us = min((command.issued_us for command in state.open), default=now_us)
+    yield "rolloutctl_oldest_open_command_seconds", (), max(0, now_us - oldest_us) / 1e6
+    yield from _read_agents(state)
+    yield from _read_replicas(state, bus)
+
+
+def _read_agents(state: CoordinatorState) -> Iterator[Sample]:
+    members = as_dict(state.members).values()
+    counts = Counter((member.hello.identity.role, member.state) for member in members)
+    for role in sorted({ROLLOUT, *(role for role, _ in counts)}):
+        for name in AGENT_STATES:
+            yield "rolloutctl_agents", (role, name), counts[role, name]
+
+
+def _read_replicas(state: CoordinatorState, bus: Bus) -> Iterator[Sample]:
+    (serving, unproven), syncing = proven_replicas(state), state.roster.syncing
+    committed = max(desired.version for desired in (state.default_desired, *state.desired.values()))
+    yield "rolloutctl_committed_version", (), committed
+    yield "rolloutctl_replicas_known", (), len(syncing)
+    yield "rolloutctl_replicas_serving", (), len(serving)
+    yield "rolloutctl_replicas_unproven", (), len(unproven)
+    silence_us: dict[int, int] = {}
+    for member in as_dict(state.members).values():
+        identity = member.hello.identity
+        replica, status = identity.replica, member.status
+        if member.state == "live" and identity.role == ROLLOUT:
+            silence_us[replica] = max(silence_us.get(replica, 0), bus.silent_us(member.peer))
+        if not speaks_for_replica(member) or replica not in syncing:
+            continue
+        label = (str(replica),)
+        yield "rolloutctl_replica_serving", label, replica in serving
+        if status is not None:
+            held = serving.get(replica, status.version)
+            yield "rolloutctl_replica_version", label, held
+            yield "rolloutctl_replica_version_lag", label, committed - held
+            yield "rolloutctl_replica_quarantined", label, status.quarantined > 0
+    for replica, silent_us in silence_us.items():
+        yield "rolloutctl_replica_silence_seconds", (str(replica),), silent_us / 1e6
+
+
+def _size_of_log(bus: Bus) -> int:
+    """The file, and what SQLite has not moved into it yet."""
+    size = 0
+    for path in (bus.log_path, f"{bus.log_path}-wal"):
+        with suppress(OSError):
+            size += os.stat(path).st_size
+    return size

@@ -1,0 +1,136 @@
+"""Imports everything and runs a command in a Python that says it is on macOS, and lacks what only Linux has."""
+
+import asyncio  # noqa: F401, first, as all packages that were built for Linux
+import fcntl
+import importlib
+import os
+import pkgutil
+import select
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil  # noqa: F401
+import torch  # noqa: F401
+import zmq  # noqa: F401
+
+from schemas.carriers import writer_lock  # noqa: F401, packs a struct of the kernel, which is Linux's here
+
+EPOLL, EPOLLIN, EPOLLET = select.epoll, select.EPOLLIN, select.EPOLLET
+KQ_EV_ADD, KQ_EV_DELETE, KQ_EV_CLEAR = 1, 2, 32  # sys/event.h
+
+LINUX_ONLY = {
+    os: ("eventfd", "pidfd_open", "pipe2", "fdatasync", "sched_", "posix_fadvise", "posix_fallocate", "memfd_create",
+         "copy_file_range", "splice", "getrandom", "EFD_", "O_TMPFILE", "O_DIRECT", "MFD_", "setns", "unshare"),
+    select: ("epoll", "EPOLL"),
+    signal: ("pidfd_send_signal", "sigtimedwait", "sigwaitinfo", "SIGPOLL", "SIGRTMIN", "SIGRTMAX", "SIGSTKFLT"),
+    socket: ("TCP_KEEPIDLE", "TCP_USER_TIMEOUT", "TCP_QUICKACK", "SOCK_NONBLOCK", "SOCK_CLOEXEC", "SO_PEERCRED"),
+    fcntl: ("F_SETPIPE_SZ", "F_GETPIPE_SZ", "F_ADD_SEALS", "F_NOTIFY"),
+}  # fmt: skip
+"""Names, or how they begin, that macOS lacks."""
+
+
+def remove() -> None:
+    for module, beginnings in LINUX_ONLY.items():
+        for name in dir(module):
+            if name.startswith(beginnings):
+                delattr(module, name)
+        vars(module).get("__all__", [])[:] = [name for name in getattr(module, "__all__", ()) if hasattr(module, name)]
+
+
+class Kqueue:
+    """The calls of `select.kqueue` that we make, over epoll."""
+
+    def __init__(self) -> None:
+        self._epoll = EPOLL()
+        self.fileno, self.close = self._epoll.fileno, self._epoll.close
+
+    def control(
+        self, changelist: Iterable["Kevent"] | None, max_events: int, timeout: float | None = None, /
+    ) -> list["Kevent"]:
+        for change in changelist or ():
+            if change.flags & KQ_EV_DELETE:
+                self._epoll.unregister(change.ident)
+            else:
+                assert change.flags == KQ_EV_ADD | KQ_EV_CLEAR
+                self._epoll.register(change.ident, EPOLLIN | EPOLLET)
+        if max_events == 0:
+            return []
+        return [Kevent(fd) for fd, _ in self._epoll.poll(timeout, max_events)]
+
+
+class Kevent(NamedTuple):
+    ident: int
+    filter: int = -1
+    flags: int = 1
+
+
+def add_kqueue() -> None:
+    """As on macOS. asyncio, whose own use of kqueue is not ours to test, takes `poll`."""
+    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc, assignment]
+    vars(select).update(
+        kqueue=Kqueue, kevent=Kevent, KQ_EV_ADD=KQ_EV_ADD, KQ_EV_DELETE=KQ_EV_DELETE, KQ_EV_CLEAR=KQ_EV_CLEAR,
+        KQ_FILTER_READ=-1,
+    )  # fmt: skip
+
+
+def import_all() -> int:
+    """Import every module that is not for a trainer or an engine that is not installed; return how many."""
+    count = 0
+    for package in ("schemas", "controlplane", "workers"):
+        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            try:
+                importlib.import_module(found.name)
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] in ("schemas", "controlplane", "workers"):
+                    raise
+            count += 1
+    return count
+
+
+def run_a_command() -> None:
+    import anyio
+
+    from controlplane import ControlPlane
+    from schemas.identity import Identity
+    from tests.unit.small_bus import FLUSH, Engine
+    from workers.agent import Agent
+
+    async def run_agent(bus: str, folder: Path) -> None:
+        async with Agent(
+            bus=bus, identity=Identity(replica=0, node_rank=0, nnodes=1), engine=Engine(), state_dir=folder
+        ) as agent:
+            await agent.run()
+
+    with tempfile.TemporaryDirectory() as folder:
+        with ControlPlane("tcp://127.0.0.1:0", log=Path(folder) / "run.db") as plane:
+            threading.Thread(target=anyio.run, args=(run_agent, plane.address, Path(folder)), daemon=True).start()
+            plane.wait_for_agents(1, timeout=60).wait()
+            report = plane.publish(FLUSH).wait()
+        print(report.headline)  # noqa: T201
+
+
+def launch_a_server() -> None:
+    from schemas.errors import ConfigError
+    from workers.server.launch import ServerProcess
+
+    try:
+        ServerProcess(["true"], log=Path("server.log")).start()
+    except ConfigError as error:
+        print(error)  # noqa: T201
+
+
+if __name__ == "__main__":
+    remove()
+    add_kqueue()
+    sys.modules["uvloop"] = None  # type: ignore[assignment]  # it was built for Linux
+    sys.platform = "darwin"
+    print(import_all(), "modules")  # noqa: T201
+    run_a_command()
+    launch_a_server()

@@ -1,0 +1,52 @@
+"""Each benchmark runs, with numbers that are too small to mean anything, and writes rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.aims import aims
+from bench.page import PAGES, filled
+from tests.running import ROOT, python
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "agents --agents 2 --commands 2 --idle 0.1",
+        "fanout --agents 2 --rounds 2 --systems rolloutctl-keys,floor,pyzmq",
+        "join --agents 2",
+        "logs --commands 100",
+        "machines --decisions 640 --agents 4",
+        "parts --agents 2 --seconds 0.2",
+        "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",
+        "trainer --agents 2 --real 2 --loops python --block 0.1 --rounds 1 --latencies 2",
+    ],
+)
+def test_a_benchmark_runs(words: str, tmp_path: Path) -> None:
+    name, *options = words.split()
+    out = tmp_path / "rows.json"
+    ran = python("-m", f"bench.{name}", *options, "--out", out, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(out.read_text())
+
+
+def test_every_table_of_the_pages_is_one_that_can_be_written() -> None:
+    for page in PAGES:
+        filled((ROOT / page).read_text(), {"none": []})
+
+
+def test_results_are_written_between_their_marks_and_nowhere_else() -> None:
+    page = "a\n<!-- figures: parts -->\nold\n<!-- end of figures -->\nb\n"
+    assert filled(page, {}) == page
+    written = filled(page, {"parts": [{"who": "bus", "agents": 8, "part": "decide", "percent": 12.4}]})
+    assert written.startswith("a\n<!-- figures: parts -->\n| part | bus, N=8 |\n")
+    assert written.endswith("| decide | 12 % |\n<!-- end of figures -->\nb\n")
+
+
+def test_an_aim_is_reached_missed_or_not_measured() -> None:
+    measured = {"fanout": [{"system": "rolloutctl", "agents": 1, "x_pyzmq": 4.01, "x_http": 0.5}]}
+    holds = {aim.what: aim.holds for aim in aims(measured)}
+    assert holds["engines called, 1 agents, against bare pyzmq"] is False
+    assert holds["engines called, 1 agents, faster than HTTP"] is True
+    assert holds["engines called, 8 agents, against bare pyzmq"] is None

@@ -1,0 +1,118 @@
+"""Every block of the README, CONTRIBUTING and docs/ is run by a test, or says why not. Some are run here."""
+
+import ast
+import re
+import shutil
+from contextlib import nullcontext, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Final
+
+import pytest
+from click.testing import CliRunner
+
+from controlplane.cli.__main__ import cli
+from controlplane.cli.command_line import Command
+from schemas import ProfilerConfig
+from tests.pages import PAGES, Block, blocks, blocks_of
+from tests.running import ROOT
+
+HERE: Final = str(Path(__file__).relative_to(ROOT))
+RUN_BY: Final = {
+    "README.md": "tests/test_readme.py",
+    "docs/adapters.md": "tests/unit/test_conformance.py",
+    "docs/embedding.md": "tests/processes/test_pages.py",
+    "docs/keys.md": "tests/processes/test_two_machines.py",
+    "docs/metrics.md": "tests/unit/test_metrics.py",
+    "docs/observe.md": HERE,
+    "docs/profiling-config.md": HERE,
+    "docs/profiling.md": "tests/unit/test_profiling_page.py",
+    "docs/recipes/index.md": "tests/processes/test_recipes.py",
+    "docs/timeline.md": "tests/test_readme.py",
+}
+"""The test of each page that runs its blocks."""
+EVERY: Final = [block for page in PAGES for block in blocks_of(page)]
+NEEDS_MORE: Final = {"controlplane.trainers.trl"}
+"""Modules that import what is not in this environment; the tests in tests/trainers import them."""
+OURS: Final = re.compile(r"^from ((?:schemas|controlplane|workers)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+
+
+def test_each_block_is_run_by_a_test_or_says_why_not() -> None:
+    silent = [block.place for block in EVERY if block.not_run is None and block.page not in RUN_BY]
+    assert not silent, f"no test runs these; mark them with <!-- not run: why -->, or name their test: {silent}"
+    for page, test in RUN_BY.items():
+        assert any(block.page == page and block.not_run is None for block in EVERY), f"{page} has no block to run"
+        name = Path(page).name if page == "docs/profiling.md" else page
+        assert name in (ROOT / test).read_text("utf-8"), f"{test} does not name {page}"
+
+
+def test_marks_stand_above_blocks_and_name_tests_that_exist() -> None:
+    for page in PAGES:
+        marks = len(re.findall("^<!-- not run:", (ROOT / page).read_text("utf-8"), re.MULTILINE))
+        assert marks == sum(block.not_run is not None for block in blocks_of(page)), f"{page}: a mark without a block"
+    for block in EVERY:
+        for named in re.findall(r"(?:tests|docs)/[\w./-]+", block.not_run or ""):
+            assert (ROOT / named).exists(), f"{block.place} names {named}"
+
+
+def test_each_command_of_the_pages_exists_with_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that can't run here: they are read by the command line, and not carried out."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for file in ("run.db", "run/run.db", "trainer.yaml", "profile.yaml"):
+        Path(file).touch()
+    Path("agent.toml").write_text('bus = "tcp://trainer:5555"\nreplica = 0\nengine = "tiny"\n')
+    ran(["keys", "new", "me", "--role", "operator"])
+    shutil.copy("keys/issued/me.key", "me.key")
+    monkeypatch.setenv("ROLLOUTCTL_BUS", "tcp://127.0.0.1:5555")
+    monkeypatch.setattr(Command, "invoke", lambda *_: None)
+    refused = []
+    for block in EVERY:
+        for words in block.commands():
+            done = CliRunner().invoke(cli, words)
+            if done.exit_code:
+                refused.append((block.place, words, done.output))
+    assert not refused, refused
+
+
+def test_what_python_blocks_import_from_here_exists() -> None:
+    for block in EVERY:
+        for module, name in imported(block):
+            with suppress(ModuleNotFoundError) if module in NEEDS_MORE else nullcontext():
+                assert hasattr(import_module(module), name), f"{block.place}: {module} has no {name}"
+
+
+def imported(block: Block) -> list[tuple[str, str]]:
+    """What a block imports from these packages: module and name. Sketches need not be whole Python."""
+    if block.language != "python":
+        return [(module, name.strip()) for module, names in OURS.findall(block.text) for name in names.split(",")]
+    imports = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.ImportFrom)]
+    ours = ("schemas", "controlplane", "workers")
+    return [(str(n.module), a.name) for n in imports for a in n.names if str(n.module).partition(".")[0] in ours]
+
+
+# --- pages without a trainer ------------------------------------------------------------------------------------------
+
+
+def ran(words: list[str]) -> str:
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, (words, done.output, done.exception)
+    return done.output
+
+
+def test_an_observer_in_process_is_defined_as_the_page_shows() -> None:
+    (block,) = blocks("docs/observe.md")
+    names: dict[str, object] = {}
+    exec(block, names)
+    assert callable(names["observing"])
+
+
+def test_a_profile_is_explained_as_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (shown,) = blocks("docs/profiling-config.md", "text")
+    _, explain, *_ = re.split(r"^\$ rolloutctl ", shown, flags=re.MULTILINE)
+    command, _, output = explain.partition("\n")
+    Path("profile.yaml").write_text(output.partition("# ")[0])
+    assert ran(command.split()) == output
+    (ours,) = blocks("docs/profiling-config.md", "yaml")
+    assert ProfilerConfig.from_yaml(ours).roles.keys() == {"actor", "critic"}

@@ -1,0 +1,123 @@
+"""`rolloutctl log` on the journal of an agent: shown, verified and replayed, also while it is written."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.machines import agent
+from controlplane.cli.journals import is_journal, walk_journal
+from controlplane.cli.reducers import replay_file
+from controlplane.record.entries import LogEntry
+from controlplane.record.invariants import verify
+from schemas.carriers.record_file import RecordFile
+from schemas.errors import LogError
+from schemas.events import RequestResend, Tick
+from tests.running import rolloutctl
+from tests.unit import journal_files
+from workers.link import journal as journal_module
+from workers.link.journal import Journal
+from workers.machine.decide import LOGIC, decide
+
+
+def log(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return rolloutctl("log", *args)
+
+
+def written(path: Path) -> Journal:
+    """The journal of an agent that carried out commands, still open."""
+    journal = Journal.open(path, "0.0", "os")
+    journal.join_run("run-1")
+    _, events = agent(0, 60)
+    for event in events:
+        state, effects = decide(journal.state, event)
+        journal.append(event, effects, state)
+        journal.commit()
+    return journal
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "agent-0.0.journal"
+
+
+def test_a_journal_is_shown_verified_and_replayed_while_its_agent_writes_it(path: Path) -> None:
+    journal = written(path)
+    shown = log("show", path)
+    assert shown.returncode == 0 and len(shown.stdout.splitlines()) == journal.number > 60
+    assert shown.stdout.splitlines()[0].split()[0] == "1" and " 0.0 " in shown.stdout
+    lines = [
+        json.loads(line)
+        for line in log("show", path, "--json", "--from", "50", "--kind", "command").stdout.split("\n")[:-1]
+    ]
+    assert lines and all(line["kind"] == "command" and line["number"] >= 50 for line in lines)
+    assert {line["journal"] for line in lines} == {journal.id}
+    verified = log("verify", path)
+    assert verified.returncode == 0
+    assert verified.stdout == f"journal of agent 0.0: {journal.number} decisions read, no violations\n"
+    replayed = log("replay", path)
+    assert replayed.returncode == 0 and replayed.stdout.startswith(
+        f"replayed {journal.number} decisions of agent 0.0: all"
+    )
+    journal.close()
+
+
+def test_a_journal_whose_first_decisions_were_dropped_is_replayed_from_its_mark(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MARK_EVERY", 20)
+    journal = written(path)
+    journal.release(journal.number - 5)
+    assert journal._file._made is not None
+    journal._file._made.result()
+    tick = Tick(at_ms=10**9)
+    state, effects = decide(journal.state, tick)
+    journal.append(tick, effects, state)
+    journal.close()
+    entries = [entry for entry in walk_journal(path) if isinstance(entry, LogEntry)]
+    assert entries[0].number > 20 and entries[-1].number == journal.number
+    assert replay_file(path).compared == len(entries) and replay_file(path).holes == ()
+    assert list(verify(walk_journal(path))) == []
+
+
+def test_damage_and_other_decisions_are_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(path).close()
+    sound = path.read_bytes()
+    spoiled = bytearray(sound)
+    spoiled[len(sound) // 2] ^= 1
+    path.write_bytes(spoiled)
+    shown, verified = log("show", path), log("verify", path, "--json")
+    assert shown.returncode == 3 and shown.stdout and "is damaged" in shown.stderr and "Traceback" not in shown.stderr
+    assert verified.returncode == 1 and "is damaged" in json.loads(verified.stdout)["damage"]
+    path.write_bytes(sound)
+    event = next(entry.typed_event() for entry in walk_journal(path) if isinstance(entry, LogEntry))
+    journal_files.append(path, [journal_files.entry(event, (RequestResend(7),))])  # type: ignore[arg-type]
+    replayed = log("replay", path)
+    assert replayed.returncode == 1 and "led to other effects" in replayed.stdout
+    monkeypatch.setattr("controlplane.cli.journals.LOGIC", LOGIC + 1)
+    with pytest.raises(LogError, match=f"can't be replayed: decision logic {LOGIC} wrote it"):
+        replay_file(path)
+
+
+def test_what_only_a_log_has_is_refused_for_a_journal_in_one_line(path: Path) -> None:
+    written(path).close()
+    before = path.read_bytes()
+    for command, *options in (["prune", "--days", "1"], ["archive"], ["export"]):
+        refused = log(command, path, *options)
+        assert refused.returncode == 3 and str(path) in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert path.read_bytes() == before and [near.name for near in path.parent.iterdir()] == [path.name]
+
+
+def test_to_look_what_a_file_is_leaves_sqlite_its_locks(tmp_path: Path) -> None:
+    """To close any descriptor of a database drops the locks that SQLite has on it in the same process."""
+    path = tmp_path / "run.db"
+
+    def locks() -> list[str]:
+        return [line for line in Path("/proc/locks").read_text().splitlines() if f":{path.stat().st_ino} " in line]
+
+    with RecordFile.open(path) as file:
+        file.append("k", "", 1, b"x")
+        file.commit()
+        before = locks()
+        assert before and not is_journal(path) and locks() == before

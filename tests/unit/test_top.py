@@ -1,0 +1,255 @@
+"""What `rolloutctl top`, `status --watch` and `log show --follow` show, without a terminal and without a bus."""
+
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from msgspec.structs import replace
+
+from controlplane.bus.recent import FAILURES_KEPT, Recent
+from controlplane.cli.top_screen import READ_ONLY, Confirmed, TopView, keys_in, press
+from controlplane.cli.watch import changes
+from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
+from controlplane.machine.events import Closed, CoordinatorEvent, Opened, TimerFired
+from controlplane.record.follow import follow
+from controlplane.record.log import RunLog
+from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.errors import LogError
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
+from schemas.reports import AgentOutcome, FleetStatus, Report
+from tests.running import ROOT
+from tests.screens import FLEET, FOLLOWS, line, text
+from tests.unit.fleets import SETTINGS
+
+LARGE = replace(FLEET, agents=tuple(line(f"{replica}.0", FOLLOWS) for replica in range(8)) * 100)
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_screen_names_state_version_waits_failures_and_latency(width: int) -> None:
+    lines = text(FLEET, TopView(), width, 20)
+    assert len(lines) == 20 and max(map(len, lines)) <= width
+    assert lines[0].rstrip() == "run grpo-7b, epoch 1, seq 61, weights v12, 8 agents, 2 in trouble"
+    assert lines[1].startswith("replica 3 not proven to hold v12")
+    rows = {row[2:7].strip(): row for row in lines[3:11]}
+    assert list(rows) == ["3.0", "3.1", "0.0", "0.1", "1.0", "1.1", "2.0", "2.1"], "trouble comes first"
+    assert all(word in rows["0.0"] for word in ("v12", "v12, generating", "flush (seq 61)", "2.3 ms", "0.4 s"))
+    assert rows["3.0"][0] == rows["3.1"][0] == "!" and "8.1 s" in rows["3.0"] and "gone for 3 min" in rows["3.1"]
+    assert any(row.startswith("open: flush (seq 61) waits for 0.0") for row in lines)
+    assert any(row.startswith("1 min ago: weights load v12 (seq 58): 3.0: failed engine_error: CUDA") for row in lines)
+    assert "q quit" in lines[-1] and "[all]" in lines[-1]
+    assert ("node-a" in rows["0.0"]) == (width == 160)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_everything_about_the_selected_replica_is_shown_at_any_width(width: int) -> None:
+    lines = text(FLEET, TopView(replica=3), width, 20)
+    assert [row[0] for row in lines[3:6]] == [">", ">", " "] and "[replica 3]" in lines[-1]
+    folded = " ".join(" ".join(lines).split())
+    assert "3.0 on node-g, vLLM 0.32.0: not ready, quarantined since v12, v11, paused, waits for a sync" in folded
+    assert "3.1 on node-h, vLLM 0.32.0: gone for 3 min (was a healthy follower, node rank 1)" in folded
+
+
+@pytest.mark.parametrize("height", range(1, 30))
+@pytest.mark.parametrize("fleet", [FLEET, LARGE, replace(FLEET, agents=())], ids=["some", "many", "none"])
+def test_the_screen_fits_into_any_terminal(fleet: FleetStatus, height: int) -> None:
+    lines = text(fleet, TopView(replica=7, question="pause", message=("one", "two")), 80, height)
+    if height > 9:
+        assert len(lines) == height and "q quit" in lines[-1] and "pause replica 7" in lines[-2]
+
+
+def test_the_selected_replica_is_in_sight_and_the_others_are_counted() -> None:
+    fleet = replace(
+        FLEET, agents=tuple(line(f"{replica % 10}.0", FOLLOWS) for replica in range(10)), failures=(), open=()
+    )
+    lines = text(fleet, TopView(replica=9), 80, 10)
+    assert any(row.startswith("> ") and " 9.0 " in row for row in lines)
+    assert any("more agents" in row for row in lines)
+
+
+def test_text_of_others_stays_in_its_line_and_does_nothing() -> None:
+    hostile = replace(FLEET, open=("\x1b[2J[red]pause\nx",), run="[bold]r")
+    lines = text(hostile, TopView(silent="a\nb"), 80, 20)
+    assert len(lines) == 20 and all(row.isprintable() for row in lines)
+    assert "[bold]r" in lines[0] and any("[red]pause x" in row for row in lines)
+
+
+def test_the_picture_in_the_documentation_is_of_this_screen() -> None:
+    svg = (ROOT / "docs/top.svg").read_text("utf-8")
+    shown = "".join(ElementTree.fromstring(svg).itertext()).replace("\xa0", " ")
+    assert "grpo-7b" in shown and "CUDA out of memory" in shown and "o open or close a profiling session" in shown
+    assert "@font-face" not in svg
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def after(keys: str, fleet: FleetStatus = FLEET) -> tuple[TopView, list[Confirmed]]:
+    view, orders = TopView(), list[Confirmed]()
+    for key in keys_in(keys):
+        view, order = press(view, key, fleet)
+        orders += [order] if order is not None else []
+    return view, orders
+
+
+def test_arrows_select_replicas_in_the_order_of_the_screen() -> None:
+    assert [after("\x1b[B" * count)[0].replica for count in range(1, 6)] == [3, 0, 1, 2, 2]
+    assert after("\x1bOB\x1bOB\x1bOA")[0].replica == 3 and after("jja")[0].replica is None
+    assert after("j", replace(FLEET, agents=()))[0].replica is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "order"),
+    [
+        ("p\r", Confirmed(EngineCommand(operation="pause", mode="abort"), Target())),
+        ("jr\n", Confirmed(EngineCommand(operation="resume"), Target(replicas=frozenset([3])))),
+        (
+            "jjo\x7f5\r",
+            Confirmed(ProfileCommand(action="start", step=15, plan=ProfilePlan()), Target(replicas=frozenset([0]))),
+        ),
+        ("jsckpt/q7x\x7f\r", Confirmed(Checkpoint("ckpt/q7"), Target(replicas=frozenset([3])))),
+        ("o\r", Confirmed(ProfileCommand(action="stop", step=12), Target())),
+    ],
+)
+def test_a_command_is_sent_when_it_is_confirmed(keys: str, order: Confirmed) -> None:
+    view, orders = after(keys)
+    assert (orders, view.question) == ([order], None)
+
+
+@pytest.mark.parametrize("keys", ["p", "pn", "p\x1b", "jjo\x7f\x7f\r", "pq", "s\r", "sa\x1b", "x\r\r", "\r"])
+def test_nothing_is_sent_otherwise(keys: str) -> None:
+    assert after(keys)[1] == []
+
+
+def test_an_observer_is_told_that_he_can_only_look() -> None:
+    for keys in ("p\r", "r\r", "sx\r", "o\r"):
+        view, orders = after(keys, replace(FLEET, read_only=True))
+        assert (view.message, view.trouble, orders) == ((READ_ONLY,), True, [])
+    assert "this key may read, and not command" in text(replace(FLEET, read_only=True), TopView(), 80, 20)[-1]
+
+
+# --- status --watch ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_look_prints_all_and_the_next_what_changed() -> None:
+    first = list(changes(None, FLEET))
+    assert [row.split()[0] for row in first[:3]] == ["run", "warning", "3.0"] and len(first) == 13
+    later = tuple(replace(each, silent_ms=900, latency_us=1, away_ms=each.away_ms and 250_000) for each in FLEET.agents)
+    assert list(changes(FLEET, replace(FLEET, agents=later, seq=62))) == []
+    busy = replace(later[5], waits_for=("pause (seq 62)",))
+    assert list(changes(FLEET, replace(FLEET, agents=(*later[:5], busy, *later[6:])))) == [
+        "1.1     live    node-d  follower; waits for pause (seq 62)"
+    ]
+    assert list(changes(FLEET, replace(FLEET, agents=later[1:]))) == ["retired 3.0"]
+
+
+# --- what the bus remembers -------------------------------------------------------------------------------------------
+
+
+def report(seq: int, **conclusions: Conclusion) -> Report:
+    outcomes = tuple(
+        AgentOutcome(agent=f"{name[1]}.{name[2]}", conclusion=each, latency_us=seq * 1000)
+        for name, each in conclusions.items()
+    )
+    return Report(seq=seq, origin=1, command=EngineCommand(operation="flush"), outcomes=outcomes)
+
+
+def test_the_status_has_the_last_failures_and_each_agents_newest_latency() -> None:
+    recent = Recent()
+    recent.note(report(1, a00=Acted(calls=()), a01=Acted(calls=())), 1_000_000)
+    recent.note(report(2, a00=Acted(calls=()), a01=Missing(reason="absent")), 2_000_000)
+    recent.note(report(3, a00=Failed(ErrorKind.ENGINE_ERROR, "no"), a01=Missing(reason="deadline")), 3_000_000)
+    fleet = recent.added_to(FLEET, 5_500_000)
+    (failure,) = fleet.failures
+    assert failure.ago_ms == 2500
+    assert failure.text == "flush (seq 3): 0.0: failed engine_error: no; 0.1: missing (deadline)"
+    latencies = {each.agent: each.latency_us for each in fleet.agents}
+    assert (latencies["0.0"], latencies["0.1"], latencies["1.0"]) == (3000, 1000, None)
+
+
+def test_a_bus_that_fails_for_ever_keeps_few_failures() -> None:
+    recent = Recent()
+    for seq in range(1, 100):
+        recent.note(report(seq, a00=Failed(ErrorKind.ENGINE_ERROR, "x" * 10_000)), seq)
+    fleet = recent.added_to(FLEET, 100)
+    assert len(fleet.failures) == FAILURES_KEPT and "seq 99" in fleet.failures[0].text
+    assert max(len(each.text) for each in fleet.failures) < 500
+
+
+# --- log show --follow ------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """A bus's log, written a step at a time: `next` does the next step whenever the reader waits."""
+
+    def __init__(self, path: Path, *steps: Callable[["Writer"], object]) -> None:
+        self.path, self._steps = path, iter(steps)
+        self.begin("r")
+
+    def begin(self, run: str) -> None:
+        self.log = RunLog.open(self.path, run)
+        self._state: CoordinatorState = self.log.state
+        self.decide(Opened(at_us=1, at_ns=1, run=run, settings=SETTINGS, logic=LOGIC))
+
+    def decide(self, event: CoordinatorEvent) -> None:
+        self._state, effects = decide(self._state, event)
+        self.log.append(event, effects, 1)
+        self.log.commit()
+
+    def next(self) -> None:
+        next(self._steps)(self)
+
+
+def tick(writer: Writer) -> None:
+    writer.decide(TimerFired(at_us=2, at_ns=2))
+
+
+def close(writer: Writer) -> None:
+    writer.decide(Closed(at_us=3, at_ns=3))
+    writer.log.close()
+
+
+def replace_after_a_kill(writer: Writer) -> None:
+    """The last record of the old run comes just before its log is put aside."""
+    tick(writer)
+    writer.log.close()
+    for end in ("", "-wal", "-shm"):
+        if Path(f"{writer.path}{end}").exists():
+            Path(f"{writer.path}{end}").rename(f"{writer.path.with_suffix('.old.db')}{end}")
+
+
+def empty(writer: Writer) -> None:
+    writer.path.touch()
+
+
+def begin_anew(writer: Writer) -> None:
+    writer.begin("s")
+
+
+def followed(tmp_path: Path, *steps: Callable[[Writer], object]) -> tuple[list[tuple[int, str]], list[str]]:
+    writer, replaced = Writer(tmp_path / "run.db", *steps), list[str]()
+    found = [(entry.position, entry.kind) for entry in follow(writer.path, 1, writer.next, replaced.append)]
+    writer.log.close()
+    return found, replaced
+
+
+def test_a_log_is_followed_until_its_bus_closes(tmp_path: Path) -> None:
+    found, replaced = followed(tmp_path, tick, lambda _: None, tick, close)
+    assert found == [(1, "opened"), (2, "timer"), (3, "timer"), (4, "closed")]
+    assert replaced == []
+    closed = follow(tmp_path / "run.db", 3, lambda: pytest.fail("it waits"), replaced.append)
+    assert [entry.position for entry in closed] == [3, 4]
+
+
+def test_a_log_in_the_place_of_the_followed_one_is_read_from_its_beginning(tmp_path: Path) -> None:
+    found, replaced = followed(tmp_path, replace_after_a_kill, empty, begin_anew, close)
+    assert found == [(1, "opened"), (2, "timer"), (1, "opened"), (2, "closed")]
+    assert replaced == ["s"]
+
+
+def test_a_file_that_does_not_become_a_log_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="is empty"):
+        followed(tmp_path, replace_after_a_kill, empty, *[lambda _: None] * 100)

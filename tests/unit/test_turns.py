@@ -1,0 +1,127 @@
+"""The turns of a bus: what one takes and leaves, and when signs of life gather."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import pytest
+
+from controlplane.bus import turns
+from controlplane.bus.bus import Bus
+from controlplane.machine.events import CoordinatorEvent
+from controlplane.record.log import RunLog
+from schemas import wire
+from schemas.carriers.edge_socket import EdgeSocket
+from schemas.carriers.sockets import Context, agent_dealer
+from schemas.commands import Target
+from schemas.config import BusConfig
+from schemas.identity import Identity
+from schemas.reports import AgentStatus
+from tests.unit.small_bus import FLUSH, PRIMARY, Engine, running
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+SELDOM = 3_600_000
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path,
+    context: Context,
+    durability: Literal["os", "disk"] = "os",
+    address: str = "tcp://127.0.0.1:0",
+) -> AsyncIterator[Bus]:
+    """A bus that nothing wakes by itself."""
+    config = BusConfig(head_interval_ms=SELDOM, heartbeat_ms=SELDOM, agent_timeout_ms=SELDOM, durability=durability)
+    async with Bus(address, RunLog.open(folder / "run.db"), config, context=context) as bus:
+        yield bus
+
+
+async def say_hello(dealer: EdgeSocket, place: Identity) -> None:
+    """Say it, and wait for the welcome."""
+    hello = wire.Hello(identity=place, incarnation="a", journal="j", host="h", pid=1)
+    await dealer.send([wire.encode_header(0), wire.encode(hello)])
+    with anyio.fail_after(20):
+        _, body = wire.parse_frames(await dealer.recv())
+    assert isinstance(wire.decode_downward(body), wire.Welcome)
+
+
+async def test_a_bus_tells_a_large_fleet_to_send_heartbeats_less_often(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BusConfig(heartbeat_ms=100, agent_timeout_ms=SELDOM)
+    async with (
+        Bus("tcp://127.0.0.1:0", RunLog.open(tmp_path / "run.db"), config, context=context) as bus,
+        agent_dealer(context, bus.address) as dealer,
+    ):
+        await say_hello(dealer, PRIMARY)
+        told = []
+        for signs in (1_000, 4):
+            monkeypatch.setattr(turns, "SIGNS_A_SECOND", signs)
+            await dealer.send([wire.encode_header(1), wire.encode(wire.TimeRequest(sent_ns=1))])
+            with anyio.fail_after(20):
+                reply = wire.decode_downward(wire.parse_frames(await dealer.recv())[1])
+            assert isinstance(reply, wire.TimeReply)
+            told.append(reply.heartbeat_ms)
+    assert told == [None, 250]
+
+
+@pytest.mark.parametrize("durability", ["os", "disk"])
+async def test_what_one_turn_leaves_is_taken_by_the_next_and_nothing_has_to_wake_it(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, durability: Literal["os", "disk"]
+) -> None:
+    monkeypatch.setattr(turns, "EVENTS_MAX", 4)
+    async with opened(tmp_path, context, durability) as bus, agent_dealer(context, bus.address) as dealer:
+        await say_hello(dealer, PRIMARY)
+        taken: list[int] = []
+        take_events = bus._turns.inbox.take_events
+
+        def counted() -> list[CoordinatorEvent]:
+            events = take_events()
+            taken.append(len(events))
+            return events
+
+        monkeypatch.setattr(bus._turns.inbox, "take_events", counted)
+        for queued in range(100):
+            assert dealer.send_nowait([wire.encode_header(1), wire.encode(AgentStatus(ready=True, queued=queued))])
+        await until(lambda: getattr(bus.state.members["0.0"].status, "queued", 0) == 99)
+        assert max(taken) <= 4 and sum(taken) == 100
+
+
+async def test_the_bus_rests_only_when_all_is_read(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages without a decision, far more than one turn takes: a flood would fill the memory while the bus rested."""
+    monkeypatch.setattr(turns, "TURN_MAX", 4)
+    monkeypatch.setattr(turns, "QUIET_TURNS", 0)
+    monkeypatch.setattr(turns, "GATHER_S", 3600.0)
+    # Within a process a message is there as soon as it is sent: all of them, before the bus reads the first.
+    async with (
+        opened(tmp_path, context, address="inproc://rests") as bus,
+        agent_dealer(context, bus.address, watched=False) as dealer,
+    ):
+        for _ in range(100):
+            assert dealer.send_nowait([b"garbage"])
+        await until(lambda: bus.malformed == 100)
+
+
+async def test_a_command_ends_the_rest_of_the_bus(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, context) as bus:
+        async with running(bus.address, context, Engine(), tmp_path, PRIMARY):
+            await until(lambda: any(member.status is not None for member in bus.state.members.values()))
+            with monkeypatch.context() as patch:
+                patch.setattr(turns, "QUIET_TURNS", 0)
+                patch.setattr(turns, "GATHER_S", 3600.0)
+                async with agent_dealer(context, bus.address) as dealer:
+                    await dealer.send([b"garbage"])  # nothing to decide, so the bus rests
+                    await until(lambda: bus.malformed == 1)
+                    with anyio.fail_after(20):
+                        report = await bus.publish(FLUSH, Target(), 10_000)
+                assert report.acted == ("0.0",)
+            bus._turns.router.resume()
+        await until(lambda: bus.state.members["0.0"].state == "left")
