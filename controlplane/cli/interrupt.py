@@ -25,6 +25,16 @@ GRACE_S: Final = 1.5
 """Time for an orderly end."""
 CODE: Final = 130
 
+
+class Interrupted(KeyboardInterrupt):
+    """What an interrupt raises.
+
+    CPython notes each KeyboardInterrupt that leaves the code of an `exec` or `eval`, as imports have it, and ends a
+    process of `python -m` by SIGINT later, although it was caught (run_eval_code_obj in Python/pythonrun.c, 3.11). It
+    does not note one of a class of its own.
+    """
+
+
 _installed = threading.Event()
 _pending = threading.Event()
 _before_end: list[Callable[[], None]] = []
@@ -83,7 +93,7 @@ def run(function: Callable[..., Awaitable[T]], *arguments: object) -> T:
         if failure is not None:
             raise failure
         if not outcome:
-            raise KeyboardInterrupt
+            raise Interrupted
         return outcome[0]
 
     return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
@@ -99,7 +109,7 @@ async def _cancel_on_interrupt(scope: anyio.CancelScope, *, task_status: anyio.a
 
 def _interrupt(_: int, __: FrameType | None) -> NoReturn:
     end_soon()
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def _end(code: int) -> NoReturn:

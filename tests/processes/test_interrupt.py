@@ -179,6 +179,24 @@ def test_a_log_that_is_shown_to_nobody(tmp_path: Path) -> None:
     assert shown.returncode == CODE
 
 
+def test_a_command_in_the_middle_of_code_that_an_import_evaluates(tmp_path: Path) -> None:
+    """As in namedtuple and torch. The process ends with its own code, not by the signal."""
+    (tmp_path / "evaluating.py").write_text(
+        "import click\n"
+        "from controlplane.cli import __main__ as program\n"
+        "@click.command()\n"
+        "def evaluating():\n"
+        "    exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
+        "program.COMMANDS['status'] = 'evaluating:evaluating'\n"
+        "if __name__ == '__main__':\n"
+        "    program.main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "evaluating", "status"], env=environment(), cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert ended.returncode == CODE, ended.stderr
+
+
 @pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.long)])
 def test_the_demo_and_all_of_its_agents(tmp_path: Path, when: str) -> None:
     def agents() -> list[psutil.Process]:
