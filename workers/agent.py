@@ -7,7 +7,8 @@ engine call is handed to the engine's driver, everything else is sent to the bus
 no event can come between a decision and its effects.
 
 Rule 1  Write first. The decision is committed before an engine is called, and before the outcome of a call is sent.
-        Decisions that touch nothing may be lost in a crash, because they would be made again.
+        Decisions that touch nothing may be lost in a crash, because they would be made again. `is_written_first` says
+        which are which.
 Rule 2  An agent that cannot write its journal stops acting. It ends with an error that says so.
 """
 
@@ -39,7 +40,7 @@ from workers.driver import EngineDriver
 from workers.engine import Engine, EngineView
 from workers.link.journal import Journal, archive_journal
 from workers.link.link import Link, RunChanged
-from workers.machine.decide import decide, next_deadline
+from workers.machine.decide import decide, is_written_first, next_deadline
 from workers.machine.readiness import is_ready
 from workers.machine.state import AgentState
 from workers.state_folder import given_folder, state_folder
@@ -51,7 +52,7 @@ ENGINE_CLOSE_S: Final = 30.0
 """Longest time that closing an engine may take."""
 
 _COMMITTED_LATER = (events.CommandReceived, events.HeadSeen, events.Tick)
-"""Events whose decisions may wait for the next commit, unless they call the engine or enter a new epoch."""
+"""Events whose decisions may wait for the next commit, unless they are written first or enter a new epoch."""
 
 
 class _Life:
@@ -277,7 +278,8 @@ class Agent:
         if not effects and (state is before or state == before):
             return
         journal.append(event, effects, state)
-        if type(event) not in _COMMITTED_LATER or state.calls_made != before.calls_made or state.epoch != before.epoch:
+        later = type(event) in _COMMITTED_LATER and state.epoch == before.epoch
+        if not later or is_written_first(before, effects):
             journal.commit()
         if type(event) is events.SnapshotReceived and state.seq < before.seq and before.joined:
             self._warn_of_lost_tail(before, state)

@@ -18,7 +18,7 @@ from schemas.carriers.framing import FileHeader, FramePlace, encode_frame, encod
 from schemas.carriers.sockets import FRAME_BYTES_MAX
 from schemas.commands import UnknownCommand
 from schemas.identity import Identity, OnLostBus
-from schemas.outcomes import Skipped, Trace
+from schemas.outcomes import Trace
 from schemas.wire import (
     TOPIC_COMMAND,
     CommandOutcome,
@@ -42,7 +42,7 @@ from tests.simulation.engine import Attempt, Engine
 from tests.simulation.promises import Ledger
 from workers.link.frames import read_control, read_publication, read_replay
 from workers.link.heartbeat import ASKED_EVERY, status_of
-from workers.machine.decide import AgentState, next_deadline
+from workers.machine.decide import AgentState, is_written_first, next_deadline
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -287,7 +287,7 @@ class Process:
         if before.stopping and any(isinstance(effect, events.Perform) for effect in effects):
             self.world.promises.broken("P5 one effect", f"{self.peer} was asked to end, and begins {effects}")
         self.world.promises.after_agent(self, before, event, effects)
-        if any(_binding(effect) for effect in effects) or self.world.rng.random() < 0.3:
+        if is_written_first(before, effects) or self.world.rng.random() < 0.3:
             self.commit()
         for effect in effects:
             if self.world.strikes("agent"):
@@ -561,10 +561,3 @@ class Process:
                     self.hello()
             case _:
                 pass
-
-
-def _binding(effect: events.Effect) -> bool:
-    """Must the decision be durable before this is performed? A skip may be forgotten: it would be decided again."""
-    return isinstance(effect, events.Perform) or (
-        isinstance(effect, events.Answer) and not isinstance(effect.outcome, Skipped)
-    )

@@ -1,6 +1,7 @@
 """The agent's shell on real sockets, with a small bus and engine, on every event loop: commands, calls, restarts."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -14,18 +15,22 @@ from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
 from schemas.events import (
+    Answer,
     Call,
     CommandReceived,
+    Effect,
     EngineReturned,
+    Event,
     Observation,
     Pause,
     Perform,
     RequestResend,
     Resume,
     Returned,
+    Tick,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from tests.unit.journal_files import append, entries, entry
+from tests.unit.journal_files import append, decoded, entries, entry
 from tests.unit.small_bus import (
     FLUSH,
     PAUSE,
@@ -161,6 +166,29 @@ async def test_a_call_is_awaited_past_its_deadline_and_never_cancelled(bus: Bus,
         engine.gate.set()
         await reaches(agent, lambda state: state.activity is None)
         assert engine.calls == [Pause("abort"), Resume()]  # it failed, so it does not last
+
+
+async def test_the_failure_of_a_late_call_is_in_the_journal_before_it_is_sent(
+    bus: Bus, engine: Engine, tmp_path: Path, run: Run
+) -> None:
+    """An agent that was killed right after it would find a call that was cut off, and may see that it was done."""
+    engine.gate = anyio.Event()
+    journal, told = tmp_path / "agent-0.0.journal", []
+
+    def hear(event: Event, effects: Sequence[Effect]) -> None:  # in the same step, so nothing is written in between
+        if any(isinstance(effect, Answer) for effect in effects):
+            told.append((event, decoded(entries(journal)[-1].event)))
+
+    async with run() as agent:
+        agent.decisions.add(hear)
+        await bus.admit()
+        await reaches(agent, lambda state: state.engine.tokenizer == "present")
+        bus.publish(PAUSE, ttl_ms=20)
+        late = (await bus.outcome(1)).outcome
+        engine.gate.set()
+    assert isinstance(late, Failed) and late.error == ErrorKind.ENGINE_TIMEOUT
+    ((event, last_on_disk),) = told
+    assert isinstance(event, Tick) and last_on_disk == event
 
 
 async def test_an_agent_that_is_cancelled_awaits_its_call_and_records_the_result(

@@ -31,7 +31,7 @@ from schemas.events import (
 from schemas.identity import Memory, Operation, Tag
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from tests.unit.machines import PRESENT, PRIMARY, answers, command, fold, manifest
-from workers.machine.decide import in_sync, next_deadline
+from workers.machine.decide import decide, in_sync, is_written_first, next_deadline
 from workers.machine.readiness import is_ready, trouble
 from workers.machine.state import AgentState, call_name
 
@@ -250,6 +250,17 @@ def test_an_agent_that_was_killed_during_the_wait_acted_if_the_label_came() -> N
         _, effects = fold(run.state, started, EngineObserved(at_ms=0, observation=seen))
         (outcome,) = outcomes(effects)
         assert outcome == expected if expected is not None else failure(outcome, ErrorKind.UNKNOWN)
+
+
+def test_the_skip_that_ends_a_wait_is_written_first_since_a_restart_could_find_that_it_acted() -> None:
+    """As the two tests above show. Seed 7974 of the simulation is a whole run of it."""
+    waiting = Run().issue(phase("prepare")).issue(phase("load")).state
+    left_out = replace(phase("commit"), quarantine=frozenset({PRIMARY.replica}))
+    after, effects = decide(waiting, command(left_out, 3))
+    assert outcomes(list(effects)) == [Skipped(Reason.SUPERSEDED), Skipped(Reason.QUARANTINED)]
+    assert is_written_first(waiting, effects)
+    _, skip = decide(after, command(EngineCommand(operation="flush"), 4, target=Target(replicas=frozenset({5}))))
+    assert answers(list(skip)) and not is_written_first(after, skip)
 
 
 @pytest.mark.parametrize("memory", ["agent", "trainer"])

@@ -19,6 +19,7 @@ lease), the machine makes the same calls by itself.
 One transition is missing on purpose: no engine serves before a snapshot has brought the desired state.
 """
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from msgspec.structs import replace
 from schemas.commands import EngineCommand, WeightSync, durable_source
 from schemas.desired import orphaned
 from schemas.events import (
+    Answer,
     AwaitPush,
     CheckProfile,
     CheckSource,
@@ -91,7 +93,7 @@ from workers.machine.state import (
 )
 from workers.machine.suppressed import still_desired
 
-__all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "next_deadline"]
+__all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "is_written_first", "next_deadline"]
 
 LOGIC = 6
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
@@ -144,6 +146,24 @@ def _command_deadline(state: AgentState) -> int | None:
     if state.activity is not None and not state.activity.overdue:
         return state.activity.deadline_ms  # queued commands are decided after that, whatever their own deadline
     return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
+
+
+def is_written_first(before: AgentState, effects: Sequence[Effect]) -> bool:
+    """Whether a decision, made in the state `before`, must be in the journal before its effects are performed.
+
+    It calls the engine, answers with more than a skip, or answers the command whose call is under way. A restart makes
+    any other decision again, in the same way. But a call that it finds in the journal is resolved by observing the
+    engine: its command would be answered once more, and differently.
+    """
+    trigger = before.activity.trigger if before.activity is not None else None
+    for effect in effects:
+        match effect:
+            case Perform():
+                return True
+            case Answer(seq=seq, outcome=outcome):
+                if type(outcome) is not Skipped or (trigger is not None and seq == trigger.seq):
+                    return True
+    return False
 
 
 def in_sync(state: AgentState) -> bool:
