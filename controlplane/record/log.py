@@ -17,11 +17,11 @@ import secrets
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from msgspec import MsgspecError, Struct, convert
 
@@ -38,7 +38,7 @@ from controlplane.record.bodies import (
     inflated,
 )
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
-from controlplane.record.marks import decode_mark, decode_state, encode_mark
+from controlplane.record.marks import decode_mark, decode_state, mark_steps
 from schemas.carriers.database import Durability
 from schemas.carriers.record_file import RecordFile
 from schemas.carriers.records import Record, RecordReader
@@ -76,6 +76,14 @@ class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "create
     package: str = ""
 
 
+class _MarkInTheMaking(NamedTuple):
+    """A mark after the record at `position`."""
+
+    position: int
+    at_ns: int
+    steps: Generator[None, None, bytes]
+
+
 class RunLog:
     """The log of one run, open for writing. Created by `open`; a context manager.
 
@@ -100,7 +108,7 @@ class RunLog:
         self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: number of the last recorded decision
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
         self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
-        self._mark: tuple[int, bytes] | None = None  # wall clock and body of the one that comes before the next record
+        self._mark: _MarkInTheMaking | None = None
 
     @classmethod
     def open(
@@ -265,14 +273,13 @@ class RunLog:
             at_ns: Wall clock.
             state: The coordinator after this decision, for a mark if one is due; None for no mark.
         """
-        self._append_mark()
+        self._go_on_with_mark()
         body = self._bodies.coordinator(self._file.next_position, event, effects)
         self._append(str(event.__struct_config__.tag), "", at_ns, body)
         if isinstance(event, AnswersReceived):
             self._unmarked_records += len(event.answers)
         if state is not None and self._mark_due():
-            self._mark = at_ns, encode_mark(state, self._recorded)
-            self._bodies.begin_segment()
+            self._begin_mark(state, at_ns)
 
     def append_batch(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
         """Append those decisions of an agent that the log does not have yet. The next `commit` writes them.
@@ -302,7 +309,7 @@ class RunLog:
             raise WireError(f"a decision without a kind: {type(error).__name__}") from None
         if new:
             first = last - len(new) + 1
-            self._append_mark()
+            self._go_on_with_mark()
             body = self._bodies.batch(self._file.next_position, batch.journal, first, new)
             self._append(DECISIONS, agent, at_ns, body)
             if batch.state:
@@ -322,7 +329,8 @@ class RunLog:
     def close(self) -> None:
         """Write what was appended, and close, even if the writing raises. May be called twice."""
         try:
-            self._append_mark()
+            while self._mark is not None:
+                self._step_mark(self._mark)
         finally:
             self._file.close()
 
@@ -337,17 +345,25 @@ class RunLog:
         self._unmarked_records += 1
         self._unmarked_bytes += len(body)
 
-    def _append_mark(self) -> None:
-        """Append the mark that was made after the last record, before the next one, which most often is of another turn
-        of the bus: to encode the state of a large fleet takes half of the longest turn, and so does to compress it.
-        """
-        if self._mark is None:
-            return
-        (at_ns, encoded), self._mark = self._mark, None
-        mark = deflated(encoded)
-        self._file.append_mark(at_ns, mark)
-        self._unmarked_records, self._unmarked_bytes, self._mark_bytes = 0, 0, len(mark)
-        self._drop_oldest(at_ns)
+    def _begin_mark(self, state: CoordinatorState, at_ns: int) -> None:
+        """Take the mark after the last record. It is made while records follow."""
+        self._mark = _MarkInTheMaking(self._file.next_position - 1, at_ns, mark_steps(state, self._recorded))
+        self._unmarked_records = self._unmarked_bytes = 0
+        self._bodies.begin_segment()
+
+    def _go_on_with_mark(self) -> None:
+        """Take the next step of a mark in the making, one for each group."""
+        if self._mark is not None and not self._file.pending:
+            self._step_mark(self._mark)
+
+    def _step_mark(self, mark: _MarkInTheMaking) -> None:
+        try:
+            next(mark.steps)
+        except StopIteration as end:
+            body: bytes = end.value
+            self._mark, self._mark_bytes = None, len(body)
+            self._file.append_mark(mark.at_ns, body, mark.position)
+            self._drop_oldest(mark.at_ns)
 
     def _drop_oldest(self, at_ns: int) -> None:
         """Keep to the limits. What is dropped ends at a mark, so that the log begins with one."""
@@ -355,7 +371,7 @@ class RunLog:
             self._file.drop_before(cut + 1)
 
     def _mark_due(self) -> bool:
-        if self._unmarked_records < MARK_RECORDS and self._unmarked_bytes < MARK_BYTES:
+        if self._mark is not None or (self._unmarked_records < MARK_RECORDS and self._unmarked_bytes < MARK_BYTES):
             return False
         return self._unmarked_bytes >= MARK_SHARE * self._mark_bytes
 

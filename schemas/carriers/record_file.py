@@ -124,9 +124,9 @@ class RecordFile(RecordReader):
         self._next = position + 1
         return position
 
-    def append_mark(self, at_ns: int, body: bytes) -> None:
-        """Buffer a mark that follows the last record appended, for the next `commit`."""
-        position = self._next - 1
+    def append_mark(self, at_ns: int, body: bytes, position: int | None = None) -> None:
+        """Buffer a mark that follows the record at a position, or the last record appended, for the next `commit`."""
+        position = self._next - 1 if position is None else position
         self._pending_marks.append((position, at_ns, checksum(position, at_ns, MARK, "", body), body))
 
     def commit(self) -> int:

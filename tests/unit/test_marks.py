@@ -13,18 +13,25 @@ from bench.logs import Run
 from controlplane.bus.bus import Bus
 from controlplane.cli.reducers import new_replayer, replay_log
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
-from controlplane.machine.events import CoordinatorEvent
+from controlplane.machine.events import CoordinatorEvent, HelloReceived, SyncRequested
+from controlplane.machine.fleet import plain
+from controlplane.machine.weights import Sync
 from controlplane.record import log as log_module
+from controlplane.record import marks as marks_module
+from controlplane.record.bodies import inflated
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.log import RunLog
-from controlplane.record.marks import CoordinatorMark, decode_mark, decode_state, encode_mark
+from controlplane.record.marks import CoordinatorMark, decode_mark, decode_state, mark_pieces, mark_steps
 from schemas.carriers.record_file import RecordFile
 from schemas.carriers.records import RecordReader
 from schemas.carriers.sockets import Context
-from schemas.commands import EngineCommand, Target
+from schemas.commands import EngineCommand, Pushed, Target
 from schemas.config import BusConfig
 from schemas.errors import LogCorrupt, LogError, ReplayDiffers
-from schemas.wire import encode
+from schemas.identity import Identity
+from schemas.outcomes import Acted
+from schemas.reports import AgentOutcome, Report
+from schemas.wire import Hello, encode
 from tests.running import rolloutctl
 from tests.unit.small_bus import PRIMARY, Engine, running
 from workers.link import upload
@@ -129,10 +136,10 @@ def test_a_mark_is_in_the_file_only_together_with_its_records(tmp_path: Path) ->
         assert file.mark_positions() == [2]
 
 
-def test_a_mark_is_compressed_before_the_next_record_and_stands_after_its_own(
+def test_a_mark_is_made_with_the_next_record_and_stands_after_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two halves of its cost are in different turns of the bus. What ends the log ends with its mark."""
+    """Its cost is in another turn of the bus than that which took it. What ends the log ends with its mark."""
     monkeypatch.setattr(log_module, "MARK_RECORDS", 5)
     path = write(tmp_path / "run.db", 3)
     event = next(entry for entry in RunLog.read(path) if entry.kind == "opened").typed_event()
@@ -144,9 +151,95 @@ def test_a_mark_is_compressed_before_the_next_record_and_stands_after_its_own(
             log.append(event, effects, 1, state)  # type: ignore[arg-type]
             if log._mark is not None:
                 marked.append(log._file.next_position - 1)
-                log.commit()
-                assert marked[-1] not in log._file.mark_positions()
+            log.commit()
+            assert not marked or marked[-1] not in log._file.mark_positions() or log._mark is None
     assert marked and [mark.position for mark in marks(path)] == [*before, *marked]
+
+
+def test_a_mark_of_a_large_fleet_is_made_in_several_groups_and_is_that_of_its_record(tmp_path: Path) -> None:
+    state, members = CoordinatorState(), 2_000
+    log = RunLog.open(tmp_path / "run.db")
+
+    def decided(event: CoordinatorEvent, *, may_mark: bool) -> CoordinatorState:
+        after, effects = decide(state, event)
+        log.append(event, effects, 1, after if may_mark else None)
+        return after
+
+    state = decided(msgspec.structs.replace(opened(tmp_path), run=log.run), may_mark=False)
+    for number in range(members):
+        state = decided(hello(number), may_mark=number == members - 1)
+    log.commit()
+    position, recorded_state = log._file.last_position, state
+    groups = 0
+    while log._mark is not None:
+        assert position not in log._file.mark_positions()
+        state = decided(hello(groups, "another"), may_mark=True)
+        log.commit()
+        groups += 1
+    assert groups > 3
+    (mark,) = marks(tmp_path / "run.db")
+    assert mark.position == position and decode_state(mark) == recorded_state
+    log.close()
+    assert replay_log(RunLog.walk(tmp_path / "run.db")).marks >= 1
+
+
+def opened(tmp_path: Path) -> CoordinatorEvent:
+    path = write(tmp_path / "other.db", 1)
+    return next(entry for entry in RunLog.read(path) if entry.kind == "opened").typed_event()  # type: ignore[return-value]
+
+
+def hello(replica: int, incarnation: str = "first") -> HelloReceived:
+    said = Hello(identity=Identity(replica=replica, node_rank=0), incarnation=incarnation, journal="j", host="h", pid=1)
+    peer = f"{said.identity.agent}/{incarnation}/00{replica:08x}"
+    return HelloReceived(at_us=1, at_ns=1, peer=peer, hello=said, recorded_decisions=0)
+
+
+def test_a_process_that_ends_before_a_mark_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks_module, "STEP_BYTES", 1)
+    path = tmp_path / "run.db"
+    run = Run(path, agents=3)
+    run.commands(300)
+    made, taken = run._log._file.mark_positions(), run._log._mark
+    assert made and taken is not None and taken.position not in made
+    with RecordReader.open(path) as reader:
+        reader.copy_to(tmp_path / "copy.db")  # what a kill would leave
+    with RunLog.open(tmp_path / "copy.db") as log:
+        assert log.folded == log._file.last_position - made[-1]
+    run.close()
+    assert taken.position in [mark.position for mark in marks(path)]
+
+
+def test_every_table_of_a_state_is_marked_as_it_is_encoded(tmp_path: Path) -> None:
+    """Also those that no recording has: longer than a short header allows, and reports within a sync."""
+    state = CoordinatorState()
+    for number in range(70):
+        state = decide(state, hello(number))[0]
+    outcomes = tuple(
+        AgentOutcome(agent=f"{number}.0", conclusion=Acted(calls=("flush",)), latency_us=1) for number in range(70)
+    )
+    report = Report(seq=1, origin=1, command=EngineCommand(operation="flush"), outcomes=outcomes)
+    request = SyncRequested(
+        at_us=1,
+        at_ns=1,
+        ticket=1,
+        version=2,
+        source=Pushed(label="w"),
+        manifest=None,
+        in_flight="abort",
+        quorum=None,
+        target=Target(),
+        timeout_ms=1,
+    )
+    members = frozenset(range(70))
+    sync = Sync(request=request, version=2, seq=1, members=members, reports=(report, report))
+    state = msgspec.structs.replace(state, sync=sync, retired=frozenset(f"{number}.1" for number in range(20)))
+    body = b"".join(mark_pieces(state, {"0.0": {"j": 3}}))
+    assert body == msgspec.msgpack.encode({"logic": LOGIC, "state": plain(state), "recorded": {"0.0": {"j": 3}}})
+    steps = mark_steps(state, {})
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(steps)
+    assert decode_state(decode_mark(inflated(end.value.value))) == state
 
 
 # --- every state can be marked ----------------------------------------------------------------------------------------
@@ -162,7 +255,9 @@ def test_a_state_that_was_read_from_a_mark_goes_on_as_the_one_that_was_written(p
             continue
         state, effects = decide(state, coordinator_event(entry))
         assert encode(effects) == bytes(entry.effects)
-        read = decode_state(decode_mark(encode_mark(state, {})))
+        body = b"".join(mark_pieces(state, {}))
+        assert body == msgspec.msgpack.encode({"logic": LOGIC, "state": plain(state), "recorded": {}})
+        read = decode_state(decode_mark(body))
         assert read == state
         assert read is not None and [*read.members] == [*state.members] and [*read.desired] == [*state.desired]
         state = read
@@ -192,10 +287,10 @@ def test_a_mark_that_differs_from_the_records_is_found(tmp_path: Path, what: str
     state = decode_state(mark)
     assert state is not None
     if what == "state":
-        body = encode_mark(msgspec.structs.replace(state, seq=state.seq + 1), mark.recorded)
+        pieces = mark_pieces(msgspec.structs.replace(state, seq=state.seq + 1), mark.recorded)
     else:
-        body = encode_mark(state, {"7.0": {"j": 1}})
-    rewrite(path, mark.position, decode_mark(body))
+        pieces = mark_pieces(state, {"7.0": {"j": 1}})
+    rewrite(path, mark.position, decode_mark(b"".join(pieces)))
     with pytest.raises(ReplayDiffers, match=f"the mark after record {mark.position} has another"):
         replay_log(RunLog.walk(path))
     verified = rolloutctl("log", "verify", path)
