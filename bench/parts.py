@@ -26,6 +26,7 @@ import anyio
 
 from bench.fanout import our_agents
 from bench.light_agents import go, pin, spawned, two_cores
+from bench.processes import own_temporary_files
 from controlplane.bus.bus import Bus
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
@@ -169,7 +170,10 @@ def sample_agents(count: int, seconds: float) -> dict[str, float]:
 @contextmanager
 def agents_of(address: str, count: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "bench.parts", "--serve", str(count), address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    with (
+        own_temporary_files() as environment,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child,
+    ):
         try:
             yield child
         finally:

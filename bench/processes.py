@@ -1,8 +1,10 @@
 """Child processes that hold the agents of one system while it is measured."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -49,14 +51,23 @@ def shares(agents: int) -> list[tuple[int, int]]:
 @contextmanager
 def spawn(system: str, agents: int, *arguments: str, module: str = "bench.fanout") -> Iterator[Fleet]:
     """Start the processes with `python -m MODULE --serve`, and end them."""
-    children = [
-        subprocess.Popen([sys.executable, "-m", module, "--serve", system, str(first), str(count), *arguments])
-        for first, count in shares(agents)
-    ]
-    try:
-        yield Fleet(children)
-    finally:
-        for child in children:
-            child.kill()
-        for child in children:
-            child.wait()
+    words = [sys.executable, "-m", module, "--serve", system]
+    with own_temporary_files() as environment:
+        children = [
+            subprocess.Popen([*words, str(first), str(count), *arguments], env=environment)
+            for first, count in shares(agents)
+        ]
+        try:
+            yield Fleet(children)
+        finally:
+            for child in children:
+                child.kill()
+            for child in children:
+                child.wait()
+
+
+@contextmanager
+def own_temporary_files() -> Iterator[dict[str, str]]:
+    """The environment for processes that will be killed, and leave their temporary files: those go with the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield {**os.environ, "TMPDIR": folder}

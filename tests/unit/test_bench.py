@@ -1,4 +1,4 @@
-"""Each benchmark runs, with numbers that are too small to mean anything, and writes rows."""
+"""Each benchmark runs, with numbers that are too small to mean anything, and writes rows. It leaves no other file."""
 
 import json
 from pathlib import Path
@@ -25,10 +25,12 @@ from tests.running import ROOT, python
 )
 def test_a_benchmark_runs(words: str, tmp_path: Path) -> None:
     name, *options = words.split()
-    out = tmp_path / "rows.json"
-    ran = python("-m", f"bench.{name}", *options, "--out", out, cwd=ROOT)
+    out, temporary = tmp_path / "rows.json", tmp_path / "temporary"
+    temporary.mkdir()
+    ran = python("-m", f"bench.{name}", *options, "--out", out, cwd=ROOT, env={"TMPDIR": str(temporary)})
     assert ran.returncode == 0, ran.stderr
     assert json.loads(out.read_text())
+    assert list(temporary.iterdir()) == []
 
 
 def test_every_table_of_the_pages_is_one_that_can_be_written() -> None:
