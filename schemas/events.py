@@ -206,6 +206,7 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
         on_lost_bus: What the engine does once the lease has expired: serve the committed weights, or pause.
         memory: Who releases the engine's memory.
         wedged_after_ms: An engine whose running requests make no progress for this long is wedged.
+        dump_stacks: Ask for the stacks of an engine that does not answer, shortly before the deadline of its call.
     """
 
     max_buffered: Positive = 256
@@ -213,6 +214,7 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     on_lost_bus: OnLostBus = "serve"
     memory: Memory = "agent"
     wedged_after_ms: Milliseconds = 300_000
+    dump_stacks: bool = False
 
 
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
@@ -278,6 +280,19 @@ class EngineReturned(Struct, frozen=True, kw_only=True, tag="returned"):
     observation: Observation | None = None
 
 
+class StacksDumped(Struct, frozen=True, kw_only=True, tag="stacks"):
+    """The dump that `DumpStacks` asked for has ended.
+
+    Attributes:
+        call_id: The call that had not returned.
+        note: Where the stacks are, or why there are none: a sentence for the outcome.
+    """
+
+    at_ms: Moment
+    call_id: Positive
+    note: Text
+
+
 class LeaseExpired(Struct, frozen=True, kw_only=True, tag="lease_expired"):
     """The bus was silent for the length of the lease."""
 
@@ -303,6 +318,7 @@ Event = (
     | SnapshotReceived
     | EngineObserved
     | EngineReturned
+    | StacksDumped
     | LeaseExpired
     | Tick
     | Stopping
@@ -344,7 +360,13 @@ class Restart(Struct, frozen=True, tag="restart"):
     """
 
 
-Effect = Perform | Answer | RequestResend | RequestSnapshot | Restart
+class DumpStacks(Struct, frozen=True, tag="dump_stacks"):
+    """Write down where the processes of the engine are, because a call is about to pass its deadline."""
+
+    call_id: Positive
+
+
+Effect = Perform | Answer | RequestResend | RequestSnapshot | Restart | DumpStacks
 
 
 class Decision(Struct, frozen=True):

@@ -24,6 +24,7 @@ from typing import Final, Self, assert_never
 import anyio
 import zmq
 from anyio import CancelScope
+from anyio.abc import TaskGroup
 
 from schemas import events
 from schemas.carriers.alarm import Alarm
@@ -42,7 +43,8 @@ from workers.link.journal import Journal, archive_journal
 from workers.link.link import Link, RunChanged
 from workers.machine.decide import decide, is_written_first, next_deadline
 from workers.machine.readiness import is_ready
-from workers.machine.state import AgentState
+from workers.machine.state import AgentState, call_name
+from workers.stacks import StackDumps
 from workers.state_folder import given_folder, state_folder
 from workers.traces.node import NodeTraces
 
@@ -62,11 +64,13 @@ class _Life:
         scope: Cancelled to end it.
         restarting: The machine has asked for the next one.
         alarm: Rings at the next moment for which the machine, the link or the driver has asked.
+        tasks: Where dumps of stacks run, while the incarnation is served.
     """
 
     def __init__(self, link: Link, driver: EngineDriver, alarm: Alarm) -> None:
         self.link, self.driver, self.alarm = link, driver, alarm
         self.scope = CancelScope()
+        self.tasks: TaskGroup | None = None
         self.restarting = False
 
 
@@ -81,6 +85,7 @@ class Agent:
         state_dir: Directory of the journal. It must outlive the process, on a disk of this machine. None for the user's
             state folder, see `workers.state_folder`.
         traces: What profiling sessions leave on this node's disk; None if no session leaves anything.
+        stacks: Takes a dump of the engine's stacks when a call is about to pass its deadline; None for no dumps.
         config: Intervals and limits.
         keys: File with this agent's key, for a bus that has keys; None for that of `ROLLOUTCTL_KEY_FILE`, or for
             `ROLLOUTCTL_KEY` and `ROLLOUTCTL_SERVER_KEY`, or none. A file that changes is read again.
@@ -115,6 +120,7 @@ class Agent:
         engine: Engine | EngineView,
         state_dir: Path | None = None,
         traces: NodeTraces | None = None,
+        stacks: StackDumps | None = None,
         config: AgentConfig | None = None,
         keys: StrPath | PeerKeys | None = None,
         context: Context | None = None,
@@ -123,6 +129,7 @@ class Agent:
         self.identity = within_bounds(identity)
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
         self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
+        self._stacks = stacks
         self._commanded = None if identity.mode is RolloutMode.OBSERVED else _commandable(engine)
         self._state_dir = state_dir
         self._keys = KeySource.find(keys)
@@ -231,6 +238,7 @@ class Agent:
             on_lost_bus=self._config.on_lost_bus,
             memory=self._config.memory,
             wedged_after_ms=self._config.wedged_after_s * 1000,
+            dump_stacks=self._stacks is not None,
         )
         self._step(
             events.Started(at_ms=self._now_ms(), identity=self.identity, incarnation=incarnation, settings=settings)
@@ -243,6 +251,7 @@ class Agent:
                     tasks.start_soon(life.driver.run)
                     tasks.start_soon(life.alarm.serve)
                     tasks.start_soon(life.link.run)
+                    life.tasks = tasks
                     try:
                         await anyio.sleep_forever()
                     finally:  # at once: a call in flight is awaited, and may take minutes
@@ -311,11 +320,22 @@ class Agent:
                 life.link.request_resend(effect.first)
             case events.RequestSnapshot():
                 life.link.request_snapshot()
+            case events.DumpStacks():
+                if life.tasks is not None:
+                    life.tasks.start_soon(self._dump_stacks, effect.call_id)
             case events.Restart():
                 life.restarting = True
                 life.scope.cancel()
             case _:
                 assert_never(effect)
+
+    async def _dump_stacks(self, call_id: int) -> None:
+        activity = self.state.activity
+        if self._stacks is None or activity is None or activity.call_id != call_id:
+            return
+        note = await self._stacks.dump(self._path.parent, self.identity.agent, call := call_name(activity.calls[0]))
+        logger.warning("agent %s: %s is about to pass its deadline. %s", self.identity.agent, call, note)
+        self._step(events.StacksDumped(at_ms=self._now_ms(), call_id=call_id, note=note))
 
     def _warn_of_lost_tail(self, before: AgentState, state: AgentState) -> None:
         logger.warning(

@@ -33,6 +33,7 @@ from workers.agent import Agent
 from workers.engine import Engine, EngineView
 from workers.engines.factory import EngineOptions, make_engine, view_engine
 from workers.launchers import find_place
+from workers.stacks import StackDumps
 from workers.state_folder import state_folder
 from workers.traces.node import NodeTraces
 
@@ -167,6 +168,11 @@ OBSERVING = frozenset(
     show_default=True,
     help="Seconds without a token, with requests running, after which the replica is not ready.",
 )
+@click.option(
+    "--dump-stacks",
+    is_flag=True,
+    help="Shortly before an engine call passes its deadline, write down where the engine hangs (needs py-spy).",
+)
 @metrics_port
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
@@ -198,7 +204,7 @@ def agent(
         return
     identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))
     engine: Engine | EngineView
-    traces, router = None, None
+    traces, stacks, router = None, None, None
     if observe:
         _require_observing(context)
         engine = view_engine(options["kind"], _engine_options(identity, options, Path()))
@@ -209,12 +215,21 @@ def agent(
         if options["launch"]:
             state_dir = state_dir or state_folder(bus)
             engine = _launched(identity, state_dir, options, engine, profiler)
+        if options["dump_stacks"]:
+            stacks = StackDumps(foreign_server=options["url"] is not None and not options["launch"])
         router = _router(options)
     config = AgentConfig(
         on_lost_bus=options["on_lost_bus"], memory=options["memory"], wedged_after_s=options["wedged_after"]
     )
     node = Agent(
-        bus=bus, identity=identity, engine=engine, state_dir=state_dir, traces=traces, config=config, keys=keys
+        bus=bus,
+        identity=identity,
+        engine=engine,
+        state_dir=state_dir,
+        traces=traces,
+        stacks=stacks,
+        config=config,
+        keys=keys,
     )
     uvloop = find_spec("uvloop") is not None
     metrics = options["metrics_port"]

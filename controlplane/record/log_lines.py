@@ -152,6 +152,8 @@ def format_agent_event(event: events.Event) -> str:
             return f"call {event.call_id} failed ({fault.kind}): {fault.message}"
         case events.EngineReturned():
             return f"call {event.call_id} returned"
+        case events.StacksDumped():
+            return f"call {event.call_id} has not returned: {event.note}"
         case events.LeaseExpired():
             return "the bus's lease expires"
         case events.Tick():
@@ -188,6 +190,8 @@ def format_agent_effect(effect: events.Effect) -> str:
             return f"request the records from {effect.first} again"
         case events.Restart():
             return "restart"
+        case events.DumpStacks():
+            return f"dump the stacks of call {effect.call_id}"
         case events.RequestSnapshot():
             return "request a snapshot"
         case _:

@@ -179,6 +179,7 @@ SAMPLES: tuple[Struct, ...] = (
         at_ms=6, call_id=1, result=agent.Returned(digest="dd", traces=(TRACE,)), observation=OBSERVATION
     ),
     agent.EngineReturned(at_ms=6, call_id=2, result=agent.Fault("engine_error", "no")),
+    agent.StacksDumped(at_ms=6, call_id=2, note="The stacks are in a file."),
     agent.LeaseExpired(at_ms=7),
     agent.Tick(at_ms=8),
     agent.Stopping(at_ms=9),
@@ -200,6 +201,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.RequestResend(8),
     agent.RequestSnapshot(),
     agent.Restart(),
+    agent.DumpStacks(2),
     # events of the coordinator
     bus.Opened(
         at_us=1,

@@ -213,6 +213,7 @@ class Process:
             reconcile_timeout_ms=5000,
             on_lost_bus=self.slot.on_lost_bus,
             memory=self.slot.engine.memory if self.slot.engine is not None else "agent",
+            dump_stacks=self.world.mechanisms.dump_stacks,
         )
         started = events.Started(
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
@@ -331,6 +332,8 @@ class Process:
                 self.world.at(0, self.slot.start, False)
             case events.RequestSnapshot():
                 self.up(Join())
+            case events.DumpStacks():
+                self.world.at(self.world.rng.choice((1, 100, 4000)), self.dumped, effect.call_id)
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
@@ -362,6 +365,9 @@ class Process:
         self.world.promises.performing(self, perform)
         attempt, duration_ms = engine.begin(perform.call, perform.call_id)
         self.world.at(duration_ms, self.returned, attempt)
+
+    def dumped(self, call_id: int) -> None:
+        self.feed(events.StacksDumped(at_ms=self.clock_ms, call_id=call_id, note="The stacks are in a file."))
 
     def read(self, perform: events.Perform, delay_ms: int) -> None:
         """Observe the engine, for as long as the machine waits for a label; as `workers.driver` does."""

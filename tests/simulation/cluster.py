@@ -45,7 +45,11 @@ BusDecide = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorStat
 
 @dataclass(frozen=True)
 class Mechanisms:
-    """The mechanisms of a world. The default is the product; an ablation takes one away."""
+    """The mechanisms of a world. The default is the product; an ablation takes one away.
+
+    Attributes:
+        dump_stacks: The agents ask for the stacks of late engines, as the product does by option.
+    """
 
     agent: AgentDecide = machine.decide
     bus: BusDecide = coordinator.decide
@@ -58,6 +62,7 @@ class Mechanisms:
     bounds: bool = True
     label_proves: bool = True
     drops_unreadable: bool = False
+    dump_stacks: bool = False
 
 
 @dataclass

@@ -6,7 +6,7 @@
 import pytest
 
 from controlplane.record.invariants import verify
-from tests.simulation.cluster import simulate
+from tests.simulation.cluster import Mechanisms, simulate
 from tests.simulation.promises import Broken
 from tests.simulation.recorded import entries
 
@@ -39,6 +39,14 @@ def test_the_checker_of_recorded_runs_finds_nothing_either(first: int) -> None:
         others = [found for found in violations if found.invariant not in ("I1", "I12")]
         assert [str(found) for found in others] == [], f"seed {seed}"
         assert all(stubborn >= set(found.agents) for found in violations if found.invariant == "I1"), f"seed {seed}"
+
+
+def test_promises_hold_where_late_engines_are_looked_into() -> None:
+    dumps = 0
+    for seed in range(25):
+        world = simulate(seed, Mechanisms(dump_stacks=True))
+        dumps += sum(b"dump_stacks" in effects for slot in world.slots for _, effects in slot.journal)
+    assert dumps > 10
 
 
 def test_a_seed_is_a_run() -> None:

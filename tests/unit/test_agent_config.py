@@ -28,7 +28,7 @@ EVERY = [
         "--on-lost-bus",
         "pause",
     ),
-    *("--metrics-port", "9100", "--memory", "trainer", "--wedged-after", "9"),
+    *("--metrics-port", "9100", "--memory", "trainer", "--wedged-after", "9", "--dump-stacks"),
     *("--log-format", "json", "--observe", "--verbose", "--quiet"),
     *("--launch", "--", "python", "-m", "a b"),
 ]

@@ -63,7 +63,7 @@ def proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         return state
     if state.deferred_finish is not None:
         state = replace(state, deferred_finish=None)
-    return _begin(state, None, calls, now_ms + state.settings.reconcile_timeout_ms, effects)
+    return _begin(state, None, calls, now_ms, now_ms + state.settings.reconcile_timeout_ms, effects)
 
 
 def awaits_push(state: AgentState) -> bool:
@@ -147,7 +147,7 @@ def decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: 
             reconcile_blocked=False,
             resend_from=0,
         )
-        return _act(decided, state, event, effects)
+        return _act(decided, state, event, now_ms, effects)
     effects.append(refused)
     if targeted and refused.rule in _GIVEN_UP.get(type(command), ()):
         before = still_desired(state.desired, state.suppressed)
@@ -163,7 +163,7 @@ def decide_command(state: AgentState, event: CommandReceived, seq: int, now_ms: 
     )
 
 
-def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
+def _act(state: AgentState, earlier: AgentState, event: CommandReceived, now_ms: int, effects: Effects) -> AgentState:
     """Rule 10: make the calls that the command needs, or answer it at once. `earlier` is the state before it."""
     command = event.command
     before = still_desired(earlier.desired, earlier.suppressed)
@@ -182,7 +182,7 @@ def _act(state: AgentState, earlier: AgentState, event: CommandReceived, effects
     )
     if isinstance(result, tuple):
         if result:
-            return _begin(state, event, result, event.at_ms + event.ttl_ms, effects, before)
+            return _begin(state, event, result, now_ms, event.at_ms + event.ttl_ms, effects, before)
         return answer_command(state, event, acted(state.engine, command, ()), effects)
     if isinstance(result, Failed):
         state = suppress_failed(state, command, before)
@@ -251,12 +251,15 @@ def _begin(
     state: AgentState,
     trigger: CommandReceived | None,
     calls: tuple[Call, ...],
+    now_ms: int,
     deadline_ms: int,
     effects: Effects,
     before: Desired | None = None,
 ) -> AgentState:
     call_id = state.calls_made + 1
     before = before if trigger is not None and isinstance(trigger.command, EngineCommand) else None
-    activity = Activity(trigger=trigger, calls=calls, call_id=call_id, deadline_ms=deadline_ms, before=before)
+    activity = Activity(
+        trigger=trigger, calls=calls, call_id=call_id, deadline_ms=deadline_ms, before=before, since_ms=now_ms
+    )
     effects.append(Perform(call_id=call_id, call=calls[0]))
     return replace(state, activity=activity, calls_made=call_id)

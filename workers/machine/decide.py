@@ -33,6 +33,7 @@ from schemas.events import (
     CheckSource,
     CommandReceived,
     DiskCall,
+    DumpStacks,
     Effect,
     EngineObserved,
     EngineReturned,
@@ -47,6 +48,7 @@ from schemas.events import (
     Resume,
     Returned,
     SnapshotReceived,
+    StacksDumped,
     Started,
     Stopping,
     Tick,
@@ -65,6 +67,7 @@ from workers.machine.advance import (
     suppress_failed,
 )
 from workers.machine.commands import stranded, without_memory
+from workers.machine.dumps import apply_stacks, ask_for_stacks, dump_at, stacks_clause
 from workers.machine.gate import answer_to, must_wait
 from workers.machine.observe import (
     apply_interruption,
@@ -122,15 +125,26 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, .
             state = _on_lease_expired(state, event, effects)
         case Tick():
             state = _on_tick(state, event, effects)
-        case Started():
-            state = _on_started(state, event)
-        case Stopping():
-            state = _on_stopping(state, effects)
+        case Started() | Stopping() | StacksDumped():
+            state = _on_own_event(state, event, effects)
         case _:
             assert_never(event)
     if engine is not state.engine and relaunched(engine, state.engine) and _out_of_service(state):
         effects.append(Restart())
     return state, tuple(effects)
+
+
+def _on_own_event(state: AgentState, event: Started | Stopping | StacksDumped, effects: Effects) -> AgentState:
+    """Apply what the agent itself does, and neither the bus nor the engine."""
+    match event:
+        case Started():
+            return _on_started(state, event)
+        case Stopping():
+            return _on_stopping(state, effects)
+        case StacksDumped():
+            return apply_stacks(state, event)
+        case _:
+            assert_never(event)
 
 
 def next_deadline(state: AgentState) -> int | None:
@@ -144,21 +158,22 @@ def next_deadline(state: AgentState) -> int | None:
 
 def _command_deadline(state: AgentState) -> int | None:
     if state.activity is not None and not state.activity.overdue:
-        return state.activity.deadline_ms  # queued commands are decided after that, whatever their own deadline
+        dump_ms = dump_at(state)  # queued commands are decided after the deadline, whatever their own
+        return state.activity.deadline_ms if dump_ms is None else dump_ms
     return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
 
 
 def is_written_first(before: AgentState, effects: Sequence[Effect]) -> bool:
     """Whether a decision, made in the state `before`, must be in the journal before its effects are performed.
 
-    It calls the engine, answers with more than a skip, or answers the command whose call is under way. A restart makes
-    any other decision again, in the same way. But a call that it finds in the journal is resolved by observing the
-    engine: its command would be answered once more, and differently.
+    It calls the engine or has its stacks dumped, answers with more than a skip, or answers the command whose call is
+    under way. A restart makes any other decision again, in the same way. But a call that it finds in the journal is
+    resolved by observing the engine: its command would be answered once more, and differently.
     """
     trigger = before.activity.trigger if before.activity is not None else None
     for effect in effects:
         match effect:
-            case Perform():
+            case Perform() | DumpStacks():
                 return True
             case Answer(seq=seq, outcome=outcome):
                 if type(outcome) is not Skipped or (trigger is not None and seq == trigger.seq):
@@ -237,7 +252,15 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         return _stop_within(replace(state, engine=engine), activity, completed, effects)
     if rest and not activity.overdue:
         call_id = state.calls_made + 1
-        activity = replace(activity, calls=rest, call_id=call_id, completed=completed, reported=reported)
+        activity = replace(
+            activity,
+            calls=rest,
+            call_id=call_id,
+            completed=completed,
+            reported=reported,
+            since_ms=event.at_ms,
+            stacks=None,
+        )
         effects.append(Perform(call_id=call_id, call=rest[0]))
         return replace(state, engine=engine, activity=activity, calls_made=call_id)
     answers, trigger = state.answers, activity.trigger
@@ -308,6 +331,9 @@ def _fail(
 
 
 def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
+    dump_ms = dump_at(state)
+    if dump_ms is not None and event.at_ms >= dump_ms:
+        state = ask_for_stacks(state, effects)
     activity = state.activity
     if activity is not None and awaits_push(state) and event.at_ms >= activity.deadline_ms:
         state = _miss_push(state, activity, effects)
@@ -317,6 +343,7 @@ def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
                 f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
                 "cancelled; until it ends, nothing else is sent to this engine."
             )
+            message += stacks_clause(activity)
             state = suppress_failed(state, activity.trigger.command, activity.before)
             state = answer_command(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
         state = replace(state, activity=replace(activity, overdue=True, before=None))

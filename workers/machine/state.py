@@ -126,6 +126,8 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
         reported: What those calls reported about a profiling session.
         overdue: The deadline has passed and the command was answered. The call in flight is still awaited.
         before: What was desired before the trigger, if that is an engine command; if it fails, that is pursued again.
+        since_ms: When the call in flight began.
+        stacks: What became of the dump of its stacks; empty while it is taken, None if none was asked for.
     """
 
     trigger: CommandReceived | None
@@ -136,6 +138,8 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     reported: Returned = NOTHING_REPORTED
     overdue: bool = False
     before: Desired | None = None
+    since_ms: int = 0
+    stacks: str | None = None
 
 
 class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
