@@ -212,7 +212,7 @@ class ControlPlane:
     def status(self) -> FleetStatus:
         """Return the fleet at this moment: its agents, their states, and which commands wait for whom."""
         bus = self.bus
-        return self._portal.call(bus.status)
+        return self._portal.call(bus.status_in_steps)
 
     def serving(self) -> dict[int, int]:
         """Return the replicas that serve at this moment, each with the version that it is proven to serve.
@@ -512,10 +512,11 @@ async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[F
         since_us = await bus.ask_anew()
         with fail_after(timeout_s):
             await bus.wait_until(lambda state: all_serve(state, count, since_us))
-        ticket.resolve(bus.status())
+        ticket.resolve(await bus.status_in_steps())
     except TimeoutError:
         lacking = (f"  {name} lacks: {what}" for name, what in what_agents_lack(bus.state, since_us).items())
-        lines = [f"expected {count} agents, all of them serving, within {timeout_s:g} s:", *lacking, str(bus.status())]
+        fleet = await bus.status_in_steps()
+        lines = [f"expected {count} agents, all of them serving, within {timeout_s:g} s:", *lacking, str(fleet)]
         advice = (
             f"Agents must be started with --bus {_as_dialled(bus.address)}. Read the logs of the others: each says "
             "which address it connects to and what it waits for"

@@ -202,8 +202,12 @@ class Bus:
         return ticket
 
     def status(self) -> FleetStatus:
-        """Return the fleet at this moment."""
+        """Return the fleet at this moment. Of thousands of agents, that keeps the loop for some 10 ms."""
         return self._turns.status()
+
+    async def status_in_steps(self) -> FleetStatus:
+        """Return the fleet as of this call, without keeping the loop for long."""
+        return await self._turns.statuses.made()
 
     def serving(self) -> dict[int, int]:
         """Return the replicas that are proven to serve, each with its version. May be called from any thread.
@@ -277,7 +281,13 @@ class Bus:
             stack.push_async_callback(self._end)
             stack.callback(tasks.cancel_scope.cancel)
             stack.push_async_callback(self._drain)
-            for task in (turns.read_router, turns.keep_time, turns.finish_turns, self._read_subscriptions):
+            for task in (
+                turns.read_router,
+                turns.keep_time,
+                turns.finish_turns,
+                turns.statuses.serve,
+                self._read_subscriptions,
+            ):
                 tasks.start_soon(task)
             tasks.start_soon(self._wakeup.serve, turns.begin)
             tasks.start_soon(self._callers.look_at_checkpoints, self._checkpoints, turns.begin)
@@ -349,10 +359,11 @@ class Bus:
         """The last decision, after the tasks have ended. Messages still queued leave within the linger time."""
         with CancelScope(shield=True):
             self._turns.closed = True
+            at_us, at_ns = self._turns.now_us(), time.time_ns()
+            while self.fault is None and (orders := self._callers.take_orders(at_us, at_ns, agents=0)):
+                await self._turns.run(orders, at_us, at_ns)
             if self.fault is None:
-                at_us, at_ns = self._turns.now_us(), time.time_ns()
-                orders = self._callers.take_orders(at_us, at_ns)
-                await self._turns.run([*orders, events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+                await self._turns.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
     def _fail_all(self) -> None:
         self._turns.fail_all(self.fault or _closed(self.address))

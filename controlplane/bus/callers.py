@@ -36,6 +36,10 @@ from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Retire, Submit, 
 
 OPERATORS_MAX: Final = 64
 """Commands of operators that may be open at once."""
+ORDERS_MAX: Final = 64
+"""Orders that one turn takes."""
+SENDS_MAX: Final = 4096
+"""Agents times orders in one turn, about: libzmq takes 0.6 µs to queue a command for one agent."""
 REASON_MAX: Final = 2000
 """Characters of what a sender of weights raised that are recorded."""
 PUBLISHABLE: Final = (ProfileCommand, EngineCommand)
@@ -210,12 +214,20 @@ class Callers:
                     begin()
             await self._asked.wait()
 
-    def take_orders(self, at_us: int, at_ns: int) -> list[CoordinatorEvent]:
-        """Return the queued orders as events of this moment."""
-        events: list[CoordinatorEvent] = []
-        while self._orders:
-            events.append(replace(self._orders.popleft(), at_us=at_us, at_ns=at_ns))
-        return events
+    @property
+    def has_orders(self) -> bool:
+        """Whether orders wait to be taken."""
+        return bool(self._orders)
+
+    def take_orders(self, at_us: int, at_ns: int, agents: int) -> list[CoordinatorEvent]:
+        """Return the oldest orders as events of this moment.
+
+        Args:
+            agents: In the fleet. For many of them only a few orders are taken: the others get turns of their own, and
+                what arrives comes in between.
+        """
+        count = min(len(self._orders), ORDERS_MAX, max(1, SENDS_MAX // max(1, agents)))
+        return [replace(self._orders.popleft(), at_us=at_us, at_ns=at_ns) for _ in range(count)]
 
     def conclude(self, effect: Conclude) -> None:
         """Resolve the ticket of a command or sync, if anybody waits for it."""

@@ -6,11 +6,9 @@ Nothing of it is recorded: the log has all of it, and a restarted bus begins wit
 from collections import deque
 from typing import Final
 
-from msgspec.structs import replace
-
 from schemas.formatting import MAX_WIDTH, describe, group_outcomes
 from schemas.outcomes import Failed, Missing
-from schemas.reports import FleetStatus, RecentFailure, Report, SyncReport
+from schemas.reports import RecentFailure, Report, SyncReport
 
 FAILURES_KEPT: Final = 8
 REPORTS_KEPT: Final = 4
@@ -32,20 +30,18 @@ class Recent:
         if failure := _failure(report):
             self._failures.appendleft((at_us, failure[:MAX_WIDTH]))
 
-    def added_to(self, fleet: FleetStatus, now_us: int) -> FleetStatus:
-        """Return the status with what is known from here."""
-        latencies = {
+    def latencies_us(self) -> dict[str, int]:
+        """Return the time from publishing a command to the newest answer of each agent."""
+        return {
             outcome.agent: outcome.latency_us
             for report in self._reports
             for outcome in report.outcomes
             if not isinstance(outcome.conclusion, Missing)
         }
-        failures = ((max(0, now_us - at_us) // 1000, text) for at_us, text in self._failures)
-        return replace(
-            fleet,
-            agents=tuple(replace(line, latency_us=latencies.get(line.agent)) for line in fleet.agents),
-            failures=tuple(RecentFailure(ago_ms=ago_ms, text=text) for ago_ms, text in failures),
-        )
+
+    def failures(self, now_us: int) -> tuple[RecentFailure, ...]:
+        """Return the last failures, the newest first."""
+        return tuple(RecentFailure(ago_ms=max(0, now_us - at_us) // 1000, text=text) for at_us, text in self._failures)
 
 
 def _failure(report: Report | SyncReport) -> str:

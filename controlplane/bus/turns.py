@@ -27,10 +27,11 @@ from controlplane.bus.callers import Callers
 from controlplane.bus.descriptors import Descriptors
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.recent import Recent
+from controlplane.bus.statuses import Statuses
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
 from controlplane.machine.fleet import UNKNOWN_PEER, member_at
-from controlplane.machine.status import fleet_status
+from controlplane.machine.status import finished, status_steps
 from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.carriers.alarm import Alarm
@@ -47,6 +48,8 @@ TURN_MAX: Final = 128
 """Messages received in one turn. More wait for the next, so that a flood delays nothing else for long."""
 EVENTS_MAX: Final = 64
 """Events that the messages of one turn may give. Most cost far more than an answer; all answers of a turn are one."""
+BYTES_MAX: Final = 256 * 1024
+"""Bytes of messages in one turn, about. Of uploads, each as large as it may be, 128 took 40 ms."""
 FLOOD_TURNS: Final = 40
 """Turns in a row that leave messages unread, full of one connection's messages, before that is cut off."""
 QUIET_TURNS: Final = 50
@@ -77,6 +80,7 @@ class Turns:
         closed: The bus takes no orders: it is not open yet, or closes.
         over: Every ticket has ended.
         callers: Who waits for the bus.
+        statuses: Who waits for the status of the fleet.
         decisions: Who hears of each event and its effects, once they were performed.
         router: Connections of agents and operators.
         publisher: Subscriptions of agents. A new one may take its place at any time.
@@ -105,6 +109,7 @@ class Turns:
         self._floods = defaultdict[bytes, float](float)  # by connection, while messages wait: turns that it filled
         self._descriptors = Descriptors()
         self._recent = Recent()
+        self.statuses = Statuses(self._status_steps, self._send_body)
         self._next_head_us = 0
         self._flush_us: int | None = None
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
@@ -138,10 +143,15 @@ class Turns:
 
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
-        now_us = self.now_us()
-        fleet = fleet_status(self.state, now_us, str(self._log.path), self.inbox.last_heard_us)
-        fleet = self._recent.added_to(fleet, now_us)
-        return replace(fleet, insecure=self.insecure, descriptors=self._descriptors.warning)
+        return finished(self._status_steps())
+
+    def _status_steps(self) -> Generator[None, None, FleetStatus]:
+        now_us, state, log = self.now_us(), self.state, str(self._log.path)
+        latencies_us = self._recent.latencies_us()
+        yield
+        fleet = yield from status_steps(state, now_us, log, self.inbox.last_heard_us, latencies_us)
+        failures, descriptors = self._recent.failures(now_us), self._descriptors.warning
+        return replace(fleet, failures=failures, insecure=self.insecure, descriptors=descriptors)
 
     async def change(self) -> None:
         """Wait until the state may have changed, or the bus has ended."""
@@ -180,7 +190,7 @@ class Turns:
 
     def _due_us(self) -> int:
         """When the next turn is due, whatever arrives. A bus that has stopped has no deadlines."""
-        if self._arrived:
+        if self._arrived or (self.callers.has_orders and self.fault is None):
             return 0
         due_us = self._next_head_us
         if self._flush_us is not None:
@@ -277,7 +287,7 @@ class Turns:
         if at_us >= self._next_head_us:
             self._beat(at_us, drained)
         batch = self.inbox.take_events()
-        batch += self.callers.take_orders(at_us, at_ns)
+        batch += self.callers.take_orders(at_us, at_ns, len(self.inbox.last_heard_us))
         if (deadline_us := self._next_deadline()) is not None and at_us >= deadline_us:
             batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
         if not (batch or self._log.pending or self._unreachable or self.inbox.acks):
@@ -298,9 +308,11 @@ class Turns:
         arrived, room = self._arrived, TURN_MAX - len(self._arrived)
         messages = self.router.recv_many(room) if room > 0 else []
         arrived.extend(messages)
-        receive, decidable = self.inbox.receive, self.inbox.events
-        while arrived and len(decidable) < EVENTS_MAX:
-            receive(arrived.popleft())
+        receive, decidable, nbytes = self.inbox.receive, self.inbox.events, 0
+        while arrived and len(decidable) < EVENTS_MAX and nbytes < BYTES_MAX:
+            frames = arrived.popleft()
+            nbytes += len(frames[-1])
+            receive(frames)
         drained = len(messages) < room
         if drained:
             self._floods.clear()
@@ -314,7 +326,7 @@ class Turns:
         """While messages wait, add up each connection's share of the turns, and cut off who floods the bus."""
         place = 0 if not self._keyed else 1
         for connection, count in Counter(frames[place] for frames in messages).items():
-            self._floods[connection] += count / len(messages)
+            self._floods[connection] += count / TURN_MAX
         newest = messages[-1][place]
         if self._floods[newest] >= FLOOD_TURNS:
             logger.warning("cut off a connection that sends faster than the bus can read")
@@ -474,7 +486,7 @@ class Turns:
         self.inbox.shut_out.clear()
         for connection, request, is_observer in self.inbox.requests:
             if isinstance(request, wire.StatusRequest):
-                self._reply(connection, replace(self.status(), read_only=is_observer))
+                self.statuses.ask(connection, is_observer)
             elif reason := str(self.fault or "") or self.callers.add_operator(connection, request):
                 self._reply(connection, wire.RequestRejected(reason=reason))
         for connection, reason in self.inbox.refused.items():
@@ -484,7 +496,10 @@ class Turns:
 
     def _reply(self, connection: bytes, reply: wire.Reply | wire.Rejoin) -> None:
         for body in wire.encode_reply(reply):
-            self.router.send_nowait([connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body])
+            self._send_body(connection, body)
+
+    def _send_body(self, connection: bytes, body: bytes) -> None:
+        self.router.send_nowait([connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body])
 
     def _wake_watchers(self) -> None:
         if self._changed is not None:

@@ -1,32 +1,68 @@
 """The fleet as one message, for people and programs that watch it. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Final
 
 from controlplane.machine.fleet import CoordinatorState, OpenCommand
 from controlplane.machine.membership import speaks_for_replica
 from controlplane.machine.serving import away_ms, proven_replicas
+from controlplane.machine.tables import as_dict
 from schemas.formatting import describe, format_agents
 from schemas.identity import identity_of
 from schemas.reports import AgentLine, FleetStatus, HeldSync, PendingCommand
 
 OPEN_MAX: Final = 64
 """Open commands that a status names, the oldest first."""
+LINES_AT_ONCE: Final = 256
+"""Agents that one step describes."""
 WAITS_FOR_MAX: Final = 4
 """Commands that a status names for one agent."""
 
 
-def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: Mapping[str, int]) -> FleetStatus:
-    """Return the fleet at one moment.
+def fleet_status(
+    state: CoordinatorState,
+    now_us: int,
+    log: str,
+    last_heard_us: Mapping[str, int],
+    latencies_us: Mapping[str, int] = MappingProxyType({}),
+) -> FleetStatus:
+    """Return the fleet at one moment. The arguments are those of `status_steps`."""
+    return finished(status_steps(state, now_us, log, last_heard_us, latencies_us))
+
+
+def finished(steps: Generator[None, None, FleetStatus]) -> FleetStatus:
+    """Take all steps at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            fleet: FleetStatus = end.value
+            return fleet
+
+
+def status_steps(
+    state: CoordinatorState,
+    now_us: int,
+    log: str,
+    last_heard_us: Mapping[str, int],
+    latencies_us: Mapping[str, int],
+) -> Generator[None, None, FleetStatus]:
+    """Return the steps that make the status of a fleet, of at most two milliseconds each. They return it.
 
     Args:
         now_us: Monotonic clock of the bus.
         log: Path of the run's log.
         last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
+        latencies_us: From publishing a command to the arrival of its newest answer, by agent.
     """
     (serving, unproven), waits_for = proven_replicas(state), _waits_for(state)
-    agents = (
-        AgentLine(
+    yield
+    lines: list[tuple[tuple[object, ...], AgentLine]] = []
+    for name, member in as_dict(state.members).items():
+        replica = member.hello.identity.replica
+        line = AgentLine(
             agent=name,
             incarnation=member.hello.incarnation,
             host=member.hello.host,
@@ -36,17 +72,21 @@ def fleet_status(state: CoordinatorState, now_us: int, log: str, last_heard_us: 
             status=member.status,
             waits_for=tuple(waits_for.get(name, ())),
             away_ms=away_ms(member, now_us),
-            serving=serving.get(member.hello.identity.replica) if speaks_for_replica(member) else None,
+            serving=serving.get(replica) if speaks_for_replica(member) else None,
+            latency_us=latencies_us.get(name),
         )
-        for name, member in state.members.items()
-    )
+        lines.append(((not _is_one_of(line, unproven), line.urgency), line))
+        if len(lines) % LINES_AT_ONCE == 0:
+            yield
+    lines.sort(key=itemgetter(0))
+    yield
     return FleetStatus(
         run=state.run,
         epoch=state.epoch,
         seq=state.seq,
         version=max(desired.version for desired in (state.default_desired, *state.desired.values())),
         log=log,
-        agents=tuple(sorted(agents, key=lambda line: (not _is_one_of(line, unproven), line.urgency))),
+        agents=tuple(line for _, line in lines),
         open=_open(state),
         unproven=tuple(sorted(unproven)),
         pending=tuple(_pending(command, now_us) for command in state.open[:OPEN_MAX]),

@@ -43,7 +43,9 @@ class CoordinatorMark(Struct, frozen=True, kw_only=True):
 
 
 STEP_BYTES: Final = 128 * 1024
-"""Bytes of a state that one step encodes and compresses, about: those of 400 agents, in 0.8 ms."""
+"""Bytes of a state that one step encodes and compresses, about: those of 400 agents, in 0.7 ms."""
+PIECE_BYTES: Final = 700
+"""A piece takes as long as so many bytes more."""
 ENTRIES_AT_ONCE: Final = 64
 """Entries of a table that are encoded together."""
 
@@ -126,7 +128,7 @@ def _compressed(pieces: Iterable[bytes]) -> Generator[None, None, bytes]:
     compressor, nbytes, step, body = zlib.compressobj(1), 0, list[bytes](), list[bytes]()
     for piece in pieces:
         step.append(piece)
-        nbytes += len(piece)
+        nbytes += len(piece) + PIECE_BYTES
         if nbytes >= STEP_BYTES:
             body.append(compressor.compress(b"".join(step)))
             step.clear()

@@ -1,5 +1,6 @@
 """Replies about a fleet of thousands come in parts and are whole again. One with too large a part is refused."""
 
+from collections.abc import Generator
 from pathlib import Path
 
 import anyio
@@ -105,7 +106,11 @@ def test_a_reply_of_which_one_part_is_too_large_is_refused_with_its_size() -> No
 async def test_an_operator_gets_the_status_of_thousands(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "fleet_status", lambda *_: FLEET)
+    def steps(*_: object) -> Generator[None, None, FleetStatus]:
+        yield
+        return FLEET
+
+    monkeypatch.setattr(turns, "status_steps", steps)
     async with Bus("tcp://127.0.0.1:0", RunLog.open(tmp_path / "run.db"), context=context) as bus:
         found: FleetStatus = await ask_status(bus.address)
         assert found == FLEET

@@ -8,9 +8,9 @@ from typing import Literal
 import anyio
 import pytest
 
-from controlplane.bus import turns
+from controlplane.bus import callers, turns
 from controlplane.bus.bus import Bus
-from controlplane.machine.events import CoordinatorEvent
+from controlplane.machine.events import CoordinatorEvent, Issued
 from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.carriers.edge_socket import EdgeSocket
@@ -69,11 +69,18 @@ async def test_a_bus_tells_a_large_fleet_to_send_heartbeats_less_often(
     assert told == [None, 250]
 
 
+@pytest.mark.parametrize(("limit", "most", "in_one_turn"), [("EVENTS_MAX", 4, 4), ("BYTES_MAX", 1, 1)])
 @pytest.mark.parametrize("durability", ["os", "disk"])
 async def test_what_one_turn_leaves_is_taken_by_the_next_and_nothing_has_to_wake_it(
-    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, durability: Literal["os", "disk"]
+    tmp_path: Path,
+    context: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    durability: Literal["os", "disk"],
+    limit: str,
+    most: int,
+    in_one_turn: int,
 ) -> None:
-    monkeypatch.setattr(turns, "EVENTS_MAX", 4)
+    monkeypatch.setattr(turns, limit, most)
     async with opened(tmp_path, context, durability) as bus, agent_dealer(context, bus.address) as dealer:
         await say_hello(dealer, PRIMARY)
         taken: list[int] = []
@@ -88,7 +95,30 @@ async def test_what_one_turn_leaves_is_taken_by_the_next_and_nothing_has_to_wake
         for queued in range(100):
             assert dealer.send_nowait([wire.encode_header(1), wire.encode(AgentStatus(ready=True, queued=queued))])
         await until(lambda: getattr(bus.state.members["0.0"].status, "queued", 0) == 99)
-        assert max(taken) <= 4 and sum(taken) == 100
+        assert max(taken) <= in_one_turn and sum(taken) == 100
+
+
+@pytest.mark.parametrize("durability", ["os", "disk"])
+@pytest.mark.parametrize("ended", ["by the commands", "by the bus"])
+async def test_orders_that_one_turn_leaves_are_taken_by_the_next_in_order(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, durability: Literal["os", "disk"], ended: str
+) -> None:
+    monkeypatch.setattr(callers, "ORDERS_MAX", 3)
+    async with opened(tmp_path, context, durability) as bus:
+        tickets = [bus.publish(FLUSH, Target(), timeout_ms=60_000) for _ in range(10)]
+        if ended == "by the commands":
+            with anyio.fail_after(20):
+                assert [(await ticket).seq for ticket in tickets] == list(range(2, 12))
+    entries = [entry.kind for entry in RunLog.read(tmp_path / "run.db")]
+    assert entries.count("issued") == 10 and entries[-1] == "closed"
+
+
+def test_a_large_fleet_has_fewer_orders_in_a_turn(tmp_path: Path) -> None:
+    waiting = callers.Callers(limit=1000, reply=lambda *_: None)
+    for number in range(100):
+        waiting.add(Issued(at_us=0, at_ns=0, ticket=number + 1, command=FLUSH, target=Target(), timeout_ms=1))
+    taken = [len(waiting.take_orders(1, 1, agents)) for agents in (4096, 10_000, 1024, 64, 0)]
+    assert taken == [1, 1, 4, 64, 30] and not waiting.has_orders
 
 
 async def test_the_bus_rests_only_when_all_is_read(
