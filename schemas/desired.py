@@ -113,22 +113,20 @@ def desired_after(desired: Desired, command: Command | UnknownCommand, targeted:
         targeted: Whether the target of the command includes this unit. `EpochStart` applies in any case.
         identity: Any agent of the replica, or the training rank.
     """
-    if identity.role != ROLLOUT and not isinstance(command, ProfileCommand | EpochStart):
-        return desired
     if identity.mode is OBSERVED:
         return desired
+    if isinstance(command, EngineCommand):  # not a pattern, which takes five times as long
+        ignored = not targeted or desired.sync is not None or identity.role != ROLLOUT
+        return desired if ignored else _after_engine_command(desired, command)
     match command:
-        case EngineCommand():
-            ignored = desired.sync is not None or not targeted
-            return desired if ignored else _after_engine_command(desired, command)
         case EpochStart():
             return orphaned(desired)
         case _ if not targeted:
             return desired
-        case WeightSync():
-            return _after_sync(desired, command, identity)
         case ProfileCommand():
             return _after_profile(desired, command, identity)
+        case WeightSync():
+            return desired if identity.role != ROLLOUT else _after_sync(desired, command, identity)
         case UnknownCommand():
             return desired
         case _:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from schemas.commands import (
     UnknownCommand,
 )
 from schemas.desired import Committed, Desired
-from schemas.events import Answer, EngineObserved, EngineReturned, Perform, RequestResend, Returned, Tick
+from schemas.events import Answer, EngineObserved, EngineReturned, Event, Perform, RequestResend, Returned, Tick
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from tests.unit.machines import (
@@ -33,6 +34,7 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
+from workers.machine.decide import REACTIONS
 from workers.machine.state import AgentState, call_name
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "decision-table.md").read_text("utf-8")
@@ -52,6 +54,10 @@ def skipped(rule: int, reason: Reason) -> tuple[int, Outcome]:
 
 def rule_and_outcome(answer: Answer) -> tuple[int, Outcome]:
     return answer.rule, answer.outcome
+
+
+def test_every_kind_of_event_has_a_reaction() -> None:
+    assert set(REACTIONS) == set(get_args(Event))
 
 
 # --- order: rules 1 to 3 ----------------------------------------------------------------------------------------------

@@ -182,7 +182,8 @@ def _act(state: AgentState, earlier: AgentState, event: CommandReceived, now_ms:
     )
     if isinstance(result, tuple):
         if result:
-            return _begin(state, event, result, now_ms, event.at_ms + event.ttl_ms, effects, before)
+            pursued_again = before if isinstance(command, EngineCommand) else None
+            return _begin(state, event, result, now_ms, event.at_ms + event.ttl_ms, effects, pursued_again)
         return answer_command(state, event, acted(state.engine, command, ()), effects)
     if isinstance(result, Failed):
         state = suppress_failed(state, command, before)
@@ -257,7 +258,6 @@ def _begin(
     before: Desired | None = None,
 ) -> AgentState:
     call_id = state.calls_made + 1
-    before = before if trigger is not None and isinstance(trigger.command, EngineCommand) else None
     activity = Activity(
         trigger=trigger, calls=calls, call_id=call_id, deadline_ms=deadline_ms, before=before, since_ms=now_ms
     )

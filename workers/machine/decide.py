@@ -19,8 +19,8 @@ lease), the machine makes the same calls by itself.
 One transition is missing on purpose: no engine serves before a snapshot has brought the desired state.
 """
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -106,45 +106,13 @@ _SUPERSEDED = Skipped(Reason.SUPERSEDED)
 
 def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, ...]]:
     """Return the next state, and the effects to perform, in order."""
-    engine = state.engine
-    effects: Effects = []
     if state.stopping and not isinstance(event, EngineReturned | Started):
         return state, ()
-    match event:
-        case CommandReceived():
-            state = _on_command(state, event, effects)
-        case EngineReturned():
-            state = _on_returned(state, event, effects)
-        case HeadSeen():
-            state = apply_head(state, event, effects)
-        case SnapshotReceived():
-            state = _on_snapshot(state, event, effects)
-        case EngineObserved():
-            state = _on_observed(state, event, effects)
-        case LeaseExpired():
-            state = _on_lease_expired(state, event, effects)
-        case Tick():
-            state = _on_tick(state, event, effects)
-        case Started() | Stopping() | StacksDumped():
-            state = _on_own_event(state, event, effects)
-        case _:
-            assert_never(event)
-    if engine is not state.engine and relaunched(engine, state.engine) and _out_of_service(state):
+    effects: Effects = []
+    after = REACTIONS[type(event)](state, event, effects)
+    if after.engine is not state.engine and relaunched(state.engine, after.engine) and _out_of_service(after):
         effects.append(Restart())
-    return state, tuple(effects)
-
-
-def _on_own_event(state: AgentState, event: Started | Stopping | StacksDumped, effects: Effects) -> AgentState:
-    """Apply what the agent itself does, and neither the bus nor the engine."""
-    match event:
-        case Started():
-            return _on_started(state, event)
-        case Stopping():
-            return _on_stopping(state, effects)
-        case StacksDumped():
-            return apply_stacks(state, event)
-        case _:
-            assert_never(event)
+    return after, tuple(effects)
 
 
 def next_deadline(state: AgentState) -> int | None:
@@ -229,11 +197,12 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     activity = state.activity
     if activity is None or activity.call_id != event.call_id:
         return state  # the result of a call of an earlier incarnation
-    call, result = activity.calls[0], event.result
-    engine, failure = apply_result(state.engine, call, result, event.observation)
-    engine = _with_progress(engine, event.observation, event.at_ms)
+    call, result, observation = activity.calls[0], event.result, event.observation
+    engine, failure = apply_result(state.engine, call, result, observation)
+    if observation is not None:
+        engine = _with_progress(engine, observation, event.at_ms)
     restarted = engine is not state.engine and relaunched(state.engine, engine)
-    if failure is None and restarted:
+    if restarted and failure is None:
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
     if failure is not None:
@@ -248,9 +217,9 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
     rest = activity.calls[1:]
     if rest and state.waits_paused:  # a command that was decided before the bus was lost may still resume
         rest = tuple(call for call in rest if not isinstance(call, Resume))
-    if rest and not activity.overdue and state.stopping:
-        return _stop_within(replace(state, engine=engine), activity, completed, effects)
     if rest and not activity.overdue:
+        if state.stopping:
+            return _stop_within(replace(state, engine=engine), activity, completed, effects)
         call_id = state.calls_made + 1
         activity = replace(
             activity,
@@ -263,7 +232,7 @@ def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> 
         )
         effects.append(Perform(call_id=call_id, call=rest[0]))
         return replace(state, engine=engine, activity=activity, calls_made=call_id)
-    answers, trigger = state.answers, activity.trigger
+    trigger, answers = activity.trigger, state.answers
     if trigger is not None and not activity.overdue:
         answer = answer_to(trigger, acted(engine, trigger.command, completed, reported))
         effects.append(answer)
@@ -285,7 +254,7 @@ def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Acti
     return state, replace(activity, calls=(*activity.calls[:1], *rest)), failure or lacking
 
 
-def _on_stopping(state: AgentState, effects: Effects) -> AgentState:
+def _on_stopping(state: AgentState, _: Stopping, effects: Effects) -> AgentState:
     if awaits_push(state):
         message = "the agent was asked to end while it waited for the trainer to push the weights."
         state = end_wait(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
@@ -414,7 +383,7 @@ def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) 
     return proceed(state, event.at_ms, effects)
 
 
-def _on_started(state: AgentState, event: Started) -> AgentState:
+def _on_started(state: AgentState, event: Started, _: Effects) -> AgentState:
     """Begin an incarnation. Commands that were received but not decided are forgotten; decisions are not.
 
     The engine is not called before it has been observed: it may have changed or been relaunched in the meantime.
@@ -457,9 +426,7 @@ def _on_observed(state: AgentState, event: EngineObserved, effects: Effects) -> 
     return proceed(state, event.at_ms, effects)
 
 
-def _with_progress(engine: EngineState, observation: Observation | None, at_ms: int) -> EngineState:
-    if observation is None:
-        return engine
+def _with_progress(engine: EngineState, observation: Observation, at_ms: int) -> EngineState:
     progress = progress_after(engine.progress, observation, engine.generating, at_ms)
     return engine if progress is engine.progress else replace(engine, progress=progress)
 
@@ -478,3 +445,18 @@ def _resolve_interruption(
             outcome = acted(engine, trigger.command, (*interrupted.completed, call_name(call)))
         state = answer_command(state, trigger, outcome, effects)
     return proceed(state, event.at_ms, effects)
+
+
+REACTIONS: Final[dict[type[Event], Callable[[AgentState, Any, Effects], AgentState]]] = {
+    CommandReceived: _on_command,
+    EngineReturned: _on_returned,
+    HeadSeen: apply_head,
+    SnapshotReceived: _on_snapshot,
+    EngineObserved: _on_observed,
+    LeaseExpired: _on_lease_expired,
+    Tick: _on_tick,
+    Started: _on_started,
+    Stopping: _on_stopping,
+    StacksDumped: apply_stacks,
+}
+"""What each kind of event leads to. A dict: patterns of classes that do not match take as long as a whole function."""

@@ -33,7 +33,7 @@ def ask_for_stacks(state: AgentState, effects: list[Effect]) -> AgentState:
     return replace(state, activity=replace(state.activity, stacks=""))
 
 
-def apply_stacks(state: AgentState, event: StacksDumped) -> AgentState:
+def apply_stacks(state: AgentState, event: StacksDumped, _: list[Effect]) -> AgentState:
     """Note what became of a dump, unless the call has returned meanwhile."""
     activity = state.activity
     if activity is None or activity.call_id != event.call_id:
