@@ -516,10 +516,11 @@ async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[F
     except TimeoutError:
         lacking = (f"  {name} lacks: {what}" for name, what in what_agents_lack(bus.state, since_us).items())
         fleet = await bus.status_in_steps()
-        lines = [f"expected {count} agents, all of them serving, within {timeout_s:g} s:", *lacking, str(fleet)]
+        expected = "1 agent that serves" if count == 1 else f"{count} agents, all of them serving,"
+        lines = [f"expected {expected} within {timeout_s:g} s:", *lacking, str(fleet)]
         advice = (
-            f"Agents must be started with --bus {_as_dialled(bus.address)}. Read the logs of the others: each says "
-            "which address it connects to and what it waits for"
+            f"Agents must be started with --bus {_as_dialled(bus.address)}. Read the logs of those that are not here: "
+            "each says which address it connects to and what it waits for"
         )
         ticket.fail(AgentsMissing("\n".join([*lines, advice])))
     except BaseException as error:

@@ -37,8 +37,8 @@ async def end_context(context: Context) -> None:
 def warn_of_exposure(address: str) -> None:
     """Say, in red on a terminal, that there are no keys where other machines can reach the bus."""
     text = (
-        f"INSECURE: anybody who can reach {address} can command the engines. `rolloutctl keys new` makes keys; pass "
-        "them as `keys`, instead of insecure=True"
+        f"INSECURE: anybody who can reach {address} can command the engines. `rolloutctl keys new NAME` makes keys; "
+        "pass them as `keys`, instead of insecure=True"
     )
     # A logger of its own: the others make a terminal's control characters harmless, and these are ours.
     logger = logging.getLogger("rolloutctl.exposure")

@@ -85,7 +85,7 @@ class KeyFolder:
     def server_pair(self) -> KeyPair:
         """Return the bus's own pair."""
         if not self._server.exists():
-            raise KeyFileError(f"{self.path} holds no key of a bus: `rolloutctl keys new` makes one")
+            raise KeyFileError(f"{self.path} holds no key of a bus: `rolloutctl keys new NAME` makes one")
         pair = read_struct(self._server, KeyPair, secret=True)
         check_pair(self._server, pair)
         return pair

@@ -93,7 +93,9 @@ def main() -> None:
         code = _fail(error, 2)
     except RolloutctlError as error:
         code = _fail(error, 3)
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    interrupt.leave_if_asked(code)
+    sys.exit(code)
 
 
 def _fail(error: Exception, code: int) -> int:

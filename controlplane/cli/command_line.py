@@ -124,13 +124,19 @@ class Group(click.Group):
         return _with_variables(super().get_params(ctx), self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Move what this group does not know behind the name of the command, which may know it."""
+        """Move what this group does not know behind the name of the command, which may know it.
+
+        `help X` is `X --help`.
+        """
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         names = set(self.list_commands(ctx))
         position = next((index for index, word in enumerate(args) if word in names), None)
         leading = args[:position]
         if position is not None and "--" not in leading:
             own, others = _divided(leading, self.get_params(ctx))
-            args = [*own, args[position], *others, *args[position + 1 :]]
+            if not others or others[0].startswith("-"):  # else that word is meant as the command
+                args = [*own, args[position], *others, *args[position + 1 :]]
         return super().parse_args(ctx, args)
 
     def resolve_command(

@@ -30,7 +30,7 @@ from controlplane.record.log import RunLog
 from schemas.carriers.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
-from schemas.errors import AgentError, ConfigError
+from schemas.errors import AgentError, ConfigError, EngineError
 from schemas.formatting import count_outcomes, markup, one_line
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import Report
@@ -61,7 +61,7 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     every step its new weights reach them over the bus. Two steps are profiled. At the end the log is replayed.
     """
     if find_spec("torch") is None or find_spec("safetensors") is None:
-        raise ConfigError("the demo trains a model and needs torch: pip install 'rolloutctl[torch]'")
+        raise EngineError("the demo trains a model and needs torch: pip install 'rolloutctl[torch]'")
     out = (out or Path("rolloutctl-demo") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty: give --out a folder that does not exist yet")

@@ -62,6 +62,15 @@ def leave_soon(code: int) -> None:
         end_soon(code)
 
 
+def leave_if_asked(code: int) -> None:
+    """End the process if Ctrl-C asked for it and all is closed. With torch, the interpreter's own end takes seconds."""
+    if _pending.is_set():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
 @contextlib.contextmanager
 def before_end(restore: Callable[[], None]) -> Iterator[None]:
     """Have `restore` called if the process is ended within the block without waiting for it."""

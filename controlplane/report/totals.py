@@ -140,7 +140,7 @@ class RunReport(Struct, kw_only=True):
             "not ready": len(self.unready),
             "not concluded": len(self.unconcluded),
             "without a trace": self.untraced,
-            "refused": sum(refusal.count for refusal in self.refused) + self.left_out["refused"],
+            "refused by the bus": sum(refusal.count for refusal in self.refused) + self.left_out["refused"],
             "found in the observed run": len(self.findings),
             "broken invariants": len(self.violations) - len(self.findings) + self.left_out["violations"],
             "damaged": int(bool(self.damage)),

@@ -133,8 +133,8 @@ def _bind(sock: zmq.Socket[bytes], address: str, queued_max: int, insecure: bool
         elif not insecure and not is_local(address):
             raise BusAddressError(
                 f"refused to bind {address!r}: other machines can reach it, and without keys anybody on them could "
-                "command the engines. Make keys (`rolloutctl keys new`) and pass keys=…, bind tcp://127.0.0.1, or pass "
-                "insecure=True on a network that you trust"
+                "command the engines. Make keys (`rolloutctl keys new NAME`) and pass keys=…, bind tcp://127.0.0.1, or "
+                "pass insecure=True on a network that you trust"
             )
         if address.startswith("ipc://"):
             _require_unused(address)

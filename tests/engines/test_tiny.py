@@ -170,6 +170,17 @@ async def test_tokens_depend_on_the_weights_alone(bench: Bench) -> None:
     assert completions[0] == completions[2] != completions[1]
 
 
+def test_a_checkpoint_is_not_saved_over_another(tmp_path: Path) -> None:
+    save(TinyModel(TinyConfig(), seed=1), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(
+        FileExistsError, match=r"/model\.safetensors is there already, and no checkpoint is ever replaced"
+    ):
+        save(TinyModel(TinyConfig(), seed=2), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
 async def test_a_load_takes_what_was_read_before_the_pause(bench: Bench) -> None:
     staging, load = bench.engine._staging, bench.save(1)
     await bench.do(Resume(), CheckSource(load.source, load.manifest, load.version))

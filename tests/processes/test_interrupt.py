@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +18,7 @@ import pytest
 
 from controlplane import ControlPlane
 from controlplane.cli.interrupt import CODE
-from tests.running import environment
+from tests.running import ROOT, environment, python
 from tests.waiting import wait_until
 
 HUNG = """
@@ -195,6 +196,34 @@ def test_a_command_in_the_middle_of_code_that_an_import_evaluates(tmp_path: Path
         [sys.executable, "-m", "evaluating", "status"], env=environment(), cwd=tmp_path, capture_output=True, timeout=60
     )
     assert ended.returncode == CODE, ended.stderr
+
+
+def test_a_command_whose_code_is_still_imported(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["rolloutctl"].partition(":")
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = python("-c", f"from {module} import {function}; {function}()", "status", env=path)
+    assert (ended.returncode, ended.stderr) == (CODE, "")
+
+
+def test_a_command_whose_libraries_take_long_to_end(tmp_path: Path) -> None:
+    """As torch does. What had to be closed is closed by then."""
+    (tmp_path / "slow.py").write_text(
+        "import atexit, signal, time\n"
+        "import click\n"
+        "from controlplane.cli import __main__ as program\n"
+        "@click.command()\n"
+        "def slow():\n"
+        "    atexit.register(time.sleep, 3600)\n"
+        "    click.echo('a result', nl=False)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "program.COMMANDS['status'] = 'slow:slow'\n"
+        "if __name__ == '__main__':\n"
+        "    program.main()\n"
+    )
+    ended = python("-m", "slow", "status", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr.strip()) == (CODE, "a result", "")
 
 
 @pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.long)])

@@ -106,6 +106,7 @@ def test_a_failure_is_printed_and_exits_with_1(plane: ControlPlane, engine: Engi
         (("explode",), "No such command"),
         (("stats",), "No such command 'stats'; did you mean status?"),
         (("log", "shw"), "No such command 'shw'; did you mean show?"),
+        (("stats", "report"), "No such command 'stats'; did you mean status?"),
         (("pause", "--replica", "0"), "--replicas"),
         (("pause", "--bus", "tcp://127.0.0.1:1", "--replicas", "3-1"), "'3-1' ends before it begins"),
         (("pause", "--bus", "tcp://127.0.0.1:1", "--replicas", "0-99999999999"), "out of bounds"),
@@ -118,6 +119,21 @@ def test_bad_usage_is_one_clear_line_and_exits_with_2(args: tuple[str, ...], say
     assert done.returncode == 2, done
     assert says in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (("help",), "Usage: rolloutctl [OPTIONS] COMMAND [ARGS]..."),
+        (("help", "status"), "Usage: rolloutctl status [OPTIONS]"),
+        (("help", "log", "show"), "Usage: rolloutctl log show [OPTIONS] FILE"),
+        (("log", "help", "show"), "Usage: rolloutctl log show [OPTIONS] FILE"),
+    ],
+    ids=" ".join,
+)
+def test_help_is_also_a_word(words: tuple[str, ...], first: str) -> None:
+    done = rolloutctl(*words)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[0]) == (0, "", first)
 
 
 def test_no_answer_exits_with_3() -> None:

@@ -207,7 +207,7 @@ def test_absent_agents_are_named(plane: ControlPlane, tmp_path: Path) -> None:
 
 
 def test_an_empty_fleet_is_named_too(plane: ControlPlane) -> None:
-    with pytest.raises(errors.AgentsMissing, match="expected 1 agents.*\n.* 0 agents\n") as caught:
+    with pytest.raises(errors.AgentsMissing, match="expected 1 agent that serves within.*\n.* 0 agents\n") as caught:
         plane.wait_for_agents(1, timeout=0.05).wait()
     assert f"must be started with --bus {plane.address}." in str(caught.value)
 

@@ -385,7 +385,11 @@ def test_truncated_lists_say_so() -> None:
         bus.sync()  # all but the first are refused: only one sync runs at a time
     report = bus.report()
     (refused,) = report.refused
-    assert (len(report.unconcluded), refused.count, report.verdict) == (61, 499, "61 not concluded, 499 refused")
+    assert (len(report.unconcluded), refused.count, report.verdict) == (
+        61,
+        499,
+        "61 not concluded, 499 refused by the bus",
+    )
     page = bus.page()
     assert "And 11 more.</p>" in page and "(499 times, until " in page
 
@@ -395,7 +399,7 @@ def test_more_reasons_to_refuse_than_are_listed_are_counted() -> None:
     totals = Totals(report)
     for number in range(MAX_FAILURES + 7):
         totals.refused("x" * number, number)
-    assert len(report.refused) == MAX_FAILURES and report.verdict == f"{MAX_FAILURES + 7} refused"
+    assert len(report.refused) == MAX_FAILURES and report.verdict == f"{MAX_FAILURES + 7} refused by the bus"
     assert f"And {MAX_FAILURES + 7 - 50} more: <code>rolloutctl log show run.db</code>" in html(report)
 
 

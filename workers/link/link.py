@@ -397,7 +397,7 @@ class Link:
 
     async def _ask_elsewhere(self) -> None:
         """Dial beside the old connection, and take its place if only the new one is answered."""
-        if not self._unanswered:
+        if not self._unanswered and self._was_welcomed():
             silent_s = (self._now_ms() - self._answered_ms) / 1000
             logger.warning("agent %s lost its bus: no answer from %s for %.1f s", self._agent, self._bus, silent_s)
         self._unanswered += 1
@@ -414,7 +414,8 @@ class Link:
                 with anyio.move_on_after(None if watched else CONNECT_S) as connecting:
                     await dealer.send([self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))])
                 if not connecting.cancelled_caught and await self._answers(dealer):
-                    logger.warning("agent %s: the bus answers on a new connection only: joining again", self._agent)
+                    if self._was_welcomed():
+                        logger.warning("agent %s: the bus answers on a new connection only: joining again", self._agent)
                     dealer, self._dealer = self._dealer, dealer
                     self._note_found(self._now_ms())
                     self._answered_ms, self._asked_ms = self._now_ms(), None
@@ -423,8 +424,13 @@ class Link:
                 dealer.close(0)
         self._asking = None
 
+    def _was_welcomed(self) -> bool:
+        """Whether there is a bus to lose. Until then, `_waiting` says what the agent waits for."""
+        return isinstance(self._intervals, wire.Welcome)
+
     def _note_found(self, at_ms: int) -> None:
-        logger.info("agent %s found its bus again after %.1f s", self._agent, (at_ms - self._answered_ms) / 1000)
+        if self._was_welcomed():
+            logger.info("agent %s found its bus again after %.1f s", self._agent, (at_ms - self._answered_ms) / 1000)
         self._unanswered = 0
 
     async def _answers(self, dealer: DialledSocket) -> bool:

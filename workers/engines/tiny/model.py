@@ -144,6 +144,10 @@ def save(model: TinyModel, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     part, whole = directory / "model.safetensors.part", directory / "model.safetensors"
-    safetensors.torch.save_file(weights(model), part)
-    os.link(part, whole)  # unlike a rename, it never replaces
-    part.unlink()
+    try:
+        safetensors.torch.save_file(weights(model), part)
+        os.link(part, whole)  # unlike a rename, it never replaces
+    except FileExistsError:
+        raise FileExistsError(f"{whole} is there already, and no checkpoint is ever replaced") from None
+    finally:
+        part.unlink(missing_ok=True)
