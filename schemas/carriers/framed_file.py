@@ -5,8 +5,8 @@ Theory of operation.
 - `append` writes a group with one call. It returns when the system has it; with `flush`, when the disk has it. If it
   raises, nothing of the group counts, and what was written of it is cut off again.
 - There is one writer: it locks the file itself, until it closes or dies (`writer_lock`).
-- Before each group the writer looks whether its file is still there, and as long as it left it. If another program
-  changed it, no group is written any more: nobody would find it.
+- Before each group the writer looks whether its file was deleted, or is not as long as it left it; and whether it was
+  moved, unless it has just looked. If another program changed it, no group is written any more: nobody would find it.
 - `drop_before` gives up old groups. A thread copies what is kept into a file beside, since that waits for the disk. A
   later `append` adds what was written meanwhile, and renames the copy over the file. By then the copy is on the disk,
   so a power cut leaves the one or the other; and it is locked, so the file is never without its lock. A reader that
@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Final, NoReturn, Self
 
 from schemas.carriers import writer_lock
@@ -39,6 +40,8 @@ from schemas.logs import logger_of
 
 logger = logger_of("journal")
 
+LOOK_S: Final = 0.1
+"""Longest time for which a file that was moved is still written. To look a name up costs as much as to write a group."""
 COPY_BYTES: Final = 1 << 20
 """Bytes that are copied at a time."""
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -116,6 +119,7 @@ class FramedFile(FrameReader):
         self._replaced: _Draft | None = None  # the file before, until it is closed
         self._made_in, self._forks = os.getpid(), len(forks)
         self._watch = writer_lock.Watch(str(real))
+        self._look_at_s = 0.0  # when the file is looked up again under its name
         self._fault = ""  # why no more groups are taken
         self._worker = ThreadPoolExecutor(1, "rolloutctl-journal")
         self._copy: _Copy | None = None
@@ -180,8 +184,7 @@ class FramedFile(FrameReader):
         """
         if self._fault or self._descriptor < 0 or len(forks) != self._forks:
             self._refuse()
-        if change := self._watch.change(self._at - self._dropped):
-            self._interfered(change)
+        self._look()
         if self._made is not None and self._made.done():
             self._switch()
         group = encode_frame(kind, self.sequence, self._seed, payload)
@@ -260,6 +263,16 @@ class FramedFile(FrameReader):
         if self._fault:
             raise LogError(f"{self.path}: {self._fault}; the file takes no more groups")
         raise LogError(f"{self.path}: is closed")
+
+    def _look(self) -> None:
+        """Raise LogError if another program has changed the file."""
+        now_s, size = monotonic(), self._at - self._dropped
+        found = os.fstat(self._descriptor)
+        if found.st_size == size and found.st_nlink and now_s < self._look_at_s:
+            return
+        if change := self._watch.change(size):
+            self._interfered(change)
+        self._look_at_s = now_s + LOOK_S
 
     def _interfered(self, change: str) -> NoReturn:
         self._fault = (

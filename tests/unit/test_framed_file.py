@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import textwrap
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -243,6 +244,10 @@ def test_a_fork_that_outlives_its_writer_does_not_keep_the_lock(path: Path) -> N
 # --- a file that is taken away ----------------------------------------------------------------------------------------
 
 
+def move(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
 def replace(path: Path) -> None:
     copy = path.with_name("copy")
     copy.write_bytes(path.read_bytes())
@@ -256,7 +261,7 @@ def extend(path: Path) -> None:
 
 TAKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: path.unlink(), "was deleted or moved"),
-    (lambda path: path.rename(path.with_name("elsewhere")), "was deleted or moved"),
+    (move, "was deleted or moved"),
     (replace, "was replaced by another file"),
     (lambda path: os.truncate(path, 50), r"was cut from \d+ to 50 bytes"),
     (lambda path: os.truncate(path, 0), r"was cut from \d+ to 0 bytes"),
@@ -267,19 +272,37 @@ TAKEN: list[tuple[Callable[[Path], object], str]] = [
 @pytest.mark.parametrize(("take", "words"), TAKEN, ids=["delete", "move", "replace", "cut", "empty", "extend"])
 @pytest.mark.parametrize("dropping", [True, False])
 def test_nothing_is_written_once_another_program_has_changed_the_file(
-    path: Path, take: Callable[[Path], object], words: str, dropping: bool
+    path: Path, take: Callable[[Path], object], words: str, dropping: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as file:
         fill(file, 10)
         if dropping:
             drop(file, file.end)
         take(path)
+        if take is move:
+            monkeypatch.setattr(framed_file, "monotonic", lambda: time.monotonic() + framed_file.LOOK_S)
         left = path.read_bytes() if path.exists() else None
         for _ in range(2):
             with pytest.raises(LogError, match=f"another program interfered.*{words}"):
                 file.append(1, b"x")
     assert (path.read_bytes() if path.exists() else None) == left
     assert not list(path.parent.glob("*.new"))
+
+
+def test_a_file_that_was_moved_takes_groups_for_a_moment_and_loses_none(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(framed_file, "monotonic", lambda: now_s[0])
+    with opened(path) as file:
+        fill(file, 10)
+        move(path)
+        now_s[0] += 0.9 * framed_file.LOOK_S
+        fill(file, 20)
+        now_s[0] += 0.2 * framed_file.LOOK_S
+        with pytest.raises(LogError, match="was deleted or moved"):
+            file.append(1, b"x")
+    assert sequences(path.with_name("elsewhere")) == list(range(1, 21))
 
 
 # --- no space, and a failing disk -------------------------------------------------------------------------------------
