@@ -53,7 +53,7 @@ logger = logger_of("agent")
 ENGINE_CLOSE_S: Final = 30.0
 """Longest time that closing an engine may take."""
 
-_COMMITTED_LATER = (events.CommandReceived, events.HeadSeen, events.Tick)
+_COMMITTED_LATER = frozenset((events.CommandReceived, events.HeadSeen, events.Tick))
 """Events whose decisions may wait for the next commit, unless they are written first or enter a new epoch."""
 
 
@@ -204,7 +204,7 @@ class Agent:
 
     def _begin(self) -> None:
         """Begin an incarnation: dial the bus, and give the machine `Started`."""
-        incarnation, alarm = secrets.token_hex(16), Alarm(self._on_time)
+        incarnation, alarm, journal = secrets.token_hex(16), Alarm(self._on_time), self._journal
 
         def wake_at(at_ms: int) -> None:
             alarm.set(at_ms / 1000)
@@ -213,7 +213,7 @@ class Agent:
             bus=self._bus,
             identity=self.identity,
             incarnation=incarnation,
-            journal=self._journal,
+            journal=journal,
             config=self._config,
             context=self._context,
             handle=self._step,
@@ -227,7 +227,7 @@ class Agent:
             self._commanded,
             self._traces,
             observe_ms=self._config.observe_ms,
-            state=lambda: self.state,
+            state=lambda: journal.state,
             handle=self._step,
             now_ms=self._now_ms,
             wake_at=wake_at,

@@ -12,7 +12,7 @@ Rule 5  To wait for weights that the trainer pushes calls nothing. The engine is
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final
 
 import anyio
 from anyio import CancelScope
@@ -56,8 +56,6 @@ WARN_AGAIN_MS: Final = 60_000
 _DONE = Returned()
 _ONLY_OBSERVED = (Observe, AwaitPush)
 _DISK_CALLS = (CollectTraces, FinishProfile)
-
-T = TypeVar("T")
 
 
 class EngineDriver:
@@ -172,8 +170,12 @@ class EngineDriver:
             self._handle(EngineObserved(at_ms=self._now_ms(), observation=observation))
 
     async def _make(self, perform: Perform) -> None:
-        result = await _or_fault(self._perform(perform.call))
-        self._warn_if_unanswered(perform.call, result)
+        try:
+            result: Returned | Fault = await self._perform(perform.call)
+        except Exception as error:
+            result = fault_of(error)
+        if isinstance(result, Fault):
+            self._warn_if_unanswered(perform.call, result)
         self._report(perform, recordable(result), await self._observe())
 
     def _report(self, perform: Perform, result: Returned | Fault, observation: Observation | None) -> None:
@@ -182,18 +184,18 @@ class EngineDriver:
         event = EngineReturned(at_ms=self._now_ms(), call_id=perform.call_id, result=result, observation=observation)
         self._handle(event)
 
-    async def _perform(self, call: Call) -> Returned:
+    def _perform(self, call: Call) -> Awaitable[Returned]:
         if self._commanded is None:
             raise UnsupportedError("this agent only observes: it makes no calls.")
         if isinstance(call, _ONLY_OBSERVED):
-            return _DONE  # the observation that follows is what was asked for
+            return _only_observed()
         if isinstance(call, _DISK_CALLS):
             if self._traces is None:
                 raise UnsupportedError("this agent was started without a traces root, so it knows of no traces.")
-            return await self._traces.perform(call)
+            return self._traces.perform(call)
         activity = self._state().activity
         timeout_s = (activity.deadline_ms - self._now_ms()) / 1000 if activity is not None else 0.0
-        return await self._commanded.perform(call, max(0.0, timeout_s))
+        return self._commanded.perform(call, max(0.0, timeout_s))
 
     async def _observe_unless_ended(self) -> Observation | None:
         with CancelScope() as self._observing:
@@ -201,8 +203,10 @@ class EngineDriver:
         return None
 
     async def _observe(self) -> Observation | None:
-        observation = await _or_fault(self._engine.observe())
-        if isinstance(observation, Fault):
+        try:
+            observation = await self._engine.observe()
+        except Exception as error:
+            fault_of(error)
             return None
         known = observation == self._observed
         return observation if known or is_readable(EngineObserved(at_ms=0, observation=observation)) else None
@@ -216,12 +220,12 @@ class EngineDriver:
             self._warned_ms = now
             logger.warning("agent %s: %s", self._state().identity.agent, observation.trouble)
 
-    def _warn_if_unanswered(self, call: Call, result: Returned | Fault) -> None:
+    def _warn_if_unanswered(self, call: Call, fault: Fault) -> None:
         """Log a failure that no outcome reports, because no command waits for the call, or none does any more."""
         state = self._state()
         activity = state.activity
-        if isinstance(result, Fault) and activity is not None and (activity.trigger is None or activity.overdue):
-            name, reason = type(call).__name__, result.message
+        if activity is not None and (activity.trigger is None or activity.overdue):
+            name, reason = type(call).__name__, fault.message
             logger.warning("agent %s: %s, which no command waits for, failed: %s", state.identity.agent, name, reason)
 
 
@@ -237,19 +241,21 @@ def recordable(result: Returned | Fault) -> Returned | Fault:
     return result
 
 
-async def _or_fault(call: Awaitable[T]) -> T | Fault:
-    """Return what the engine returns, or the reason why not. An adapter may be anybody's code, so all errors count."""
-    try:
-        return await call
-    except CheckpointError as error:
-        return Fault("source_refused", str(error)[:MESSAGE_MAX])
-    except UnsupportedError as error:
-        return Fault("unsupported", str(error)[:MESSAGE_MAX])
-    except EngineError as error:
-        return Fault("engine_error", str(error)[:MESSAGE_MAX])
-    except Exception as error:
-        logger.debug("the engine's adapter raised", exc_info=True)
-        return Fault("engine_error", f"{type(error).__name__}: {error}"[:MESSAGE_MAX])
+async def _only_observed() -> Returned:
+    return _DONE  # the observation that follows is what was asked for
+
+
+def fault_of(error: Exception) -> Fault:
+    """Return why an engine did not do what it was asked. An adapter may be anybody's code, so all errors count."""
+    match error:
+        case CheckpointError():
+            return Fault("source_refused", str(error)[:MESSAGE_MAX])
+        case UnsupportedError():
+            return Fault("unsupported", str(error)[:MESSAGE_MAX])
+        case EngineError():
+            return Fault("engine_error", str(error)[:MESSAGE_MAX])
+    logger.debug("the engine's adapter raised", exc_info=error)
+    return Fault("engine_error", f"{type(error).__name__}: {error}"[:MESSAGE_MAX])
 
 
 def is_readable(event: Event) -> bool:

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, cast
 
 import anyio
 import zmq
@@ -49,7 +49,8 @@ BURST: Final = 64  # messages that a task sends and receives before it yields to
 _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 _NOW, _NOW_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT) | int(zmq.SNDMORE)
 # The base class of zmq.Socket: the same calls at half the cost.
-_send, _recv, _get = PlainSocket.send, PlainSocket.recv, PlainSocket.get
+_send, _recv = PlainSocket.send, PlainSocket.recv
+_get = cast("Callable[[PlainSocket, int], int]", PlainSocket.get)  # asked for a number only
 
 
 class Sent(Enum):
@@ -334,7 +335,6 @@ class EdgeSocket:
             events = _get(self._sock, _EVENTS)
         except zmq.ZMQError as error:
             raise self._translate(error) from error
-        assert isinstance(events, int)
         self._empty = not events & _POLLIN
         for waiter in self._waiters:
             if events & waiter.flag:

@@ -75,7 +75,7 @@ class _Start(NamedTuple):
     number: int
 
 
-class _Group(NamedTuple):
+class _Group(Struct, frozen=True, gc=False):
     """A group of decisions, with the number of the decision before it and of its last one."""
 
     before: int
@@ -159,14 +159,14 @@ class Journal:
         """Write what was appended. Raises AgentError if that fails; then the agent must stop acting."""
         if not self._uncommitted:
             return
-        before, payload = self.committed, encode(self._uncommitted)
+        before, number, recent, payload = self.committed, self.number, self._recent, encode(self._uncommitted)
         self._write(DECISIONS, payload)
-        if self._recent and self._recent[-1].last != before:  # Ctrl-C came between the two lines above
-            self._recent.clear()
-        self._recent.append(_Group(before, self.number, payload))
-        while self.number - self._recent[0].before > RECENT_MAX and len(self._recent) > 1:
-            self._recent.popleft()
-        if self.number - self._marks[-1].number >= MARK_EVERY:
+        if recent and recent[-1].last != before:  # Ctrl-C came between the two lines above
+            recent.clear()
+        recent.append(_Group(before, number, payload))
+        while number - recent[0].before > RECENT_MAX and len(recent) > 1:
+            recent.popleft()
+        if number - self._marks[-1].number >= MARK_EVERY:
             self._mark()
 
     def join_run(self, run: str) -> None:
@@ -182,23 +182,23 @@ class Journal:
         `count` of them and at most `nbytes`, but always at least one. Raises LogError if the file cannot be read.
         """
         if self._recent and self._recent[0].before <= number:
-            groups: Iterable[tuple[int, bytes]] = (
-                (before, payload) for before, last, payload in self._recent if last > number
-            )
+            groups: Iterable[_Group] = (group for group in self._recent if group.last > number)
         else:
             groups = self._read(number)
         decisions: list[Decision] = []
-        last = number
-        for before, payload in groups:
-            for at, entry in enumerate(entries_decoder.decode(payload), before + 1):
-                if at <= number:
-                    continue
-                nbytes -= len(entry.event) + len(entry.effects)
-                if decisions and (len(decisions) >= count or nbytes < 0):
-                    return at - len(decisions), tuple(decisions)
-                decisions.append(Decision(entry.event, entry.effects))
-                last = at
-        return last + 1 - len(decisions), tuple(decisions)
+        first = number + 1
+        for group in groups:
+            entries = entries_decoder.decode(group.payload)
+            if not decisions:
+                first = max(first, group.before + 1)
+                entries = entries[first - 1 - group.before :]
+            for entry in entries:
+                event, effects = entry.event, entry.effects
+                nbytes -= len(event) + len(effects)
+                if decisions and (nbytes < 0 or len(decisions) >= count):
+                    return first, tuple(decisions)
+                decisions.append(Decision(event, effects))
+        return first, tuple(decisions)
 
     def release(self, through: int) -> None:
         """Drop decisions up to and including `through`, which the bus has, unless they are needed for a restart."""
@@ -238,8 +238,8 @@ class Journal:
         self._write(MARK, encode(Mark(number=self.number, run=self.run, state=self.state)))
         self._marks.append(start)
 
-    def _read(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the groups in the file from one at or before decision `number` + 1 on, and the number before each."""
+    def _read(self, number: int) -> Iterator[_Group]:
+        """Yield the groups in the file that have decisions behind decision `number`."""
         self._forget_dropped()
         starts = [start for start in (*self._marks, self._reading) if start.number <= number]
         before = max((start.number for start in starts), default=self._marks[0].number)
@@ -247,8 +247,10 @@ class Journal:
         for frame in self._file.frames(place):
             if frame.kind == DECISIONS:
                 self._reading = _Start(frame.place, before)
-                yield before, frame.payload
-                before += len(entries_decoder.decode(frame.payload))
+                last = before + len(entries_decoder.decode(frame.payload))
+                if last > number:
+                    yield _Group(before, last, frame.payload)
+                before = last
 
     def _forget_dropped(self) -> None:
         first = self._file.first

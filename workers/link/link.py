@@ -29,6 +29,7 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas import wire
+from schemas.carriers.edge_socket import Sent
 from schemas.carriers.handshakes import DialledSocket
 from schemas.carriers.keys import Credentials, KeySource
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber, stays_here
@@ -144,7 +145,8 @@ class Link:
         self._unanswered = 0  # attempts to reach the bus on another connection since it last answered
         self._asking: CancelScope | None = None  # of the attempt to reach the bus on another connection
         self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
-        self._upload = DecisionUpload(journal, config.batch, self._send, now_ms, wake_at)
+        delay_ms = _upload_delay_ms(self._intervals)
+        self._upload = DecisionUpload(journal, config.batch, delay_ms, self._send, now_ms, wake_at)
         self._waiting, self._malformed = WaitWarning(self._agent), MalformedWarning(self._agent)
 
     @property
@@ -187,12 +189,8 @@ class Link:
 
     def note_decision(self, state: AgentState) -> None:
         """Note a decision that led to `state`: upload it soon, and report at once if the agent became ready."""
-        self._upload.note(self._upload_delay_ms)
+        self._upload.note()
         self._heartbeat.note(state)
-
-    @property
-    def _upload_delay_ms(self) -> int:
-        return self._intervals.heartbeat_ms // 4
 
     def notice_time(self, now_ms: int) -> None:
         """Upload what was decided if it is time."""
@@ -257,7 +255,7 @@ class Link:
                 "journal away and start the agent again: it begins a new journal and reads its engine"
             )
         self._heartbeat.restart()
-        self._upload.start(welcome.recorded_decisions, self._upload_delay_ms)
+        self._upload.start(welcome.recorded_decisions, _upload_delay_ms(welcome))
         self._welcomed.set()
 
     async def _serve(self, session: _Session) -> None:
@@ -535,7 +533,7 @@ class Link:
         if len(body) > wire.MAX_BYTES - 1024:
             logger.error("agent %s can't send %d bytes in one message", self._agent, len(body))
             return False
-        return bool(self._dealer.send_nowait([self._header(origin, seq), body]))
+        return self._dealer.send_nowait([self._header(origin, seq), body]) is Sent.OK
 
     async def _send_heartbeats(self) -> None:
         while True:
@@ -544,3 +542,7 @@ class Link:
             self._heartbeat.beat(doubtful=self._is_doubtful())
             self._upload.retry()
             self._use_new_keys()
+
+
+def _upload_delay_ms(intervals: BusConfig | wire.Welcome) -> int:
+    return intervals.heartbeat_ms // 4

@@ -25,6 +25,7 @@ class DecisionUpload:
     Args:
         journal: The journal.
         batch: Most decisions in one message.
+        delay_ms: Longest time that a decision waits, until `start` sets another.
         send: Sends a batch; False if it was dropped.
         now_ms: The agent's monotonic time.
         wake_at: Asks for a call of `notice_time` at a moment, in ms.
@@ -34,11 +35,12 @@ class DecisionUpload:
         self,
         journal: Journal,
         batch: int,
+        delay_ms: int,
         send: Callable[[DecisionBatch], bool],
         now_ms: Callable[[], int],
         wake_at: Callable[[int], None],
     ) -> None:
-        self._journal, self._batch, self._send = journal, batch, send
+        self._journal, self._batch, self._delay_ms, self._send = journal, batch, delay_ms, send
         self._now_ms, self._wake_at = now_ms, wake_at
         self._running = False
         self._acked = self._sent = 0  # the last decision that the bus holds, and the last sent to it
@@ -49,10 +51,10 @@ class DecisionUpload:
 
     def start(self, recorded: int, delay_ms: int) -> None:
         """Continue after decision `recorded`, the last one that the bus holds, within `delay_ms`."""
-        self._running = True
+        self._running, self._delay_ms = True, delay_ms
         self._acked = self._sent = self._stated = recorded
         self._due_ms = None
-        self.note(delay_ms)
+        self.note()
 
     @property
     def waits(self) -> bool:
@@ -63,10 +65,10 @@ class DecisionUpload:
         """Send nothing until the next `start`."""
         self._running = False
 
-    def note(self, delay_ms: int) -> None:
-        """Say that there are new decisions. They are written and sent within `delay_ms`."""
+    def note(self) -> None:
+        """Say that there are new decisions. They are written and sent soon."""
         if self._due_ms is None:
-            self._due_ms = self._now_ms() + delay_ms
+            self._due_ms = self._now_ms() + self._delay_ms
             self._wake_at(self._due_ms)
         elif self._running and self._sent == self._acked and self._journal.number - self._sent >= self._batch:
             self._write_and_send()
