@@ -41,7 +41,7 @@ from schemas.logs import logger_of
 logger = logger_of("journal")
 
 LOOK_S: Final = 0.1
-"""Longest time for which a file that was moved is still written. To look a name up costs as much as to write a group."""
+"""Longest time for which a file that was moved is still written: to look its name up costs as much as a group."""
 COPY_BYTES: Final = 1 << 20
 """Bytes that are copied at a time."""
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
