@@ -41,6 +41,10 @@ class Clock(Struct, frozen=True, kw_only=True):
     offset_ns: Nanoseconds
     error_ns: Nanoseconds
 
+    def bus_ns(self, at_ms: int) -> int:
+        """Return a moment of the agent's monotonic clock on the bus's wall clock."""
+        return self.wall_ns + self.offset_ns + (at_ms - self.at_ms) * 1_000_000
+
 
 class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an agent that only observes last saw of its engine; None where the engine can't tell.
@@ -70,6 +74,7 @@ class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omi
         quarantined: Version that this replica could not follow; 0 if none.
         torn: A load failed or was cut off, and what the engine holds is unknown.
         activity: The engine call in flight.
+        since_ms: When that call began, on the clock of `Clock.at_ms`; None if none is in flight.
         queued: Commands that wait for the engine.
         buffered: Commands that arrived out of order, and wait for those before them.
         clock: The newest estimate of the agent's clocks; None before the first.
@@ -96,6 +101,7 @@ class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omi
     wedged: bool = False
     trouble: Text = ""
     observed: Observed | None = None
+    since_ms: Moment | None = None
 
     @property
     def held(self) -> bool:
@@ -136,6 +142,7 @@ class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
         away_ms: How long it has been away; 0 if it is live.
         serving: On node rank 0, the version that its replica is proven to serve; None if it is not proven to serve.
         latency_us: From publishing a command to the arrival of its newest answer; None if it has not answered lately.
+        call_ms: How long the engine call in flight has taken; None if none is, or if its clock is not known yet.
     """
 
     agent: Name
@@ -149,6 +156,14 @@ class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
     away_ms: Count = 0
     serving: Count | None = None
     latency_us: Count | None = None
+    call_ms: Count | None = None
+
+    @property
+    def in_flight(self) -> str:
+        """The engine call in flight and its duration, after a semicolon: `; in load for 42 s`. Empty if unknown."""
+        if self.call_ms is None or self.status is None:
+            return ""
+        return f"; in {self.status.activity} for {format_duration(self.call_ms)}"
 
     @property
     def condition(self) -> str:
@@ -307,15 +322,15 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
 
     def lines(self) -> list[Line]:
         """The run, then agents of the same condition together, those away or in trouble first, then open commands."""
-        groups: dict[tuple[bool, str], list[str]] = {}
+        groups: dict[tuple[bool, str], list[AgentLine]] = {}
         for line in sorted(self.agents, key=lambda line: line.urgency):
             where = f" on {line.host}" if line.in_trouble else ""
-            groups.setdefault((line.in_trouble, f"{line.condition}{where}"), []).append(line.agent)
+            groups.setdefault((line.in_trouble, f"{line.condition}{where}"), []).append(line)
         return [
             *([Line(INSECURE, True)] if self.insecure else []),
             Line(f"{self.headline}, {len(self.agents)} agents"),
             *(Line(f"  {text}", trouble=True) for text in self.warnings),
-            *(Line(f"  {format_agents(names)}: {text}", trouble) for (trouble, text), names in groups.items()),
+            *(_of_agents(lines, text, trouble) for (trouble, text), lines in groups.items()),
             *(Line(f"  open: {text}") for text in self.open),
         ]
 
@@ -329,6 +344,12 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     def headline(self) -> str:
         """The run in one line."""
         return f"run {self.run}, epoch {self.epoch}, seq {self.seq}, weights v{self.version}, log {self.log}"
+
+
+def _of_agents(lines: list[AgentLine], text: str, trouble: bool) -> Line:
+    """A line for agents that do the same, with the engine call that has taken the longest."""
+    longest = max(lines, key=lambda line: line.call_ms or 0)
+    return Line(f"  {format_agents(line.agent for line in lines)}: {text}{longest.in_flight}", trouble)
 
 
 class AgentOutcome(Struct, frozen=True, kw_only=True, gc=False):

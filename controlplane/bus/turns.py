@@ -149,7 +149,7 @@ class Turns:
         now_us, state, log = self.now_us(), self.state, str(self._log.path)
         latencies_us = self._recent.latencies_us()
         yield
-        fleet = yield from status_steps(state, now_us, log, self.inbox.last_heard_us, latencies_us)
+        fleet = yield from status_steps(state, now_us, log, self.inbox.last_heard_us, latencies_us, time.time_ns())
         failures, descriptors = self._recent.failures(now_us), self._descriptors.warning
         return replace(fleet, failures=failures, insecure=self.insecure, descriptors=descriptors)
 

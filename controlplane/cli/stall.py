@@ -29,12 +29,16 @@ class Waiting(Struct, frozen=True, kw_only=True):
     Attributes:
         doing: What it and its engine are doing, in a few words.
         silent_ms: Time since its last message.
+        call: The engine call in flight.
+        call_ms: How long that has taken; None if none is in flight, or if the agent's clock is not known yet.
     """
 
     agent: str
     host: str
     doing: str
     silent_ms: int
+    call: str | None = None
+    call_ms: int | None = None
 
 
 class Wait(Printable, frozen=True, kw_only=True):
@@ -60,9 +64,11 @@ class Wait(Printable, frozen=True, kw_only=True):
 
 def _group(doing: str, same: list[Waiting]) -> Line:
     host = f" on {same[0].host}" if len(same) == 1 else ""
+    longest = max((waiting.call_ms for waiting in same if waiting.call_ms is not None), default=None)
+    call = f"; in {same[0].call} for {format_duration(longest)}" if longest is not None else ""
     away = doing.startswith(("gone", "left"))
     heard = "" if away else f"; last heard {format_duration(max(waiting.silent_ms for waiting in same))} ago"
-    return Line(f"  {format_agents(waiting.agent for waiting in same)}{host}: {doing}{heard}")
+    return Line(f"  {format_agents(waiting.agent for waiting in same)}{host}: {doing}{call}{heard}")
 
 
 def waits(fleet: FleetStatus) -> list[Wait]:
@@ -99,7 +105,14 @@ def _command(fleet: FleetStatus, pending: PendingCommand) -> Wait:
 
 def _waiting(lines: Iterable[AgentLine], *, asked: bool = False) -> tuple[Waiting, ...]:
     return tuple(
-        Waiting(agent=line.agent, host=line.host, doing=_doing(line, asked=asked), silent_ms=line.silent_ms)
+        Waiting(
+            agent=line.agent,
+            host=line.host,
+            doing=_doing(line, asked=asked),
+            silent_ms=line.silent_ms,
+            call=line.status.activity if line.status is not None and line.state == "live" else None,
+            call_ms=line.call_ms,
+        )
         for line in sorted(lines, key=lambda line: line.urgency)
     )
 

@@ -67,7 +67,7 @@ def fleet_table(fleet: FleetStatus) -> Table:
 
 
 def _condition(agent: AgentLine) -> str:
-    text = markup(agent.condition)
+    text = markup(f"{agent.condition}{agent.in_flight}")
     return f"[red]{text}[/red]" if agent.in_trouble else text
 
 

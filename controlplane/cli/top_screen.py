@@ -210,7 +210,9 @@ def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]
         if _is_selected(line, view):
             engine = f", {line.status.engine}" if line.status is not None else ""
             waits = f"; waits for {'; '.join(line.waits_for)}" if line.waits_for else ""
-            texts += wrap(one_line(f"{line.agent} on {line.host}{engine}: {line.condition}{waits}"), width)
+            texts += wrap(
+                one_line(f"{line.agent} on {line.host}{engine}: {line.condition}{line.in_flight}{waits}"), width
+            )
     return _list(texts, "bold", 2 * LINES_MAX)
 
 
@@ -257,7 +259,7 @@ def _cells(line: AgentLine, view: TopView, width: int) -> Iterable[Text]:
     yield Text(">" if _is_selected(line, view) else "!" if line.in_trouble else "")
     yield Text(line.agent)
     yield Text(f"v{line.serving}" if line.serving is not None else "-")
-    yield _line(line.condition)
+    yield _line(f"{line.condition}{line.in_flight}")
     yield _line("; ".join(line.waits_for) or "-")
     yield Text(_format_latency(line.latency_us) if line.latency_us is not None and here else "-")
     yield Text(f"{line.silent_ms / 1000:.1f} s" if here else "-")

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from controlplane.machine.fleet import CoordinatorState, OpenCommand
+from controlplane.machine.members import Member
 from controlplane.machine.membership import speaks_for_replica
 from controlplane.machine.serving import away_ms, proven_replicas
 from controlplane.machine.tables import as_dict
@@ -27,9 +28,10 @@ def fleet_status(
     log: str,
     last_heard_us: Mapping[str, int],
     latencies_us: Mapping[str, int] = MappingProxyType({}),
+    wall_ns: int | None = None,
 ) -> FleetStatus:
     """Return the fleet at one moment. The arguments are those of `status_steps`."""
-    return finished(status_steps(state, now_us, log, last_heard_us, latencies_us))
+    return finished(status_steps(state, now_us, log, last_heard_us, latencies_us, wall_ns))
 
 
 def finished(steps: Generator[None, None, FleetStatus]) -> FleetStatus:
@@ -48,6 +50,7 @@ def status_steps(
     log: str,
     last_heard_us: Mapping[str, int],
     latencies_us: Mapping[str, int],
+    wall_ns: int | None = None,
 ) -> Generator[None, None, FleetStatus]:
     """Return the steps that make the status of a fleet, of at most two milliseconds each. They return it.
 
@@ -56,6 +59,7 @@ def status_steps(
         log: Path of the run's log.
         last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
         latencies_us: From publishing a command to the arrival of its newest answer, by agent.
+        wall_ns: Wall clock of the bus; None to leave out how long engine calls have taken.
     """
     (serving, unproven), waits_for = proven_replicas(state), _waits_for(state)
     yield
@@ -74,6 +78,7 @@ def status_steps(
             away_ms=away_ms(member, now_us),
             serving=serving.get(replica) if speaks_for_replica(member) else None,
             latency_us=latencies_us.get(name),
+            call_ms=_call_ms(member, wall_ns),
         )
         lines.append(((not _is_one_of(line, unproven), line.urgency), line))
         if len(lines) % LINES_AT_ONCE == 0:
@@ -92,6 +97,16 @@ def status_steps(
         pending=tuple(_pending(command, now_us) for command in state.open[:OPEN_MAX]),
         held=_held(state, now_us),
     )
+
+
+def _call_ms(member: Member, wall_ns: int | None) -> int | None:
+    """How long the engine call in flight has taken, as the member's newest heartbeat and its clock have it."""
+    status = member.status
+    if status is None or status.since_ms is None or status.clock is None or wall_ns is None:
+        return None
+    if member.state not in ("joining", "live"):
+        return None
+    return max(0, wall_ns - status.clock.bus_ns(status.since_ms)) // 1_000_000
 
 
 def _is_one_of(line: AgentLine, replicas: frozenset[int]) -> bool:

@@ -111,6 +111,7 @@ SAMPLES: tuple[Struct, ...] = (
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
     AgentStatus(ready=False, wedged=True, trouble="tiny 1 is wedged"),
+    AgentStatus(ready=True, activity="load", since_ms=4_000, clock=CLOCK),
     wire.TimeRequest(sent_ns=5_000_000_000),
     wire.CommandOutcome(
         outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10
@@ -152,6 +153,7 @@ SAMPLES: tuple[Struct, ...] = (
                 status=STATUS,
                 waits_for=("a",),
                 latency_us=1200,
+                call_ms=42_000,
             ),
         ),
         open=("pause (seq 7) waits for 1.0",),

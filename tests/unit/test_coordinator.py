@@ -1,6 +1,7 @@
 """Every command gets one seq and one end: issuing, answers, deadlines, retransmission, and the lives of a bus."""
 
 import pytest
+from msgspec.structs import replace
 
 from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide, next_deadline
 from controlplane.machine.events import Conclude, Publish
@@ -9,7 +10,7 @@ from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand,
 from schemas.desired import Desired
 from schemas.formatting import describe
 from schemas.outcomes import Missing, Reason, Skipped
-from schemas.reports import AgentStatus
+from schemas.reports import AgentStatus, Clock
 from schemas.wire import MAX_COMMAND_BYTES, Rejoin, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
 from tests.unit.machines import START, STOP, sync
@@ -295,6 +296,26 @@ def test_closing_in_the_middle_of_a_sync_aborts_it() -> None:
 )
 def test_a_command_has_a_short_description(body: Command, words: str) -> None:
     assert describe(body) == words
+
+
+def test_a_status_says_how_long_an_engine_call_has_been_in_flight() -> None:
+    """By the clock of the agent, as it was measured against that of the bus."""
+    clock = Clock(at_ms=1000, wall_ns=50_000_000_000, offset_ns=-3_000_000_000, error_ns=1)
+    busy = AgentStatus(ready=False, activity="load", since_ms=4000, clock=clock)
+    bus = Coordinator("0.0", "1.0", "2.0")
+    bus.status("0.0", busy)
+    bus.status("1.0", replace(busy, clock=None))
+    bus.status("2.0", AgentStatus(ready=True, clock=clock))
+
+    def calls(wall_ns: int | None) -> list[int | None]:
+        fleet = fleet_status(bus.state, 0, "run.db", {}, wall_ns=wall_ns)
+        return [line.call_ms for line in sorted(fleet.agents, key=lambda line: line.agent)]
+
+    assert calls(92_000_000_000) == [42_000, None, None]
+    assert calls(1) == [0, None, None], "the clock of the bus was set back"
+    assert calls(None) == [None, None, None]
+    bus.lose("0.0")
+    assert calls(92_000_000_000) == [None, None, None], "nobody knows what it does"
 
 
 def test_the_status_of_the_fleet() -> None:

@@ -3,6 +3,7 @@
 from io import StringIO
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from schemas.commands import EngineCommand, WeightSync
@@ -109,6 +110,15 @@ def test_a_fleet_shows_agents_in_trouble_first_and_groups_the_others() -> None:
         "  open: pause (seq 7) waits for 0.0",
     ]
     assert terminal(fleet) == str(fleet) + "\n"
+
+
+def test_agents_in_the_same_call_share_a_line_with_the_longest_time() -> None:
+    loading = replace(SERVING, activity="load")
+    calls = {0: 41_000, 1: None, 2: 42_900}
+    lines = [replace(agent(f"{replica}.0", status=loading), call_ms=call_ms) for replica, call_ms in calls.items()]
+    fleet = FleetStatus(run="r", epoch=1, seq=7, version=3, log="run.db", agents=tuple(lines))
+    assert str(fleet).splitlines()[1:] == ["  0.0 … 2.0: v3, generating, busy: load; in load for 42 s"]
+    assert [line.in_flight for line in lines] == ["; in load for 41 s", "", "; in load for 42 s"]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from schemas import events
 from schemas.commands import ProfilePlan, Pushed, WeightSync
 from schemas.desired import ALL_TAGS, Desired, ProfileSession
 from schemas.identity import Identity, OnLostBus, Operation
+from schemas.wire import encode
 from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, carry_out, command, fault, fold, sync
-from tests.unit.test_machine_lives import FLUSH, PAUSED, RESUME, V1, names, observed, snapshot
+from tests.unit.test_machine_lives import FLUSH, PAUSE, PAUSED, RESUME, V1, names, observed, snapshot
 from workers.link.heartbeat import status_of
 from workers.machine.decide import AgentState, next_deadline
 from workers.machine.readiness import is_ready, is_wedged
@@ -21,6 +22,15 @@ ASLEEP = replace(PAUSED, asleep=ALL_TAGS)
 def test_a_replica_that_serves_is_ready() -> None:
     status = status_of(agent())
     assert status.ready and status.trouble == "" and status.condition() == "v0, generating"
+
+
+def test_a_heartbeat_says_what_call_is_in_flight_and_since_when_and_nothing_more_when_none_is() -> None:
+    busy, _ = fold(agent(), command(PAUSE, 1, at_ms=70))
+    status = status_of(busy)
+    assert (status.activity, status.since_ms) == ("pause", 70)
+    later, _ = fold(busy, events.HeadSeen(at_ms=5000, epoch=1, seq=1))
+    assert status_of(later) == status, "equal heartbeats leave no trace in the run's log"
+    assert b"since_ms" not in encode(status_of(agent()))
 
 
 def test_a_replica_that_cannot_load_what_is_committed_is_reported_as_it_is() -> None:

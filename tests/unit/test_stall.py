@@ -1,6 +1,7 @@
 """`rolloutctl stall`: who waits for whom, from a status, and at a bus with an engine that hangs."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,10 +73,14 @@ def test_commands_without_a_deadline_in_the_status_are_not_left_out() -> None:
 
 def test_agents_that_do_the_same_share_a_line() -> None:
     busy = replace(SERVES, activity="load")
-    rows = [line(f"{replica}.0", busy, waits_for=("x",), silent_ms=replica * 1000) for replica in range(4)]
-    assert said(of(*rows, pending=(pending("x", 1000, waiting=4),)))[1:] == [
-        "  0.0 … 3.0: v12, generating, busy: load; last heard 3 s ago"
+    rows = [
+        line(f"{replica}.0", busy, waits_for=("x",), silent_ms=replica * 1000, call_ms=(10 + replica) * 1000)
+        for replica in range(4)
     ]
+    fleet = of(*rows, pending=(pending("x", 1000, waiting=4),))
+    assert said(fleet)[1:] == ["  0.0 … 3.0: v12, generating, busy: load; in load for 13 s; last heard 3 s ago"]
+    (wait,) = waits(fleet)
+    assert [(waiting.call, waiting.call_ms) for waiting in wait.agents][:2] == [("load", 10_000), ("load", 11_000)]
 
 
 def test_the_nearest_deadline_comes_first_and_what_nobody_gives_up_last() -> None:
@@ -135,7 +140,7 @@ def test_an_engine_that_hangs_is_named_with_its_call(plane: ControlPlane, engine
     assert json.loads(rolloutctl("stall", "--json", env=env).stdout) == []
 
     ticket = plane.pause(timeout=60)
-    wait_until(lambda: any(line.status is not None and line.status.activity for line in plane.status().agents))
+    wait_until(lambda: any(line.call_ms for line in plane.status().agents))
     shown = rolloutctl("stall", env=env)
     as_json = rolloutctl("stall", "--json", env=env)
     engine.released.set()
@@ -143,7 +148,8 @@ def test_an_engine_that_hangs_is_named_with_its_call(plane: ControlPlane, engine
     assert (shown.returncode, as_json.returncode) == (1, 1), shown.stderr
     first, second = shown.stdout.splitlines()[:2]
     assert first.startswith("pause (seq ") and "waits for 1 agent: published " in first
-    assert second.startswith("  0.0 on ") and "busy: pause" in second
+    assert second.startswith("  0.0 on ") and re.search(r"busy: pause; in pause for \d+ s; last heard", second)
     (wait,) = json.loads(as_json.stdout)
     assert 0 < wait["left_ms"] <= 60_000 and [each["agent"] for each in wait["agents"]] == ["0.0"]
+    assert wait["agents"][0]["call"] == "pause" and wait["agents"][0]["call_ms"] > 0
     assert rolloutctl("stall", env=env).returncode == 0

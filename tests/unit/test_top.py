@@ -19,13 +19,24 @@ from schemas.errors import LogError
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import AgentOutcome, FleetStatus, Report
 from tests.running import ROOT
-from tests.screens import FLEET, FOLLOWS, line, text
+from tests.screens import FLEET, FOLLOWS, SERVES, line, text
 from tests.unit.fleets import SETTINGS
 
 LARGE = replace(FLEET, agents=tuple(line(f"{replica}.0", FOLLOWS) for replica in range(8)) * 100)
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_call_says_how_long_it_has_been_in_flight() -> None:
+    busy = replace(SERVES, activity="flush")
+    fleet = replace(FLEET, agents=(line("0.0", busy, 12, call_ms=42_300), line("0.1", FOLLOWS)))
+    row = next(row for row in text(fleet, TopView(), 200, 20) if row[2:7].strip() == "0.0")
+    assert "v12, generating, busy: flush; in flush for 42 s" in row
+    selected = text(fleet, TopView(replica=0), 80, 20)
+    assert any("busy: flush; in flush for 42 s" in row for row in selected), "and below the table, uncut"
+    later = replace(fleet, agents=(line("0.0", busy, 12, call_ms=44_300), line("0.1", FOLLOWS)))
+    assert list(changes(fleet, later)) == [], "time that passes is no change"
 
 
 @pytest.mark.parametrize("width", [80, 160])

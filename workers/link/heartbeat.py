@@ -104,6 +104,7 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
         wedged=is_wedged(state),
         trouble=trouble(state),
         observed=_observed(engine.seen),
+        since_ms=activity.since_ms if activity is not None else None,
     )
 
 
