@@ -166,8 +166,9 @@ def trainer(results: Results) -> str:
         if row["what"] == "slowdown":
             beside = f"{row['agents']:,} idle agents"
             beside += " and a command a second" if row["beside"] == "commands" else ""
-            bus = f"the bus's thread {row['bus_percent']} % of a core, noise {row['noise_percent']} %"
-            lines.append([f"slowdown of a loop in {row['loop']} beside {beside}", f"{row['percent']:.2f} % ({bus})"])
+            found = f"{row['percent']:.2f} % ({row['low_percent']:.2f} to {row['high_percent']:.2f}), waited "
+            found += f"{row['waited_percent']:.2f} % of the time; the bus's thread {row['bus_percent']} % of a core"
+            lines.append([f"slowdown of a loop in {row['loop']} beside {beside}", found])
         elif row["what"] == "latency":
             what = f"a command to {row['agents']} beside a loop in {row['loop']}, switch interval {row['switch_ms']} ms"
             lines.append([what, f"{row['p50_us'] / 1000:.1f} ms, p99 {row['p99_us'] / 1000:.1f} ms"])

@@ -7,6 +7,7 @@ import pytest
 
 from bench.aims import aims
 from bench.page import PAGES, filled
+from bench.slowdowns import interval
 from tests.running import ROOT, python
 
 
@@ -20,7 +21,7 @@ from tests.running import ROOT, python
         "machines --decisions 640 --agents 4",
         "parts --agents 2 --seconds 0.2",
         "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",
-        "trainer --agents 2 --real 2 --loops python --block 0.1 --rounds 1 --latencies 2",
+        "trainer --agents 2 --real 2 --loops python --block 0.1 --pairs 2 --commands 100 --latencies 2",
     ],
 )
 def test_a_benchmark_runs(words: str, tmp_path: Path) -> None:
@@ -52,3 +53,10 @@ def test_an_aim_is_reached_missed_or_not_measured() -> None:
     assert holds["engines called, 1 agents, against bare pyzmq"] is False
     assert holds["engines called, 1 agents, faster than HTTP"] is True
     assert holds["engines called, 8 agents, against bare pyzmq"] is None
+
+
+def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
+    """Those for the sign test: the 6th and 15th of 20, the 2nd and 9th of 10, all of 5."""
+    assert interval([float(number) for number in range(1, 21)]) == (6, 15)
+    assert interval([float(number) for number in range(1, 11)]) == (2, 9)
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (1, 5)
