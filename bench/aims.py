@@ -153,14 +153,17 @@ def records(results: Results) -> Iterator[Aim]:
 
 def weights(results: Results) -> Iterator[Aim]:
     """Weight syncs."""
-    rows = results.get("weights", {}).get("syncs", [])
+    rows = results.get("weights", [])
     for what, figure in (
         ("a sync of 64 engines adds to the slowest load", "added_fan_outs"),
         ("from all loaded to all serving, 64 engines", "to_serving_fan_outs"),
     ):
         yield Quantity("{:.2f} fan-outs", 3).judge(what, pick(rows, figure, agents=64))
-    checkpoints = results.get("weights", {}).get("checkpoints", [])
+    checkpoints = results.get("checkpoints", [])
     for megabytes in sorted({row["megabytes"] for row in checkpoints}) or [2048]:
-        share = pick(checkpoints, "share_of_copies", file_system="tmpfs", megabytes=megabytes, replicas=1, digest=False)
-        what = f"a checkpoint of {megabytes:,} MB through memory, against copying it twice"
-        yield Quantity("{:.0f} % of the speed", 70, at_least=True).judge(what, _times(share, 100))
+        for place, words in (("tmpfs", "memory"), ("tmpfs, huge pages", "memory in huge pages")):
+            share = pick(
+                checkpoints, "copies_of_total", file_system=place, megabytes=megabytes, replicas=1, digest=False
+            )
+            what = f"a checkpoint of {megabytes:,} MB through {words}, against copying it twice"
+            yield Quantity("{:.0f} % of the speed", 70, at_least=True).judge(what, _times(share, 100))

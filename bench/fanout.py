@@ -23,12 +23,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
-
 from bench import peers
 from bench.floor import floor, floor_agents
 from bench.null_engine import NullEngine
-from bench.processes import System, spawn
+from bench.processes import System, run_agents, spawn
 from controlplane.bus.descriptors import raise_limit
 from schemas.commands import EngineCommand
 from schemas.config import BusConfig
@@ -42,22 +40,12 @@ RAY_MAX = 32
 
 def our_agents(first: int, count: int, bus: str, nodes: str, key: str) -> None:
     """Run `count` agents in this process, on one event loop. `key` is their key file; empty without keys."""
-    from workers.agent import Agent
+    rank = 0 if nodes == "1" else 1
 
-    async def run_agent(number: int, state: Path) -> None:
-        rank = 0 if nodes == "1" else 1
-        identity = Identity(replica=number, node_rank=rank, nnodes=int(nodes))
-        engine = NullEngine(rank == 0)
-        async with Agent(bus=bus, identity=identity, engine=engine, state_dir=state, keys=key or None) as agent:
-            await agent.run()
+    def make(number: int) -> tuple[Identity, NullEngine]:
+        return Identity(replica=number, node_rank=rank, nnodes=int(nodes)), NullEngine(tokenizer=rank == 0)
 
-    async def main() -> None:
-        with tempfile.TemporaryDirectory() as state:
-            async with anyio.create_task_group() as group:
-                for number in range(first, first + count):
-                    group.start_soon(run_agent, number, Path(state) / str(number))
-
-    anyio.run(main, backend_options={"use_uvloop": True})
+    run_agents(range(first, first + count), bus, make, key or None)
 
 
 def ours(nodes: int, *, with_keys: bool = False) -> Callable[[int], AbstractContextManager[System]]:

@@ -233,24 +233,39 @@ def logs(results: Results) -> str:
 
 
 def weights(results: Results) -> str:
-    """Weight syncs, and checkpoints if they were measured."""
-    found = results["weights"]
-    heads = ["agents", "one fan-out", "a sync adds to the load", "fan-outs", "all loaded to all serving", "fan-outs"]
+    """Weight syncs."""
+    heads = ["agents", "one fan-out", "a sync adds to the load", "fan-outs", "its calls in plain commands", "fan-outs"]
     lines = [
         [str(row["agents"]), f"{row['fan_out_us'] / 1000:.1f} ms"]
-        + [f"{row['added_us'] / 1000:.1f} ms", f"{row['added_fan_outs']:.2f}"]
-        + [f"{row['to_serving_us'] / 1000:.1f} ms", f"{row['to_serving_fan_outs']:.2f}"]
-        for row in found["syncs"]
+        + [
+            cell
+            for part in ("added", "plain", "to_serving")
+            for cell in (f"{row[f'{part}_us'] / 1000:.1f} ms", f"{row[f'{part}_fan_outs']:.2f}")
+        ]
+        for row in results["weights"]
     ]
-    parts = [table(heads, lines)]
-    checkpoints: Rows = found.get("checkpoints", [])
-    if checkpoints:
-        titles = [name.replace("_", " ").removesuffix(" s") for name in checkpoints[0]]
-        words = {"True": "on", "False": "off"}
-        values = [[words.get(str(value), str(value)) for value in row.values()] for row in checkpoints]
-        parts.append("Checkpoints, in seconds (`bench/weights.py` says what each part is):")
-        parts.append(table(titles, values))
-    return "\n\n".join(parts)
+    return table([*heads, "all loaded to all serving", "fan-outs"], lines)
+
+
+def checkpoints(results: Results) -> str:
+    """Checkpoints, in milliseconds."""
+    rows: Rows = results["checkpoints"]
+    times = ("save", "manifest", "prepare", "load", "commit", "total", "floor", "two_copies")
+    shares = {
+        "floor_of_total": "floor / total",
+        "copies_of_total": "copies / total",
+        "copies_of_floor": "copies / floor",
+    }
+    lines = [
+        [row["file_system"], f"{row['megabytes']:,}", str(row["replicas"]), "on" if row["digest"] else "off"]
+        + [f"{1000 * row[f'{name}_s']:,.1f}" for name in times]
+        + [f"{100 * row[name]:.0f} %" for name in shares]
+        for row in rows
+    ]
+    return table(
+        ["file system", "MB", "replicas", "digest", *(name.replace("_", " ") for name in times), *shares.values()],
+        lines,
+    )
 
 
 def machine(results: Results) -> str:
@@ -303,6 +318,7 @@ TABLES: Final[dict[str, tuple[Callable[[Results], str], tuple[str, ...]]]] = {
     "growth": (growth, ("machines",)),
     "logs": (logs, ("logs",)),
     "weights": (weights, ("weights",)),
+    "checkpoints": (checkpoints, ("checkpoints",)),
     "readme": (readme, ("fanout",)),
     "readme_agent": (readme_agent, ("agents", "machines")),
 }

@@ -1,4 +1,4 @@
-"""Child processes that hold the agents of one system while it is measured."""
+"""Child processes that hold the agents of one system while it is measured, and what runs agents of ours in them."""
 
 import os
 import signal
@@ -7,7 +7,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
+
+import anyio
+
+from schemas.identity import Identity
+from workers.engine import Engine
 
 PROCESSES = 2
 """Processes that the agents of a system are spread over: one for each core of the machine that the limits are for."""
@@ -71,3 +77,27 @@ def own_temporary_files() -> Iterator[dict[str, str]]:
     """The environment for processes that will be killed, and leave their temporary files: those go with the block."""
     with tempfile.TemporaryDirectory() as folder:
         yield {**os.environ, "TMPDIR": folder}
+
+
+def run_agents(numbers: range, bus: str, make: Callable[[int], tuple[Identity, Engine]], keys: str | None) -> None:
+    """Run agents in this process, on one event loop, until it is killed.
+
+    Args:
+        numbers: One agent for each.
+        make: Returns the identity and the engine of an agent, by its number.
+        keys: Their key file; None without keys.
+    """
+    from workers.agent import Agent  # here, because a process of peers needs none
+
+    async def run_agent(number: int, state: Path) -> None:
+        identity, engine = make(number)
+        async with Agent(bus=bus, identity=identity, engine=engine, state_dir=state, keys=keys) as agent:
+            await agent.run()
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as state:
+            async with anyio.create_task_group() as group:
+                for number in numbers:
+                    group.start_soon(run_agent, number, Path(state) / str(number))
+
+    anyio.run(main, backend_options={"use_uvloop": True})

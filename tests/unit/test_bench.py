@@ -15,6 +15,7 @@ from tests.running import ROOT, python
     "words",
     [
         "agents --agents 2 --commands 2 --idle 0.1",
+        "checkpoints --sizes 1 --rounds 1",
         "fanout --agents 2 --rounds 2 --systems rolloutctl-keys,floor,pyzmq",
         "join --agents 2",
         "logs --commands 100",
@@ -22,6 +23,7 @@ from tests.running import ROOT, python
         "parts --agents 2 --seconds 0.2",
         "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",
         "trainer --agents 2 --real 2 --loops python --block 0.1 --pairs 2 --commands 100 --latencies 2",
+        "weights --agents 2 --rounds 2 --load-ms 1",
     ],
 )
 def test_a_benchmark_runs(words: str, tmp_path: Path) -> None:
