@@ -1,6 +1,7 @@
 """Fixtures for every test."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +26,12 @@ LOOPS = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that this run starts end with it. Several workers share the cores, so torch takes one in each."""
+    """Processes that this run starts end with it. Several workers share the cores, so torch takes one in each.
+
+    Started in the background of a script, a run ignores Ctrl-C, and so would all that it starts and interrupts.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.add_cleanup(partial(reaper.finish, reaper.start()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
