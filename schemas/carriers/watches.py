@@ -13,7 +13,7 @@ from anyio.lowlevel import RunVar
 
 from schemas.carriers.wakeup import under_asyncio
 
-SAFETY_POLL_S: Final = 0.25
+SAFETY_POLL_S: Final = 1.0
 """Time between two readings of EVENTS while waiting for an edge."""
 
 
