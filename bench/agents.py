@@ -4,8 +4,9 @@
 
 `command` is CPU time of an agent for one command, with libzmq's threads and the engine that does nothing, in a fleet of
 two processes on one bus. `idle` is the share of a core, and the memory, of one agent as `rolloutctl agent` starts it,
-in a process of its own; and beside it what the bus in the trainer takes for the idle fleet. `import` is the time to
-import the three packages.
+in a process of its own; and beside it what the bus in the trainer takes for the idle fleet. `libraries` is the memory
+of a process that has only imported what an agent is built on: no agent can have less. `import` is the time to import
+the three packages.
 """
 
 import argparse
@@ -109,6 +110,17 @@ def alone(idle_s: float) -> dict[str, Any]:
     return {"what": "idle, alone", "agents": 1, "core_percent": round(100 * share, 3), "memory_mb": round(memory, 1)}
 
 
+def libraries() -> dict[str, Any]:
+    """Return the memory of a process that has imported an agent's libraries, and nothing of ours."""
+    code = "import anyio._backends._asyncio, click, msgspec, uvloop, zmq; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        memory = resident_mb(child.pid)
+        child.kill()
+    return {"what": "libraries", "memory_mb": round(memory, 1)}
+
+
 def importing(times: int = 5) -> dict[str, Any]:
     """Return how long the three packages take to import, in a new process; the shortest of some."""
     code = "import time; start = time.perf_counter(); import controlplane, schemas, workers; "
@@ -125,7 +137,7 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=10.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = [importing(), alone(options.idle)]
+    rows = [importing(), libraries(), alone(options.idle)]
     rows += commanded(options.agents, options.commands, 1, options.idle)
     rows += commanded(options.agents, options.commands, 2, options.idle)
     for row in rows:

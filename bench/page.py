@@ -186,6 +186,7 @@ def agents(results: Results) -> str:
         "idle, bus": "the bus's thread, {} idle agents",
         "command, acting": "an agent, a command on which its engine is called",
         "command, skipping": "an agent, a command that it skips",
+        "libraries": "a process that has only imported Python's asyncio, uvloop, pyzmq, msgspec, anyio and click",
         "import": "`import controlplane, schemas, workers`",
     }
     lines = [

@@ -15,15 +15,17 @@ import subprocess
 import sysconfig
 import time
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
-import psutil
 from anyio import CapacityLimiter, to_thread
 
 from schemas.carriers.keys import environment_of_children
 from schemas.errors import ConfigError
 from schemas.logs import logger_of
+
+if TYPE_CHECKING:
+    import psutil
 
 DUMP_S: Final = 10.0
 """Longest time for all processes together. What is not there by then is left out."""
@@ -101,7 +103,9 @@ class StackDumps:
             return f"Its stacks could not be written to {folder}: {error.strerror}."
         return self._sentence(path, len(reads) - len(reasons), reasons)
 
-    def _processes(self) -> list[psutil.Process]:
+    def _processes(self) -> "list[psutil.Process]":
+        import psutil  # half a megabyte, for an agent that takes dumps
+
         me = psutil.Process()
         below = [] if self._foreign else me.children(recursive=True)
         return [me, *below][:PROCESSES_MAX]
@@ -155,7 +159,7 @@ def _reason(output: str) -> str:
     return (output.strip().partition("\n")[0] or "py-spy printed nothing").rstrip(".")[:_REASON_MAX]
 
 
-def _text(agent: str, call: str, reads: list[tuple[psutil.Process, _Read]]) -> str:
+def _text(agent: str, call: str, reads: "list[tuple[psutil.Process, _Read]]") -> str:
     own = os.getpid()
     parts = [f"agent {agent}: {call} has not returned by {time.strftime('%Y-%m-%d %H:%M:%S%z')}\n"]
     for process, result in reads:

@@ -364,7 +364,7 @@ def _router(options: dict[str, Any]) -> "Router | None":
         return None
     if worker is None:
         raise ConfigError("--router needs --url, the server that gets the requests.")
-    from workers.engines.http import api_key
+    from workers.engines.api_key import api_key
     from workers.router import KEY_VARIABLE, Router
 
     return Router(url, worker, key=api_key(variable=KEY_VARIABLE), worker_key=api_key(options["api_key_file"]))

@@ -126,8 +126,8 @@ def _tiny_checkpoints(folder: Path) -> tuple[Path, tuple[str, str]]:
 def _client(name: str, options: EngineOptions, engine: Engine) -> GenerationClient:
     """The client of a server; for any other engine, what its adapter brings along."""
     if name in ("vllm", "sglang"):
+        from workers.engines.api_key import api_key
         from workers.engines.generation import ServerClient
-        from workers.engines.http import api_key
 
         return ServerClient(name, options.url or "", api_key(options.key_file))
     return _AdapterClient(name, engine)

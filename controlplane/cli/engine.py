@@ -24,7 +24,7 @@ def probe(url: str, api_key_file: Path | None, as_json: bool) -> None:
 
     Nothing is changed. The exit code is 1 if an agent could not command it.
     """
-    from workers.engines.http import api_key
+    from workers.engines.api_key import api_key
     from workers.engines.probe import probe as probe_server
 
     found = interrupt.run(probe_server, url, api_key(api_key_file))

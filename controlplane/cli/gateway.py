@@ -55,7 +55,7 @@ def gateway(
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise ConfigError("the gateway needs a web server: pip install 'rolloutctl[gateway]'")
     from controlplane.trainers.gateway.service import Gateway
-    from workers.engines.http import api_key
+    from workers.engines.api_key import api_key
 
     count = options["replicas"] or len(options["engines"])
     if not count:

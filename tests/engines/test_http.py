@@ -11,8 +11,9 @@ from anyio.abc import SocketAttribute, SocketStream
 from schemas.errors import ConfigError
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from workers.engines import http
+from workers.engines.api_key import api_key
 from workers.engines.client import CallRefused, Unanswered
-from workers.engines.http import ATTEMPTS, HttpClient, Route, api_key, base_url
+from workers.engines.http import ATTEMPTS, HttpClient, Route, base_url
 from workers.engines.probe import probe
 
 pytestmark = pytest.mark.anyio

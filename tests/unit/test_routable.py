@@ -12,7 +12,7 @@ from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.errors import ConfigError
 from schemas.events import Load, Resume, StopProfile
 from tests.unit import machines
-from workers.engines.http import api_key
+from workers.engines.api_key import api_key
 from workers.machine.state import Activity, AgentState, Progress, Suppressed
 from workers.router import KEY_VARIABLE, Router, may_register, routable, should_be_registered
 

@@ -12,6 +12,7 @@ from msgspec import Struct
 from schemas.errors import ConfigError
 from schemas.identity import Identity
 from workers.engine import Engine, EngineView
+from workers.engines.api_key import api_key
 
 OURS: Final = ("tiny", "sglang", "vllm")
 """Engines that an agent can command from another process, or that it brings along."""
@@ -91,7 +92,6 @@ def view_engine(name: str, options: EngineOptions) -> EngineView:
     """
     if name not in OURS:
         return make_engine(name, options)
-    from workers.engines.http import api_key
     from workers.engines.observed import ObservedEngine
     from workers.engines.sglang.launch import SGLANG
     from workers.engines.sglang.server import SGLangReader
@@ -126,7 +126,6 @@ def protocol_faults(engine: object) -> Iterator[str]:
 
 
 def _served_engine(name: str, options: EngineOptions) -> Engine:
-    from workers.engines.http import api_key
     from workers.engines.sglang.engine import SGLangEngine
     from workers.engines.sglang.server import SGLangServer
     from workers.engines.vllm.engine import VLLMEngine
@@ -200,7 +199,5 @@ def _construct(name: str, factory: Callable[..., Any], options: EngineOptions) -
 
 def _offered(options: EngineOptions, with_key: bool) -> dict[str, object]:
     """The options by the names in `OFFERED`."""
-    from workers.engines.http import api_key
-
     roots = {"identity": options.identity, "checkpoints": options.checkpoints, "traces": options.traces}
     return {**roots, "url": options.url, "key": api_key(options.key_file) if with_key else None}

@@ -12,12 +12,10 @@ Rule 5  The key comes from the environment or a file, and appears in no message 
 """
 
 import json
-import os
 import random
 import socket
 import ssl
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -25,6 +23,7 @@ import anyio
 import httpcore
 
 from schemas.errors import ConfigError
+from workers.engines.api_key import KEY_VARIABLE
 from workers.engines.client import CallRefused, Methods, Unanswered, list_at, mapping_at, text_at
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -51,9 +50,6 @@ _FINAL: Final = (httpcore.ConnectError, httpcore.ConnectTimeout, TimeoutError)
 """Not listening, or hanging: another attempt would only take longer."""
 _NOT_QUOTED: Final = "/?&=%:,@+~!$'()*;"
 """Characters of a target that are sent as they are, beside letters and digits."""
-
-KEY_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY"
-"""Holds the engine's key. The same name with `_FILE` appended holds the path of a file that contains the key."""
 
 
 class Route(NamedTuple):
@@ -253,25 +249,6 @@ def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> s
     if not usable or not url.isascii():
         raise ConfigError(f"{whose} URL {url!r}: give http://HOST:PORT, or https.")
     return f"{parsed.scheme}://{parsed.netloc}{parsed.path}".rstrip("/")
-
-
-def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | None:
-    """Return the key in `file`, else in the file that `<variable>_FILE` names, else in `variable`, else None.
-
-    Raises:
-        ConfigError: The file can't be read, or holds no key.
-    """
-    named = os.environ.get(f"{variable}_FILE")
-    file = file or (Path(named) if named else None)
-    if file is None:
-        return os.environ.get(variable) or None
-    try:
-        key = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key can't be read from {file}: {error}.") from None
-    if not key or not key.isprintable() or not key.isascii():
-        raise ConfigError(f"{file} holds no key: one line of printable ASCII characters is expected.")
-    return key
 
 
 def _tls_context() -> ssl.SSLContext:
