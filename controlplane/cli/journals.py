@@ -88,8 +88,8 @@ def walk_journal(path: Path, start: int = 1) -> Iterator[LogEntry | AgentMark]:
                             kind=_tag_decoder.decode(entry.event).type,
                             journal=journal,
                             number=number,
-                            event=entry.event,
-                            effects=entry.effects,
+                            event=bytes(entry.event),
+                            effects=bytes(entry.effects),
                         )
             except (msgspec.MsgspecError, *DECODE_ERRORS) as error:
                 raise LogCorrupt(f"{path}: decision {number} can't be decoded: {error}", number) from error

@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.msgpack import Decoder
 
 from controlplane.cli.journals import check_journal_logic, is_journal, walk_journal
-from controlplane.record.entries import AgentMark, LogItem, LogMark
+from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.log import RunLog
 from controlplane.record.replay import Replayed, Replayer
 from schemas.wire import DECODE_ERRORS
@@ -17,12 +17,12 @@ def replay_log(entries: Iterable[LogItem]) -> Replayed:
     """Make every decision again, from the first record on. Raises ReplayDiffers or LogCorrupt."""
     replayer = new_replayer()
     for entry in entries:
-        if isinstance(entry, LogMark):
-            replayer.check_mark(entry)
-        elif isinstance(entry, AgentMark):
-            replayer.check_agent(entry)
-        else:
+        if isinstance(entry, LogEntry):
             replayer.feed(entry)
+        elif isinstance(entry, LogMark):
+            replayer.check_mark(entry)
+        else:
+            replayer.check_agent(entry)
     return replayer.result()
 
 

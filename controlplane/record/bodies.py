@@ -208,6 +208,7 @@ class BodyReader:
         self._fetch = fetch
         self._table: dict[int, bytes] = {}
         self._parts: dict[int, _Part] = {}  # of events in the table
+        self._kinds: dict[bytes, str] = {}  # of events, by what is before their moment
         self._peers: dict[int, str] = {}  # those in the table, as text
         self._begin = self._through = 0
 
@@ -217,7 +218,7 @@ class BodyReader:
             body = self._read(record)
             match body:
                 case LoggedDecision():
-                    return [_entry(record, body.event, body.effects, body.journal, body.number)]
+                    return [_entry(record, bytes(body.event), bytes(body.effects), body.journal, body.number)]
                 case _BatchBody():
                     return self._batch(record, body)
                 case _AnswersBody():
@@ -245,9 +246,8 @@ class BodyReader:
 
     def _agent(self, record: Record, body: _AgentBody) -> LogEntry:
         table = self._table
-        head, tail, _ = _parted(table[body.event], body.at_ms)
-        event, effects = Raw(head + body.at_ms + tail), Raw(table[body.effects])
-        return _entry(record, event, effects, table[body.journal].decode(), body.number)
+        head, tail, _ = self._parted(table[body.event], body.at_ms)
+        return _entry(record, head + body.at_ms + tail, table[body.effects], table[body.journal].decode(), body.number)
 
     def _batch(self, record: Record, body: _BatchBody) -> list[LogEntry]:
         table, parts, entries = self._table, self._parts, list[LogEntry]()
@@ -256,7 +256,7 @@ class BodyReader:
         for event, effects, at_ms in zip(body.events, body.effects, body.moments, strict=True):
             part = parts.get(event)
             if part is None:
-                part = parts[event] = _parted(table[event], at_ms)
+                part = parts[event] = self._parted(table[event], at_ms)
             head, tail, kind = part
             entries.append(
                 LogEntry(
@@ -266,12 +266,28 @@ class BodyReader:
                     kind=kind,
                     journal=journal,
                     number=number,
-                    event=Raw(head + at_ms + tail),
-                    effects=Raw(table[effects]),
+                    event=head + at_ms + tail,
+                    effects=table[effects],
                 )
             )
             number += 1
         return entries
+
+    def _parted(self, event: bytes, at_ms: bytes) -> _Part:
+        """An event of the table: what is before its moment, what is behind, and its kind."""
+        before, name, tail = event.partition(_AT_MS)
+        head = before + name
+        return head, tail, self._kinds.get(head) or self._kind(head, at_ms, tail)
+
+    def _kind(self, head: bytes, at_ms: bytes, tail: bytes) -> str:
+        try:
+            # What a machine encodes begins with its kind.
+            if head[1:6] == _TYPE and b"\xa0" < head[6:7] < b"\xc0" and (end := head[6] - 0x99) <= len(head):
+                kind = self._kinds[head] = head[7:end].decode()
+                return kind
+            return _tag_decoder.decode(head + at_ms + tail).type
+        except DECODE_ERRORS:  # one without a kind is refused before it is written
+            return UNREADABLE
 
     def _answers(self, record: Record, body: _AnswersBody) -> LogEntry:
         peers = self._peers
@@ -280,7 +296,7 @@ class BodyReader:
             for same in body.answers
             for peer in same.peers
         )
-        return _entry(record, Raw(encode(replace(body.event, answers=answers))), body.effects)
+        return _entry(record, encode(replace(body.event, answers=answers)), bytes(body.effects))
 
     def _peer(self, index: int) -> str:
         peer = self._peers[index] = self._table[index].decode()
@@ -291,6 +307,7 @@ class BodyReader:
         if begin != self._begin or position <= self._through:
             self._table.clear()
             self._parts.clear()
+            self._kinds.clear()
             self._peers.clear()
             self._begin = self._through = begin
         while self._through < position - 1:
@@ -328,7 +345,7 @@ def _split(event: bytes) -> tuple[bytes, bytes]:
     return event[:begin] + event[end:], event[begin:end]
 
 
-def _entry(record: Record, event: Raw, effects: Raw, journal: str = "", number: int = 0) -> LogEntry:
+def _entry(record: Record, event: bytes, effects: bytes, journal: str = "", number: int = 0) -> LogEntry:
     return LogEntry(
         position=record.position,
         at_ns=record.at_ns,
@@ -339,18 +356,6 @@ def _entry(record: Record, event: Raw, effects: Raw, journal: str = "", number: 
         event=event,
         effects=effects,
     )
-
-
-def _parted(event: bytes, at_ms: bytes) -> _Part:
-    """An event of the table: what is before its moment, what is behind, and its kind."""
-    begin = event.find(_AT_MS) + len(_AT_MS)
-    head, tail = (event[:begin], event[begin:]) if begin >= len(_AT_MS) else (event, b"")
-    try:
-        if event[1:6] == _TYPE and b"\xa0" < event[6:7] < b"\xc0":  # what a machine encodes begins with its kind
-            return head, tail, event[7 : event[6] - 0x99].decode()
-        return head, tail, _tag_decoder.decode(head + at_ms + tail).type
-    except DECODE_ERRORS:  # one without a kind is refused before it is written
-        return head, tail, UNREADABLE
 
 
 def check_kind(event: Raw) -> None:

@@ -31,8 +31,8 @@ class LogEntry(Struct, frozen=True, kw_only=True, gc=False):
     kind: str
     journal: str
     number: int
-    event: Raw
-    effects: Raw
+    event: bytes
+    effects: bytes
 
     def typed_event(self) -> CoordinatorEvent | Event:
         """Decode the event. Raises LogCorrupt if this version can't read it, DecisionUnreadable if it is an agent's."""

@@ -395,7 +395,7 @@ class RunLog:
                     self._unmarked_records += len(event.answers)
             except (MsgspecError, LogCorrupt) as error:
                 raise _other_logic(self.path, f"record {record.position} can't be understood ({error})") from error
-            if encode(effects) != bytes(entry.effects):
+            if encode(effects) != entry.effects:
                 raise _other_logic(self.path, f"this version would decide otherwise in record {record.position}")
 
     def _begin_at_mark(self) -> int:

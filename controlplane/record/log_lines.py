@@ -44,8 +44,7 @@ def json_line(entry: LogEntry) -> bytes:
         return msgspec.json.encode(plain)
     except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks
         problem = _problem(entry)
-    encoded = {"event": bytes(entry.event), "effects": bytes(entry.effects)}
-    return msgspec.json.encode({**asdict(entry), **encoded, "unreadable": problem})
+    return msgspec.json.encode({**asdict(entry), "unreadable": problem})
 
 
 def _problem(entry: LogEntry) -> str:

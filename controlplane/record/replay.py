@@ -14,7 +14,7 @@ from hashlib import sha256
 from typing import Generic, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator import CoordinatorState, decide
@@ -113,7 +113,7 @@ class Replayer(Generic[S]):
             return
         state, effects = decide(self.coordinator, entry.typed_event())  # type: ignore[arg-type]
         self._marks.state = state
-        if encode(effects) != bytes(entry.effects):
+        if encode(effects) != entry.effects:
             raise _differs(entry, effects)
         self._compared += 1
 
@@ -171,7 +171,7 @@ class Replayer(Generic[S]):
             return
         try:
             life.state, effects = self._decide_agent(life.state, entry.typed_event())  # type: ignore[arg-type]
-            if encode(effects) != bytes(entry.effects):
+            if encode(effects) != entry.effects:
                 raise _differs(entry, effects)
             self._compared += 1
         except DecisionUnreadable as error:
@@ -192,10 +192,10 @@ class Replayer(Generic[S]):
 def _differs(entry: LogEntry, effects: tuple[object, ...]) -> ReplayDiffers:
     """What to raise if an entry has other effects than these."""
     entry.typed_effects()  # unreadable effects are damage, and can't be shown in a diff
-    return ReplayDiffers(_difference(entry, Raw(encode(effects))))
+    return ReplayDiffers(_difference(entry, encode(effects)))
 
 
-def _difference(entry: LogEntry, recomputed: Raw) -> str:
+def _difference(entry: LogEntry, recomputed: bytes) -> str:
     who = f"agent {entry.agent}, decision {entry.number} of its journal" if entry.agent else "the coordinator"
     diff = difflib.unified_diff(
         _lines(entry.effects), _lines(recomputed), "recorded", "decided today", lineterm="", n=2
@@ -207,6 +207,6 @@ def _difference(entry: LogEntry, recomputed: Raw) -> str:
     )
 
 
-def _lines(encoded: Raw) -> list[str]:
+def _lines(encoded: bytes) -> list[str]:
     value = msgspec.msgpack.decode(encoded)
     return msgspec.json.format(msgspec.json.encode(value, order="deterministic"), indent=2).decode().splitlines()

@@ -182,9 +182,8 @@ class _Engines:
 
     def add(self, entry: LogEntry) -> None:
         """Add an agent's record. Most are not decoded: they neither observe, nor call, nor fail."""
-        effects_bytes = bytes(entry.effects)
         if entry.kind in ("command", "head", "tick") and not any(
-            word in effects_bytes for word in (b"perform", b"failed")
+            word in entry.effects for word in (b"perform", b"failed")
         ):
             return
         event: Event = entry.typed_event()  # type: ignore[assignment]

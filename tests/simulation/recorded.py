@@ -1,7 +1,5 @@
 """The log of a simulated run, for readers of recorded runs."""
 
-from msgspec import Raw
-
 from controlplane.record.entries import LogEntry
 from schemas.wire import event_decoder
 from tests.simulation.bus import event_decoder as bus_event_decoder
@@ -21,8 +19,8 @@ def entries(world: World) -> list[LogEntry]:
                 kind=kind,
                 journal="j" if agent else "",
                 number=number,
-                event=Raw(event),
-                effects=Raw(effects),
+                event=event,
+                effects=effects,
             )
         )
 

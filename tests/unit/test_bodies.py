@@ -42,7 +42,7 @@ def test_a_recorded_run_reads_the_same_after_it_is_written_again(path: Path, tmp
     writer, records = BodyWriter(), list[Record]()
     for position, entry in enumerate(entries, start=1):
         if entry.agent:
-            body = writer.batch(position, entry.journal, entry.number, [Decision(entry.event, entry.effects)])
+            body = writer.batch(position, entry.journal, entry.number, [Decision(Raw(entry.event), Raw(entry.effects))])
         else:
             body = writer.coordinator(position, entry.typed_event(), entry.typed_effects())  # type: ignore[arg-type]
         records.append(as_record(position, body, entry.agent))

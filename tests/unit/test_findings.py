@@ -1,6 +1,5 @@
 """Findings about observed runs, in made-up logs: which moments count, who is named, and what is no finding."""
 
-from msgspec import Raw
 from msgspec.structs import replace
 
 from controlplane.machine import events as bus_events
@@ -30,7 +29,7 @@ class Log:
 
     def _entry(self, at_s: float, agent: str = "") -> LogEntry:
         self._position += 1
-        empty = Raw(b"\x90")
+        empty = b"\x90"
         return LogEntry(
             position=self._position,
             at_ns=int(at_s * S),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import Raw
 from msgspec.structs import replace
 
 from controlplane.machine.events import HelloReceived, Send
@@ -53,8 +52,8 @@ class Recorded(Coordinator):
                 kind=str(event.__struct_config__.tag),  # type: ignore[attr-defined]
                 journal="",
                 number=0,
-                event=Raw(encode(event)),
-                effects=Raw(encode(effects)),
+                event=encode(event),
+                effects=encode(effects),
             )
         )
         return effects
@@ -458,7 +457,7 @@ def test_a_log_with_two_damages_is_shown_as_far_as_possible() -> None:
     def read() -> Iterator[LogEntry]:
         for entry in bus.entries:
             if entry.kind == "join":  # of another version
-                entry = replace(entry, event=Raw(encode({"type": "joined otherwise"})))
+                entry = replace(entry, event=encode({"type": "joined otherwise"}))
             yield entry
         raise LogCorrupt("record 99 is missing", 99)
 
