@@ -166,7 +166,8 @@ def top_screen(fleet: FleetStatus, view: TopView, width: int, height: int) -> Gr
     head = [_line(_headline(fleet), "bold")]
     head += [_line(INSECURE, "bold red")] if fleet.insecure else []
     head += [_line(text, "red") for text in (view.silent, *fleet.warnings) if text]
-    foot = [_line(text, "red" if view.trouble else "green") for text in view.message[:LINES_MAX]]
+    said = [part for text in view.message[:LINES_MAX] for part in wrap(one_line(text), width)]
+    foot = [_line(text, "red" if view.trouble else "green") for text in said[: 2 * LINES_MAX]]
     foot += [_line(_asked(view), "bold yellow")] if view.question is not None else []
     foot += [_line(_keys_line(fleet, view, width), "reverse")]
     room = height - len(head) - len(foot) - 1

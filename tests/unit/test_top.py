@@ -28,6 +28,13 @@ LARGE = replace(FLEET, agents=tuple(line(f"{replica}.0", FOLLOWS) for replica in
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
+def test_why_a_command_was_refused_can_be_read_on_a_narrow_terminal() -> None:
+    reason = f"the bus refused: checkpoint refused: /{'folder/' * 20}step_7 is not there"
+    shown = text(FLEET, TopView(message=(reason,), trouble=True), 80, 24)
+    assert len(shown) == 24 and "q quit" in shown[-1]
+    assert "is not there" in shown[-2] and "the bus refused: checkpoint" in " ".join(shown[-5:-1])
+
+
 def test_an_engine_call_says_how_long_it_has_been_in_flight() -> None:
     busy = replace(SERVES, activity="flush")
     fleet = replace(FLEET, agents=(line("0.0", busy, 12, call_ms=42_300), line("0.1", FOLLOWS)))

@@ -3,9 +3,11 @@
 import asyncio
 import importlib
 import logging
+import re
 import sys
 import threading
-from contextlib import ExitStack
+import urllib.request
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from omegaconf import OmegaConf
 
 from controlplane.tickets import Ticket
 from controlplane.trainers.verl import register as plugin
+from controlplane.trainers.verl import run as bus_of_a_run
 from controlplane.trainers.verl import trainer as door
 from controlplane.trainers.verl.run import Updated, VerlRun
 from controlplane.trainers.verl.settings import read_settings
@@ -188,6 +191,7 @@ def test_settings_are_complete_and_below_the_folder_of_verls_checkpoints() -> No
         ({"quorum": 0}, r"rolloutctl\.quorum is 0"),
         ({"timeout": "soon"}, r"rolloutctl\.timeout is 'soon'"),
         ({"log": 3}, r"rolloutctl\.log is 3"),
+        ({"metrics_port": [9400]}, r"rolloutctl\.metrics_port is \[9400\]"),
     ],
 )
 def test_a_wrong_setting_is_one_line(section: dict[str, Any], says: str) -> None:
@@ -437,6 +441,37 @@ def test_servers_that_agents_can_not_be_placed_beside_end_the_run_at_its_start(
         VerlRun.start(settings, replicas, ProfilerConfig())
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir()), "something was started"
+
+
+@pytest.mark.parametrize("port", [0, "127.0.0.1:0"])
+def test_the_metrics_of_the_bus_are_served_where_the_settings_say(
+    one_node: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, port: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(bus_of_a_run, "place_agents", lambda **_: nullcontext())
+    settings = read_settings({"metrics_port": port, "join_timeout": 1}, tmp_path, tmp_path / "traces")
+    run = VerlRun.start(settings, [launched(0, "here")], ProfilerConfig())
+    try:
+        (served,) = re.findall(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", caplog.text)
+        with urllib.request.urlopen(served, timeout=20) as answer:
+            assert b"rolloutctl_bus_up 1.0" in answer.read()
+    finally:
+        run.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(served, timeout=20)
+
+
+def test_metrics_that_can_not_be_served_end_the_run_at_its_start(
+    one_node: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = [launched(0, "here")]
+    wrong = read_settings({"metrics_port": "everywhere"}, tmp_path, tmp_path / "traces")
+    with pytest.raises(ConfigError, match="expected PORT or HOST:PORT"):
+        VerlRun.start(wrong, replicas, ProfilerConfig())
+    monkeypatch.setitem(sys.modules, "controlplane.metrics", None)
+    settings = read_settings({"metrics_port": 0}, tmp_path, tmp_path / "traces")
+    with pytest.raises(ConfigError, match=r"rolloutctl\.metrics_port needs prometheus-client .*rolloutctl\[metrics\]"):
+        VerlRun.start(settings, replicas, ProfilerConfig())
 
 
 def test_agents_that_never_come_are_named_and_the_run_begins(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,6 +88,8 @@ class VerlRun:
         )
         with ExitStack() as stack:
             stack.enter_context(plane)
+            if settings.metrics_port is not None:
+                stack.callback(_serve_metrics(plane, str(settings.metrics_port)))
             placement = place_agents(
                 bus=plane.address,
                 replicas=placed,
@@ -240,6 +242,20 @@ async def _ended(ticket: Ticket[SyncReport] | None) -> SyncReport | None:
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
+
+
+def _serve_metrics(plane: ControlPlane, address: str) -> Callable[[], object]:
+    """Serve the metrics of the bus. Returns what ends it. Raises ConfigError."""
+    try:
+        from controlplane.metrics import BusCollector
+        from schemas.carriers.exposition import serve_metrics
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{SECTION}.metrics_port needs prometheus-client ({error}): pip install 'rolloutctl[metrics]'"
+        ) from None
+    served, end = serve_metrics(BusCollector(plane), address)
+    logger.info("metrics at %s", served)
+    return end
 
 
 def _places(replicas: Sequence[Any]) -> tuple[list[ReplicaNodes], dict[str, Any]]:

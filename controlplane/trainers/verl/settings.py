@@ -31,6 +31,8 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
         timeout: Seconds for each phase of a sync. verl's own transfer is part of one.
         join_timeout: Seconds for all agents to join at the start.
         quorum: Replicas that must hold new weights for a commit. The others of the fleet are quarantined or unproven.
+        metrics_port: `[HOST:]PORT` where the task runner serves the metrics of the bus to Prometheus; without HOST, to
+            its own machine. None for no metrics.
     """
 
     log: str = ""
@@ -44,6 +46,7 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
     join_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 120.0
     quorum: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    metrics_port: int | str | None = None
 
 
 def read_settings(section: Mapping[str, Any], folder: Path, traces: Path, path: str = SECTION) -> VerlSettings:
