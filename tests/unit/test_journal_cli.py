@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.machines import agent
+from bench.machines import agent_events
 from controlplane.cli.journals import is_journal, walk_journal
 from controlplane.cli.reducers import replay_file
 from controlplane.record.entries import LogEntry
@@ -29,7 +29,8 @@ def written(path: Path) -> Journal:
     """The journal of an agent that carried out commands, still open."""
     journal = Journal.open(path, "0.0", "os")
     journal.join_run("run-1")
-    _, events = agent(0, 60)
+    seen, commanded = agent_events(0, 60)
+    events = seen + commanded
     for event in events:
         state, effects = decide(journal.state, event)
         journal.append(event, effects, state)
