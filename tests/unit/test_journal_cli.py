@@ -1,6 +1,7 @@
 """`rolloutctl log` on the journal of an agent: shown, verified and replayed, also while it is written."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -115,7 +116,9 @@ def test_to_look_what_a_file_is_leaves_sqlite_its_locks(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
 
     def locks() -> list[str]:
-        return [line for line in Path("/proc/locks").read_text().splitlines() if f":{path.stat().st_ino} " in line]
+        lines = Path("/proc/locks").read_text().splitlines()
+        own = [line for line in lines if f" {os.getpid()} " in line and f":{path.stat().st_ino} " in line]
+        return [line.partition(": ")[2] for line in own]  # before it is the line's number, among the locks of others
 
     with RecordFile.open(path) as file:
         file.append("k", "", 1, b"x")
