@@ -1,10 +1,12 @@
-"""The type of the file system under a path. SQLite's write-ahead log needs a local one."""
+"""What lies at a path: the type of its file system, since SQLite's write-ahead log needs a local one, and of a file."""
 
 import contextlib
 import os
 import re
 from pathlib import Path
 from typing import Final
+
+from schemas.errors import LogError
 
 _NETWORK: Final = re.compile(
     r"nfs\d?|cifs|smb\w*|lustre|gpfs|beegfs\w*|ceph|glusterfs|fuse(\..+)?|9p|afs|wekafs|panfs|pvfs2|orangefs|virtiofs"
@@ -46,3 +48,13 @@ def read_mounts() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
     return ""
+
+
+def check_regular(path: Path, kind: str) -> None:
+    """Raise LogError for a pipe, a device or a folder: to open one could block, or change it.
+
+    Args:
+        kind: What should be there, for the error.
+    """
+    if path.exists() and not path.is_file():
+        raise LogError(f"{path}: not a regular file, and so no {kind} of rolloutctl")

@@ -17,7 +17,6 @@ Theory of operation.
 import contextlib
 import errno
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,8 @@ from time import monotonic
 from typing import Final, NoReturn, Self
 
 from schemas.carriers import writer_lock
+from schemas.carriers.drafts import Copy, Draft, beside, create_empty, flush_file, flush_folder, write_all
+from schemas.carriers.filesystems import check_regular
 from schemas.carriers.forks import forks
 from schemas.carriers.framing import (
     FileHeader,
@@ -42,8 +43,6 @@ logger = logger_of("journal")
 
 LOOK_S: Final = 0.1
 """Longest time for which a file that was moved is still written: to look its name up costs as much as a group."""
-COPY_BYTES: Final = 1 << 20
-"""Bytes that are copied at a time."""
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -66,7 +65,7 @@ class FrameReader:
     @classmethod
     def open(cls, path: Path) -> "FrameReader":
         """Open an existing file. Raises LogError if it can't be read, LogCorrupt if it is no framed file."""
-        _check_regular(path)
+        check_regular(path, "journal")
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -113,16 +112,16 @@ class FramedFile(FrameReader):
         sequence: That of the next group.
     """
 
-    def __init__(self, path: Path, real: Path, draft: "_Draft", flush: bool) -> None:
+    def __init__(self, path: Path, real: Path, draft: Draft, flush: bool) -> None:
         super().__init__(path, draft.descriptor)
         self._real, self._draft, self._flush = real, draft, flush
-        self._replaced: _Draft | None = None  # the file before, until it is closed
+        self._replaced: Draft | None = None  # the file before, until it is closed
         self._made_in, self._forks = os.getpid(), len(forks)
         self._watch = writer_lock.Watch(str(real))
         self._look_at_s = 0.0  # when the file is looked up again under its name
         self._fault = ""  # why no more groups are taken
         self._worker = ThreadPoolExecutor(1, "rolloutctl-journal")
-        self._copy: _Copy | None = None
+        self._copy: Copy | None = None
         self._made: Future[None] | None = None
         self._kept = 0  # up to here, groups are not dropped: a copy that began there failed
         self._at, self.sequence = self._first
@@ -143,16 +142,16 @@ class FramedFile(FrameReader):
             LogCorrupt: It is damaged, or no framed file. It was not changed.
             LogError: It can't be opened for writing; LogFull if there is no space.
         """
-        _check_regular(path)
+        check_regular(path, "journal")
         real = Path(os.path.realpath(path))
         with contextlib.ExitStack() as undo:
             try:
                 real.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                draft = _Draft(real)
+                draft = Draft(real)
                 undo.callback(draft.close)
-                _beside(real).unlink(missing_ok=True)  # left by a writer that was killed
+                beside(real).unlink(missing_ok=True)  # left by a writer that was killed
                 if os.fstat(draft.descriptor).st_size == 0:
-                    created = _create(real, header)
+                    created = create_empty(real, header)
                     undo.close()
                     undo.callback(created.close)
                     draft = created
@@ -190,7 +189,7 @@ class FramedFile(FrameReader):
         group = encode_frame(kind, self.sequence, self._seed, payload)
         end = self._at + len(group)
         try:
-            _write(self._descriptor, group, self._at - self._dropped)
+            write_all(self._descriptor, group, self._at - self._dropped)
             if self._flush:
                 self._flush_group()
             self._at, self.sequence = end, self.sequence + 1
@@ -205,7 +204,7 @@ class FramedFile(FrameReader):
         if self._copy is not None or place.at <= max(self._first.at, self._kept):
             return
         start = encode_start(FileHeader(self._seed, place.sequence, self.header))
-        copy = _Copy(self._descriptor, self._dropped, place, self._at, start, self._real, self._replaced)
+        copy = Copy(self._descriptor, self._dropped, place, self._at, start, self._real, self._replaced)
         try:
             self._made = self._worker.submit(copy.make)
         except RuntimeError as error:  # the system lets this process have no more threads
@@ -222,7 +221,7 @@ class FramedFile(FrameReader):
             if self._copy is not None:
                 self._copy.discard()
             if not self._fault:
-                _flush(self._descriptor)
+                flush_file(self._descriptor)
         except OSError as error:
             raise _error(self.path, error, "its newest groups may not be on the disk") from error
         finally:
@@ -237,12 +236,12 @@ class FramedFile(FrameReader):
             self._at, self.sequence = frame.following
         if os.fstat(self._descriptor).st_size > self._at:
             os.ftruncate(self._descriptor, self._at)
-            _flush(self._descriptor)
+            flush_file(self._descriptor)
         self._watch.note()
 
     def _flush_group(self) -> None:
         try:
-            _flush(self._descriptor)
+            flush_file(self._descriptor)
         except OSError as error:  # also where it is one of no space: the system has forgotten what it could not write
             self._fault = f"the disk failed to keep what was written ({error.strerror})"
             self._refuse()
@@ -294,151 +293,11 @@ class FramedFile(FrameReader):
         self._descriptor, self._dropped, self._first = draft.descriptor, copy.dropped, copy.place
         self._watch.note()
         if self._flush:
-            _flush_folder(self._real)
+            flush_folder(self._real)
 
     def _keep(self, place: FramePlace, failure: Exception | None) -> None:
-        logger.warning("%s keeps decisions that it could drop, and grows: %s", self._real, failure)
+        logger.warning("%s keeps groups that it could drop, and grows: %s", self._real, failure)
         self._kept = place.at
-
-
-class _Draft:
-    """A file that is locked and open for writing, and not in use yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lock = writer_lock.acquire(path)
-        try:
-            self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            found = os.fstat(self.descriptor)
-            if (found.st_dev, found.st_ino) != self.lock:
-                os.close(self.descriptor)
-                raise LogError(f"{path}: another program put another file in its place while it was opened. Try again")
-        except BaseException:
-            writer_lock.release(self.lock)
-            raise
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        writer_lock.release(self.lock)
-
-
-class _Copy:
-    """A copy of a file from a place on, in a file beside it that is locked already. `make` runs in a thread.
-
-    Attributes:
-        place: Where it begins.
-        dropped: Bytes of the groups before it, less those of its header.
-        failure: Why there is none.
-    """
-
-    def __init__(
-        self,
-        source: int,
-        shift: int,
-        place: FramePlace,
-        end: int,
-        start: bytes,
-        path: Path,
-        replaced: "_Draft | None",
-    ) -> None:
-        self.place, self.dropped = place, place.at - len(start)
-        self._source, self._shift = source, shift  # of the file, and bytes that were dropped from it
-        self._copied, self._end = place.at, end
-        self._start, self._path, self._real = start, _beside(path), path
-        self._replaced = replaced
-        self._draft: _Draft | None = None
-        self.failure: Exception | None = None
-
-    def make(self) -> None:
-        try:
-            if self._replaced is not None:
-                self._replaced.close()
-            self._path.unlink(missing_ok=True)
-            self._draft = _Draft(self._path)
-            _write(self._draft.descriptor, self._start, 0)
-            self._copy_to(self._end)
-            _flush(self._draft.descriptor)
-        except (OSError, LogError) as error:
-            self.failure = error
-
-    def finish(self, end: int, flush: bool) -> "_Draft | None":
-        """Copy what was written meanwhile, and rename the copy over the file. Returns None if that failed."""
-        try:
-            if self.failure is None and self._draft is not None:
-                self._copy_to(end)
-                if flush:
-                    _flush(self._draft.descriptor)
-                os.rename(self._path, self._real)
-                return self._draft
-        except OSError as error:
-            self.failure = error
-        self.discard()
-        return None
-
-    def discard(self) -> None:
-        """Remove the copy."""
-        if self._draft is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-            self._draft.close()
-
-    def _copy_to(self, end: int) -> None:
-        assert self._draft is not None
-        while self._copied < end:
-            data = os.pread(self._source, min(COPY_BYTES, end - self._copied), self._copied - self._shift)
-            if not data:
-                raise OSError(errno.EIO, "it was cut while it was copied")
-            _write(self._draft.descriptor, data, self._copied - self.dropped)
-            self._copied += len(data)
-
-
-def _create(path: Path, header: Mapping[str, str]) -> "_Draft":
-    """Put a file without groups in the place of an empty one."""
-    start = encode_start(FileHeader(secrets.randbits(32), 1, dict(header)))
-    draft = _Draft(_beside(path))
-    try:
-        _write(draft.descriptor, start, 0)
-        _flush(draft.descriptor)
-        os.rename(draft.path, path)
-        _flush_folder(path)
-    except BaseException:
-        draft.path.unlink(missing_ok=True)
-        draft.close()
-        raise
-    return draft
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.new")
-
-
-def _write(descriptor: int, data: bytes, at: int) -> None:
-    """Write all bytes. A full disk takes some of them, and raises on the next attempt."""
-    written = os.pwrite(descriptor, data, at)
-    while written < len(data):
-        more = os.pwrite(descriptor, data[written:], at + written)
-        if more == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written += more
-
-
-def _flush(descriptor: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS lacks it
-
-
-def _flush_folder(path: Path) -> None:
-    """Make sure that the file is found under its name after a power cut."""
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _check_regular(path: Path) -> None:
-    """Raise LogError for a pipe, a device or a folder: to open one could block, or change it."""
-    if path.exists() and not path.is_file():
-        raise LogError(f"{path}: not a regular file, and so no journal of rolloutctl")
 
 
 def _error(path: Path, error: OSError, what: str) -> LogError:

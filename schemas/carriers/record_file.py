@@ -24,7 +24,8 @@ from typing import Final, Self
 from schemas.carriers import database, writer_lock
 from schemas.carriers.checkpointer import Checkpointer
 from schemas.carriers.database import OWN_KEYS, Durability
-from schemas.carriers.records import MARK, RecordReader, Row, check_regular, checksum
+from schemas.carriers.filesystems import check_regular
+from schemas.carriers.records import MARK, RecordReader, Row, checksum
 from schemas.carriers.writer_lock import FileId
 from schemas.errors import ConfigError, LogError
 
@@ -80,7 +81,7 @@ class RecordFile(RecordReader):
         if header and (taken := OWN_KEYS & header.keys()):
             raise ConfigError(f"{min(taken)!r} can't be a key of a header: the file uses it itself")
         path = Path(path)
-        check_regular(path)
+        check_regular(path, "record file")
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from msgspec import Struct
 
 from schemas.carriers import database, writer_lock
 from schemas.carriers.database import OWN_KEYS
+from schemas.carriers.filesystems import check_regular
 from schemas.carriers.writer_lock import FileId
 from schemas.errors import LogCorrupt, LogError
 
@@ -83,12 +84,6 @@ def checksum(position: int, at_ns: int, kind: str, agent: str, body: bytes) -> i
     return zlib.crc32(body, zlib.crc32(f"{position} {at_ns} {kind}\0{agent}\0".encode()))
 
 
-def check_regular(path: Path) -> None:
-    """Raise LogError for a pipe, a device or a folder: to open one could block, or change it."""
-    if path.exists() and not path.is_file():
-        raise LogError(f"{path}: not a regular file, and so no record file of rolloutctl")
-
-
 class RecordReader:
     """Reads a record file, also while another process writes it. Made by `open`; use it as a context manager.
 
@@ -106,7 +101,7 @@ class RecordReader:
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open an existing file. Raises LogError if it is missing, LogCorrupt if it is not a record file."""
         path = Path(path)
-        check_regular(path)
+        check_regular(path, "record file")
         try:
             file = writer_lock.connect(path)
         except OSError:

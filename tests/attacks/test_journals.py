@@ -28,7 +28,7 @@ os.pwrite = lambda descriptor, data, at: pwrite(descriptor, data[:4096], at)  # 
 
 def trace(frame, event, argument):
     global steps
-    if not frame.f_code.co_filename.endswith("framed_file.py"):
+    if not frame.f_code.co_filename.endswith(("framed_file.py", "drafts.py")):
         return None
     steps -= 1
     if not steps:
@@ -65,7 +65,7 @@ def kill_and_look(path: Path, last: tuple[int, int], seed: int, steps: int) -> t
 
     Args:
         last: Number of the last decision, and of the last one that was released, before this life.
-        steps: Lines of `framed_file` after which the process kills itself; -1 to kill it from here.
+        steps: Lines of `framed_file` and `drafts` after which the process kills itself; -1 to kill it from here.
 
     Returns:
         The same after this life.
