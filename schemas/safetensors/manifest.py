@@ -11,7 +11,7 @@ from pathlib import Path
 from schemas.commands import Manifest
 from schemas.errors import CheckpointError
 from schemas.safetensors.digest import layout_digest
-from schemas.safetensors.format import UNTOUCHED, TensorSpec, checkpoint_refused, find_tensors
+from schemas.safetensors.format import UNTOUCHED, TensorPlace, TensorSpec, checkpoint_refused, find_tensors
 from schemas.safetensors.reading import content_digest
 
 
@@ -38,7 +38,11 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
 
     The content is compared only if the manifest has a digest of it.
     """
-    places = find_tensors(directory)
+    check_tensors(directory, find_tensors(directory), manifest)
+
+
+def check_tensors(directory: Path, places: Mapping[str, TensorPlace], manifest: Manifest) -> None:
+    """Check the tensors that were found in the directory, like `check_directory`."""
     check_layout(directory, {name: place.spec for name, place in places.items()}, manifest)
     if manifest.content is not None and (found := content_digest(places)) != manifest.content:
         raise content_differs(directory, found, manifest)
@@ -74,6 +78,8 @@ def require_same_model(directory: Path, held: Mapping[str, TensorSpec], offered:
         held: Tensors of the engine's model.
         offered: Tensors of the checkpoint.
     """
+    if held == offered:
+        return
     differences = []
     for name in sorted(held.keys() | offered.keys()):
         if name not in offered:

@@ -24,6 +24,7 @@ from schemas.safetensors.format import KEYS_MAX, TensorPlace, find_tensors, read
 from schemas.safetensors.manifest import build_manifest, check_directory
 from schemas.safetensors.paths import resolve_below
 from schemas.safetensors.reading import content_digest, read_tensors
+from workers.engines import checkpoint as checkpoint_module
 from workers.engines.checkpoint import SourceChecker
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -115,6 +116,40 @@ def test_the_content_is_read_once_before_a_load_unless_the_files_were_written_ag
         opened.write(b"\x00")
     with pytest.raises(CheckpointError, match="the right tensors with other values"):
         files.checked_directory(source, manifest, None)
+
+
+def test_headers_are_read_once_before_a_load_unless_something_differs(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is paused when a load asks again."""
+    read: list[Path] = []
+
+    def counting(folder: Path) -> dict[str, TensorPlace]:
+        read.append(folder)
+        return find_tensors(folder)
+
+    monkeypatch.setattr(checkpoint_module, "find_tensors", counting)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({"a": TENSORS["a"]}, other / "model.safetensors")
+    files, source, model = SourceChecker(directory.parent), Checkpoint(directory.name), str(directory)
+    file = directory / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+    for _ in range(2):
+        assert files.checked_directory(source, None, model) == directory.resolve()
+    assert len(read) == 1
+    files.checked_directory(source, build_manifest(directory, content=False), model)
+    assert len(read) == 2
+    with pytest.raises(CheckpointError, match="is of another model"):
+        files.checked_directory(source, None, str(other))
+    files.checked_directory(source, None, model)
+    os.utime(file, ns=(1, 1))
+    files.checked_directory(source, None, model)
+    assert len(read) == 5
+    with file.open("ab") as opened:
+        opened.write(b"0")
+    with pytest.raises(CheckpointError, match="its header promises"):
+        files.checked_directory(source, None, model)
 
 
 def test_the_content_of_files_that_were_just_written_is_read_again(directory: Path) -> None:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from schemas.commands import Broadcast, Checkpoint, EngineSource, Manifest
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
-from schemas.safetensors.format import TensorSpec, read_layout
-from schemas.safetensors.manifest import check_directory, check_layout, require_same_model
+from schemas.safetensors.format import TensorSpec, find_tensors, read_layout
+from schemas.safetensors.manifest import check_layout, check_tensors, require_same_model
 from schemas.safetensors.paths import resolve_below
 from schemas.safetensors.reading import FileState, file_states
 
@@ -44,6 +44,19 @@ TORCH_DTYPES: Final = {
 Layout = Mapping[str, TensorSpec]
 
 
+class _Checked(NamedTuple):
+    """A directory that was checked against a manifest and the layout of a model, and its files as they were."""
+
+    directory: Path
+    manifest: Manifest | None
+    states: tuple[FileState, ...]
+    layout: Layout | None
+
+    def still_holds(self, found: "_Checked") -> bool:
+        """Whether a check of what was found now would say the same."""
+        return self[:3] == found[:3] and self.layout is found.layout
+
+
 class SourceChecker:
     """Checks the sources of one engine's new weights.
 
@@ -54,7 +67,7 @@ class SourceChecker:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._launched: tuple[str, dict[str, TensorSpec] | None] = ("", None)
-        self._checked: tuple[Manifest, Path, tuple[FileState, ...]] | None = None
+        self._checked: _Checked | None = None
 
     def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
         """Check that the engine may load the source.
@@ -73,12 +86,21 @@ class SourceChecker:
             self.checked_layout(source, manifest, model, identity)
 
     def checked_directory(self, source: Checkpoint, manifest: Manifest | None, model: str | None) -> Path:
-        """Return the directory of the source, after checking all of it. Raises CheckpointError."""
+        """Return the directory of the source, after checking all of it. Raises CheckpointError.
+
+        A sync asks before the pause, and again for the load. Files that have not been written since they were checked
+        are not read again, so generation does not stand still for that.
+        """
         directory = resolve_below(self._root, source.path)
-        offered = read_layout(directory)
         layout = self._model_layout(model)
+        began_ns, states = time.time_ns(), file_states(directory)
+        found = _Checked(directory, manifest, states, layout)
+        if self._checked is not None and self._checked.still_holds(found):
+            return directory
+        self._checked = None
+        places = find_tensors(directory)
         if layout is not None:
-            require_same_model(directory, layout, offered)
+            require_same_model(directory, layout, {name: place.spec for name, place in places.items()})
         elif manifest is None:
             raise CheckpointError(
                 f"checkpoint refused: {directory}: the engine was launched from {model or 'an unknown place'}, which "
@@ -86,20 +108,10 @@ class SourceChecker:
                 "Nothing was loaded: sync with a manifest."
             )
         if manifest is not None:
-            self._check_manifest(directory, manifest)
+            check_tensors(directory, places, manifest)
+        if all(state.modified_ns < began_ns - CLOCK_NS for state in states):
+            self._checked = found
         return directory
-
-    def _check_manifest(self, directory: Path, manifest: Manifest) -> None:
-        """Check the files against the manifest, unless they have not been written since that was done.
-
-        A sync asks before the pause, and again for the load: the content is read before the pause only.
-        """
-        began_ns, found = time.time_ns(), (manifest, directory, file_states(directory))
-        if found == self._checked:
-            return
-        check_directory(directory, manifest)
-        settled = all(state.modified_ns < began_ns - CLOCK_NS for state in found[2])
-        self._checked = found if settled else None
 
     def checked_layout(
         self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity
