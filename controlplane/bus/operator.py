@@ -21,7 +21,7 @@ R = TypeVar("R", FleetStatus, Report, SyncReport)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
-PHASES: Final = 3
+PHASES_OF_A_SYNC: Final = 3
 """Phases of a sync: prepare, load, then commit or abort."""
 
 
@@ -88,7 +88,7 @@ async def sync(
             other weights. Nothing was sent to the agents.
     """
     request = wire.SyncRequest(path=path, version=version, timeout_ms=milliseconds(timeout_s))
-    return await _ask(bus, within_bounds(request), SyncReport, PHASES * timeout_s + ANSWER_S, keys)
+    return await _ask(bus, within_bounds(request), SyncReport, PHASES_OF_A_SYNC * timeout_s + ANSWER_S, keys)
 
 
 async def retire(

@@ -1,4 +1,4 @@
-"""SQLite's checkpoints of a record file, in a thread: they copy its write-ahead log (WAL) into the file.
+"""WAL checkpoints of a record file, in a thread: SQLite copies its write-ahead log (WAL) into the file.
 
 Theory of operation.
 
