@@ -1,6 +1,7 @@
 """Journals of agents, read as if each were the log of one agent: for `rolloutctl log show`, `verify` and `replay`."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -93,3 +94,49 @@ def walk_journal(path: Path, start: int = 1) -> Iterator[LogEntry | AgentMark]:
                         )
             except (msgspec.MsgspecError, *DECODE_ERRORS) as error:
                 raise LogCorrupt(f"{path}: decision {number} can't be decoded: {error}", number) from error
+
+
+def follow_journal(
+    path: Path, start: int, wait: Callable[[], object], on_replaced: Callable[[], object]
+) -> Iterator[LogEntry]:
+    """Yield the decisions from number `start` on, and those made later, without end: no journal says that it ended.
+
+    The file is read anew after each change, since an agent now and then writes it anew without its oldest decisions. If
+    the agent begins another journal, for another run, that is read from its beginning.
+
+    Args:
+        wait: Called whenever all decisions were read; returns when it is time to look again.
+        on_replaced: Called when another journal is in the place of the followed one.
+
+    Raises:
+        LogError: The file can't be read.
+        LogCorrupt: At the first damaged group, after all those before it.
+    """
+    journal, seen = "", None
+    while True:
+        look = _look(path)
+        if look is not None and look != seen:
+            seen = look
+            with FrameReader.open(path) as reader:
+                found = reader.header.get("journal", "")
+            if journal and found != journal:
+                on_replaced()
+                start = 1
+            journal = found
+            for entry in walk_journal(path, start):
+                if entry.journal != journal:  # replaced in between
+                    seen = None
+                    break
+                if isinstance(entry, LogEntry):
+                    start = entry.number + 1
+                    yield entry
+        wait()
+
+
+def _look(path: Path) -> tuple[int, ...] | None:
+    """What changes with the file. None while there is none: it may be about to be replaced."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

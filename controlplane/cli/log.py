@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from controlplane.cli.command_line import Group, note_problem
-from controlplane.cli.journals import agent_of_journal, is_journal, walk_journal
+from controlplane.cli.journals import agent_of_journal, follow_journal, is_journal, walk_journal
 from controlplane.cli.reducers import replay_file
 from controlplane.cli.retention import archive, export, prune
 from controlplane.machine.coordinator import LOGIC
@@ -21,7 +21,7 @@ from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from controlplane.record.log_lines import format_decision, json_line
 from controlplane.record.marks import MarkChecker
-from schemas.errors import ConfigError, LogCorrupt, ReplayDiffers
+from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.formatting import format_list, one_line, printable
 from schemas.identity import NUMBER_MAX
 from schemas.logs import time_with_zone
@@ -44,7 +44,7 @@ def log() -> None:
 @click.option("--agent", help="Only this agent's decisions, e.g. 0.1; `bus` for the coordinator's.")
 @click.option("--kind", help="Only events of this kind, e.g. command or returned.")
 @click.option("--from", "start", type=click.IntRange(1, NUMBER_MAX), default=1, help="Position of the first record.")
-@click.option("-f", "--follow", "following", is_flag=True, help="Go on as the bus records, until it closes.")
+@click.option("-f", "--follow", "following", is_flag=True, help="Go on as it is written; a log until its bus closes.")
 def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: int, following: bool) -> None:
     """Print what each agent and the coordinator saw and decided, in the order of the log."""
     shown, agents, kinds = 0, set[str](), set[str]()
@@ -68,16 +68,14 @@ def _read(file: Path, start: int) -> Iterator[LogEntry]:
 
 
 def _follow(file: Path, start: int) -> Iterator[LogEntry]:
+    wait = partial(threading.Event().wait, FOLLOW_S)
+
+    def tell(what: str) -> None:
+        click.echo(one_line(f"rolloutctl: {file} was replaced: from here on, {what}"), err=True)
+
     if is_journal(file):
-        raise ConfigError(
-            f"{file} is an agent's journal: --follow is for the log of a run, which gets its decisions too"
-        )
-    never = threading.Event()
-
-    def tell(run: str) -> None:
-        click.echo(one_line(f"rolloutctl: {file} was replaced: from here on, run {run}"), err=True)
-
-    return follow(file, start, partial(never.wait, FOLLOW_S), tell)
+        return follow_journal(file, start, wait, lambda: tell("the journal of another run"))
+    return follow(file, start, wait, lambda run: tell(f"run {run}"))
 
 
 def _why_nothing(file: Path, start: int, agent: str | None, agents: set[str], kind: str | None, kinds: set[str]) -> str:

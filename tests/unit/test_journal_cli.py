@@ -2,23 +2,26 @@
 
 import json
 import os
+import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench.machines import agent_events
-from controlplane.cli.journals import is_journal, walk_journal
+from controlplane.cli.interrupt import CODE
+from controlplane.cli.journals import follow_journal, is_journal, walk_journal
 from controlplane.cli.reducers import replay_file
 from controlplane.record.entries import LogEntry
 from controlplane.record.invariants import verify
 from schemas.carriers.record_file import RecordFile
 from schemas.errors import LogError
 from schemas.events import RequestResend, Tick
-from tests.running import rolloutctl
+from tests.running import rolloutctl, started
 from tests.unit import journal_files
 from workers.link import journal as journal_module
-from workers.link.journal import Journal
+from workers.link.journal import Journal, archive_journal
 from workers.machine.decide import LOGIC, decide
 
 
@@ -37,6 +40,81 @@ def written(path: Path) -> Journal:
         journal.append(event, effects, state)
         journal.commit()
     return journal
+
+
+class Agent:
+    """An agent that goes on with its journal whenever all of it was read, one step at a time."""
+
+    def __init__(self, path: Path, *steps: Callable[[], object]) -> None:
+        self.path, self._steps, self.replaced = path, list(steps), 0
+
+    def next(self) -> None:
+        if not self._steps:
+            raise KeyboardInterrupt
+        self._steps.pop(0)()
+
+    def follow(self, start: int = 1) -> list[int]:
+        numbers: list[int] = []
+        followed = follow_journal(self.path, start, self.next, self._note_replaced)
+        with pytest.raises(KeyboardInterrupt):
+            numbers.extend(entry.number for entry in followed)
+        return numbers
+
+    def _note_replaced(self) -> None:
+        self.replaced += 1
+
+
+def tick(journal: Journal) -> None:
+    event = Tick(at_ms=99_999_999)
+    journal.append(event, (), journal.state)
+    journal.commit()
+
+
+def test_a_journal_is_followed_while_its_agent_writes_it(path: Path) -> None:
+    journal = written(path)
+    last = journal.number
+    agent = Agent(path, lambda: None, lambda: tick(journal), lambda: None, lambda: tick(journal))
+    assert agent.follow(last) == [last, last + 1, last + 2] and agent.replaced == 0
+
+
+def test_a_journal_that_is_written_anew_goes_on_where_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MARK_EVERY", 8)
+    journal = written(path)
+    first, begun = path.stat().st_ino, journal.number
+
+    def many() -> None:
+        while path.stat().st_ino == first:
+            tick(journal)
+            journal.release(journal.number)
+
+    agent = Agent(path, lambda: tick(journal), many, lambda: tick(journal))
+    numbers = agent.follow(begun)
+    assert numbers == sorted(set(numbers)) and numbers[-1] == journal.number and agent.replaced == 0
+
+
+def test_the_journal_of_another_run_is_followed_from_its_beginning(path: Path) -> None:
+    journal = written(path)
+
+    def begin_anew() -> None:
+        journal.close()
+        archive_journal(path)
+        assert not path.exists()
+
+    agent = Agent(path, begin_anew, lambda: None, lambda: written(path).close())
+    numbers = agent.follow(journal.number)
+    assert agent.replaced == 1 and numbers == [journal.number, *range(1, journal.number + 1)]
+
+
+def test_following_a_journal_ends_with_ctrl_c(path: Path) -> None:
+    journal = written(path)
+    with started("-m", "controlplane.cli", "log", "show", "-f", path, stderr=subprocess.PIPE) as following:
+        assert following.stdout is not None
+        for _ in range(journal.number):
+            following.stdout.readline()
+        tick(journal)
+        assert following.stdout.readline().split()[0] == str(journal.number)
+        following.send_signal(signal.SIGINT)
+        assert following.wait(60) == CODE
 
 
 @pytest.fixture
