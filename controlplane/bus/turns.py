@@ -60,6 +60,8 @@ SIGNS_A_SECOND: Final = 1_000
 """Heartbeats of the whole fleet, about: each agent of a larger one sends fewer, but two within `agent_timeout_ms`."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
+FLUSH_RECORDS: Final = 128
+"""And how many: to commit 900 uploads of a large fleet, and to acknowledge them, took 6 ms."""
 STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
 _NIL: Final = b"\xc0"
@@ -394,7 +396,7 @@ class Turns:
     def _flush_due(self, at_us: int) -> bool:
         if self._log.pending and self._flush_us is None:
             self._flush_us = at_us + FLUSH_US
-        return self._flush_us is not None and at_us >= self._flush_us
+        return self._log.pending >= FLUSH_RECORDS or (self._flush_us is not None and at_us >= self._flush_us)
 
     def _commit(self) -> Generator[None, None, bool]:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
