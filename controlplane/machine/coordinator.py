@@ -21,10 +21,11 @@ One transition is missing on purpose: nothing takes a conclusion back. An answer
 concluded as missing changes nothing; what the agent did is in its own decisions, and in the status that it reports.
 """
 
+from collections.abc import Callable
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import Any, Final
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from controlplane.machine import events, fleet, folding, membership, sessions, syncs
@@ -45,7 +46,7 @@ EPOCH_START_TIMEOUT_MS = 60_000
 __all__ = ["LOGIC", "CoordinatorState", "decide", "next_deadline"]
 
 
-class _Now(NamedTuple):
+class _Now(Struct, frozen=True, gc=False):
     """The moment of an event: the bus's monotonic clock, and the wall clock."""
 
     us: int
@@ -61,39 +62,8 @@ def decide(
 ) -> tuple[CoordinatorState, tuple[events.CoordinatorEffect, ...]]:
     """Return the next state, and the effects to perform, in order."""
     effects: Effects = []
-    match event:
-        case events.AnswersReceived():
-            state = _on_answers(state, event, effects)
-        case events.Issued():
-            state = _on_issued(state, event, effects)
-        case events.SyncRequested():
-            state = _go_on(*syncs.on_requested(state, event, effects), _now(event), effects)
-        case events.PhaseRequested():
-            state = _go_on(*syncs.on_phase_requested(state, event, effects), _now(event), effects)
-        case events.RetireRequested():
-            state = membership.on_retire_requested(state, event, effects)
-        case events.SendFailed():
-            state = _go_on(*syncs.on_send_failed(state, event, effects), _now(event), effects)
-        case events.SendReturned():
-            state = syncs.on_send_returned(state, event)
-        case events.TimerFired():
-            state = _on_timer(state, event, effects)
-        case events.Opened():
-            state = _on_opened(state, event, effects)
-        case events.Closed():
-            state = _on_closed(state, event, effects)
-        case _:
-            state = fleet.on_peer_event(state, event, effects)
-            if _may_end_commands(event):
-                state = _conclude(state, _now(event), effects)
+    state = REACTIONS[type(event)](state, event, effects)
     return state, tuple(effects)
-
-
-def _may_end_commands(event: events.PeerEvent) -> bool:
-    """Whether a command may wait for nobody because of this event: an agent is lost, or its engine is down."""
-    if isinstance(event, events.StatusReceived):
-        return event.status.tokenizer == "unknown"
-    return isinstance(event, events.PeerLost)
 
 
 def next_deadline(state: CoordinatorState) -> int | None:
@@ -101,6 +71,20 @@ def next_deadline(state: CoordinatorState) -> int | None:
     held_us = state.sync.held_until_us if state.sync is not None else None
     moments = [min(command.deadline_us, command.retransmit_us) for command in state.open]
     return min(moments if held_us is None else [*moments, held_us], default=None)
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+
+
+def _on_status(state: CoordinatorState, event: events.StatusReceived, effects: Effects) -> CoordinatorState:
+    """A status may say that the engine is down, and then no command waits for its agent."""
+    state = fleet.on_status(state, event, effects)
+    return _conclude(state, _now(event), effects) if event.status.tokenizer == "unknown" else state
+
+
+def _on_lost(state: CoordinatorState, event: events.PeerLost, effects: Effects) -> CoordinatorState:
+    """No command waits for an agent that is lost."""
+    return _conclude(fleet.on_lost(state, event), _now(event), effects)
 
 
 # --- issuing ----------------------------------------------------------------------------------------------------------
@@ -157,6 +141,14 @@ def _open_phase(state: CoordinatorState, phase: syncs.Phase | None, now: _Now, e
     if phase is None:
         return state
     return _publish(state, phase.command, phase.target, phase.timeout_ms, now, effects, phase.ticket)
+
+
+def _on_sync_event(
+    state: CoordinatorState,
+    event: events.SyncRequested | events.PhaseRequested | events.SendFailed,
+    effects: Effects,
+) -> CoordinatorState:
+    return _go_on(*_SYNC_REACTIONS[type(event)](state, event, effects), _now(event), effects)
 
 
 def _go_on(state: CoordinatorState, phase: syncs.Phase | None, now: _Now, effects: Effects) -> CoordinatorState:
@@ -287,3 +279,30 @@ def _retransmit(state: CoordinatorState, command: OpenCommand, at_us: int, effec
         fleet.send(state, state.members[name].peer, Replay(records=(record,)), effects)
     next_us = command.issued_us + (command.retransmit_us - command.issued_us) * 2
     return replace(command, retransmits=command.retransmits + 1, retransmit_us=max(at_us + 1000, next_us))
+
+
+_SYNC_REACTIONS: Final[
+    dict[type[Struct], Callable[[CoordinatorState, Any, Effects], tuple[CoordinatorState, syncs.Phase | None]]]
+] = {
+    events.SyncRequested: syncs.on_requested,
+    events.PhaseRequested: syncs.on_phase_requested,
+    events.SendFailed: syncs.on_send_failed,
+}
+REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], CoordinatorState]]] = {
+    events.AnswersReceived: _on_answers,
+    events.StatusReceived: _on_status,
+    events.Issued: _on_issued,
+    events.SyncRequested: _on_sync_event,
+    events.PhaseRequested: _on_sync_event,
+    events.SendFailed: _on_sync_event,
+    events.SendReturned: syncs.on_send_returned,
+    events.TimerFired: _on_timer,
+    events.HelloReceived: fleet.on_hello,
+    events.JoinReceived: fleet.on_join,
+    events.ResendRequested: fleet.on_resend_requested,
+    events.PeerLost: _on_lost,
+    events.RetireRequested: membership.on_retire_requested,
+    events.Opened: _on_opened,
+    events.Closed: _on_closed,
+}
+"""What each kind of event leads to. A dict: ten patterns of classes that do not match take a microsecond."""

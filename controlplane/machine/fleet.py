@@ -7,7 +7,7 @@ The `on_…` functions handle one event each: they return the next state and app
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, assert_never
+from typing import Literal
 
 from msgspec import Struct, convert
 from msgspec.structs import replace
@@ -162,23 +162,6 @@ def member_at(state: CoordinatorState, peer: str) -> str | None:
     name = agent_of(peer)
     member = state.members.get(name)
     return name if member is not None and member.peer == peer and member.state in ("joining", "live") else None
-
-
-def on_peer_event(state: CoordinatorState, event: events.PeerEvent, effects: Effects) -> CoordinatorState:
-    """One event of one agent."""
-    match event:
-        case events.HelloReceived():
-            return on_hello(state, event, effects)
-        case events.JoinReceived():
-            return on_join(state, event, effects)
-        case events.StatusReceived():
-            return on_status(state, event, effects)
-        case events.ResendRequested():
-            return on_resend_requested(state, event, effects)
-        case events.PeerLost():
-            return on_lost(state, event)
-        case _:
-            assert_never(event)
 
 
 def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effects) -> CoordinatorState:

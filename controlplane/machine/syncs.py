@@ -111,7 +111,7 @@ def on_send_failed(
     return give_up(state, sync, reason, "not_sent", event.at_us, effects)
 
 
-def on_send_returned(state: CoordinatorState, event: events.SendReturned) -> CoordinatorState:
+def on_send_returned(state: CoordinatorState, event: events.SendReturned, _: Effects) -> CoordinatorState:
     """Leave the load phase a short time: the weights have arrived by then, or they will not."""
     sync = _loading(state, event.ticket)
     if sync is None:
@@ -200,8 +200,10 @@ def abort_of(sync: Sync) -> Phase:
 def without_engines_down(state: CoordinatorState, at_us: int) -> CoordinatorState:
     """End the phase of a sync for agents whose engines are known to be down or stuck, if it waits for nobody else."""
     sync = state.sync
-    command = next((command for command in state.open if sync is not None and command.record.seq == sync.seq), None)
-    if sync is None or command is None or command.ended:
+    if sync is None:
+        return state
+    command = next((command for command in state.open if command.record.seq == sync.seq), None)
+    if command is None or command.ended:
         return state
     stuck, down = set[str](), set[str]()
     for name in filter(command.waits_for, command.expected):

@@ -1,10 +1,12 @@
 """Every command gets one seq and one end: issuing, answers, deadlines, retransmission, and the lives of a bus."""
 
+from typing import get_args
+
 import pytest
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, CoordinatorState, decide, next_deadline
-from controlplane.machine.events import Conclude, Publish
+from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, REACTIONS, CoordinatorState, decide, next_deadline
+from controlplane.machine.events import Conclude, CoordinatorEvent, Publish
 from controlplane.machine.status import fleet_status
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
@@ -16,6 +18,10 @@ from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lin
 from tests.unit.machines import START, STOP, sync
 
 PAUSE, RESUME, FLUSH = (EngineCommand(operation=operation) for operation in ("pause", "resume", "flush"))
+
+
+def test_every_kind_of_event_has_a_reaction() -> None:
+    assert set(REACTIONS) == set(get_args(CoordinatorEvent))
 
 
 # --- issuing ----------------------------------------------------------------------------------------------------------
