@@ -32,7 +32,7 @@ class AgentHistory(Struct, kw_only=True):
         status: Its last heartbeat, updated by the outcomes after it; it arrived at `heard_ns`.
         fresh: This incarnation has not joined yet.
         since_ns: When it joined, while it is in the fleet.
-        lives: Number of its incarnations.
+        lives: Number of its incarnations, without one that only found out that the run is another than its journal's.
         instance: Of its engine, when that was last seen up.
         launches: How often its engine was seen up as another instance than before.
         fleet_ns: Time in the fleet.
@@ -172,11 +172,12 @@ class FleetHistory:
                 incarnation=hello.incarnation,
             )
             return
+        began_anew = agent.fresh and agent.membership == "left"
         self._leave(agent, "joining")
         agent.peer, agent.identity, agent.host, agent.pid = event.peer, hello.identity, hello.host, hello.pid
         if agent.incarnation != hello.incarnation:
             agent.incarnation, agent.fresh, agent.status = hello.incarnation, True, None
-            agent.lives += 1
+            agent.lives += not began_anew
 
     def joined(self, peer: str) -> bool:
         """An agent receives the commands from now on. Returns False if it is not known by this connection."""

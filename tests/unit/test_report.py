@@ -336,6 +336,21 @@ def test_a_replica_that_was_absent_from_a_sync_is_out_of_service() -> None:
     assert out.replica == 1 and bus.report().counts["missing"] == 3
 
 
+def test_an_agent_that_begins_a_new_journal_because_the_run_is_another_has_lived_once() -> None:
+    bus = Recorded()
+    bus.hello("0.0", "a")
+    bus.lose("0.0", "left")
+    bus.arrive("0.0", "b")
+    assert bus.report().agents[0].lives == 1
+
+
+def test_an_agent_that_was_ended_and_started_again_has_lived_twice() -> None:
+    bus = Recorded("0.0")
+    bus.lose("0.0", "left")
+    bus.arrive("0.0", "b")
+    assert bus.report().agents[0].lives == 2
+
+
 def test_a_replica_that_could_not_load_what_is_committed_is_out_of_service() -> None:
     bus = Recorded("0.0")
     bus.status("0.0", UP)
