@@ -172,7 +172,7 @@ def _write(folder: Path, agent: str, text: str) -> Path:
     """Write a new file that only this user can read, and delete the oldest. Raises OSError."""
     moment = time.time_ns()
     stamp = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(moment // 10**9))}.{moment // 10**6 % 1000:03}Z"
-    path = folder / f"stacks-{agent}-{stamp}.txt"
+    path = folder.absolute() / f"stacks-{agent}-{stamp}.txt"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
     for old in sorted(folder.glob(f"stacks-{agent}-*.txt"))[:-KEPT]:

@@ -51,7 +51,7 @@ def _trouble_of_engine(state: AgentState) -> str:
         return "its engine does not answer, or is still launching"
     if activity is not None and activity.overdue:
         late = f"{engine.name} has not answered {call_name(activity.calls[0])}, past its deadline; waits for the answer"
-        return f"{late}. {activity.stacks}" if activity.stacks else late
+        return f"{late}. {activity.stacks.rstrip('.')}" if activity.stacks else late
     if is_wedged(state):
         return f"{engine.name} is wedged: it runs requests and generates nothing"
     if engine.foreign and state.desired.sync is None:
