@@ -138,6 +138,7 @@ def bus_alone(rows: Rows) -> str:
         "times bare",
         "to report, ms",
         "burst, answers/s",
+        "a second of CPU",
     ]
     heads += ["longest turn, ms", "idle, % of a core", "libzmq idle, %", "joined, s"]
     lines = []
@@ -378,6 +379,8 @@ def main() -> None:
     if "speakers" in results:
         draw(results["speakers"], options.pages / PLOT)
     print(verdicts(results))  # noqa: T201
+    if missing := sorted({name for _, needs in TABLES.values() for name in needs} - results.keys()):
+        print(f"\nWithout a result, so their tables are as they were: {', '.join(missing)}")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.aims import aims
-from bench.page import PAGES, filled
+from bench.page import PAGES, bus_alone, filled
 from bench.slowdowns import interval
 from tests.running import ROOT, python
 
@@ -47,6 +47,13 @@ def test_results_are_written_between_their_marks_and_nowhere_else() -> None:
     written = filled(page, {"parts": [{"who": "bus", "agents": 8, "part": "decide", "percent": 12.4}]})
     assert written.startswith("a\n<!-- figures: parts -->\n| part | bus, N=8 |\n")
     assert written.endswith("| decide | 12 % |\n<!-- end of figures -->\nb\n")
+
+
+def test_a_row_of_the_bus_alone_has_a_cell_for_each_head() -> None:
+    names = ["bus_own_us", "bus_zmq_us", "bare_own_us", "bare_zmq_us", "x_bare", "bus_median_us", "idle_share"]
+    names += ["turn_us", "join_turn_us", "idle_turn_us", "idle_zmq_share", "joined_s"]
+    heads, line, row = bus_alone([dict.fromkeys(names, 1.0) | {"agents": 1, "burst": 1, "burst_cpu": 1}]).split("\n")
+    assert heads.count("|") == line.count("|") == row.count("|")
 
 
 def test_an_aim_is_reached_missed_or_not_measured() -> None:
