@@ -3,11 +3,15 @@
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Final
 
 import anyio
 from anyio import CancelScope
 
 from schemas.carriers.wakeup import callback_context, under_asyncio
+
+_ROUNDED_S: Final = 0.001
+"""uvloop rounds to milliseconds. An alarm that rings too early is set anew, and rings at once, and again."""
 
 
 class Alarm:
@@ -64,7 +68,7 @@ class Alarm:
         assert self._loop is not None
         if self._handle is not None:
             self._handle.cancel()
-        self._handle = self._loop.call_at(self._at_s, self._on_time, context=self._context)
+        self._handle = self._loop.call_at(self._at_s + _ROUNDED_S, self._on_time, context=self._context)
 
     def _on_time(self) -> None:
         self._at_s, self._handle = math.inf, None

@@ -1,5 +1,7 @@
 """An alarm rings at the moment that was set last, or earlier, under every event loop."""
 
+import time
+
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
@@ -65,3 +67,29 @@ async def test_a_cancelled_alarm_does_not_ring() -> None:
     alarm.set(anyio.current_time())
     await anyio.sleep(0.02)
     assert not rung
+
+
+async def test_it_does_not_ring_again_and_again_before_its_moment() -> None:
+    """uvloop rounds to whole milliseconds: what is due in 0.4 of one would be due now, and be set again, and again."""
+    rung = 0
+    reached = anyio.Event()
+
+    def ring() -> None:
+        nonlocal rung
+        rung += 1
+        if time.monotonic() < due_s:
+            alarm.set(anyio.current_time() + due_s - time.monotonic())
+        else:
+            reached.set()
+
+    alarm = Alarm(ring)
+    async with anyio.create_task_group() as group:
+        group.start_soon(alarm.serve)
+        for fraction in range(20):
+            reached = anyio.Event()
+            due_s = time.monotonic() + 0.002 + fraction * 0.000_05
+            alarm.set(anyio.current_time() + due_s - time.monotonic())
+            with anyio.fail_after(10):
+                await reached.wait()
+        group.cancel_scope.cancel()
+    assert rung <= 40
