@@ -34,7 +34,7 @@ from schemas.identity import Identity
 from schemas.outcomes import Acted
 from schemas.reports import Report
 from tests.attacks.proxy import HOST, proxied
-from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, running
+from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, reaches, running
 from tests.waiting import wait_until
 from workers.agent import Agent
 
@@ -55,12 +55,16 @@ async def opened(
 
 @asynccontextmanager
 async def fleet(bus: Bus, context: Context, folder: Path, *places: Identity) -> AsyncIterator[list[Engine]]:
-    """An agent for each place, all of them live."""
+    """An agent for each place, all of them live, and joined: a snapshot would supersede what is published before it."""
     engines = [Engine() for _ in places]
     async with AsyncExitStack() as stack:
-        for place, engine in zip(places, engines, strict=True):
+        agents = [
             await stack.enter_async_context(running(bus.address, context, engine, folder, place))
+            for place, engine in zip(places, engines, strict=True)
+        ]
         await reached(bus, lambda state: live(state) == {place.agent for place in places})
+        for agent in agents:
+            await reaches(agent, lambda state: state.joined)
         yield engines
 
 

@@ -169,6 +169,26 @@ async def test_an_agent_that_joins_a_newer_bus_asks_for_the_desired_state_once(
         tasks.cancel_scope.cancel()
 
 
+async def test_a_snapshot_that_was_asked_for_again_supersedes_no_command(bus: Bus, engine: Engine, run: Run) -> None:
+    """A bus whose trainer holds the interpreter answers a join late, and then the repeated one as well."""
+    engine.gate = anyio.Event()
+    async with run() as agent:
+        await bus.next(wire.Hello)
+        bus.say(bus.welcome())
+        await bus.next(wire.Join)
+        await bus.next(wire.Join)
+        bus.say(wire.Snapshot(desired=Desired()))
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        bus.publish(PAUSE)
+        await reaches(agent, lambda state: state.activity is not None)
+        bus.say(wire.Snapshot(desired=Desired(generation="paused")))
+        bus.say(wire.Replay(records=(bus.record(2, FLUSH),)))
+        await reaches(agent, lambda state: len(state.queue) == 1)
+        engine.gate.set()
+        for seq in (1, 2):
+            assert isinstance((await bus.outcome(seq)).outcome, Acted)
+
+
 async def test_an_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
 

@@ -35,7 +35,7 @@ from schemas.carriers.keys import Credentials, KeySource
 from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber, stays_here
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, BusAddressError, IdentityTaken, RolloutctlError, WireError
-from schemas.events import Answer, Event, LeaseExpired
+from schemas.events import Answer, Event, LeaseExpired, SnapshotReceived
 from schemas.identity import Identity
 from schemas.logs import logger_of
 from workers.link.frames import (
@@ -82,12 +82,17 @@ class RunChanged(RolloutctlError):
 
 @dataclass
 class _Session:
-    """The time from a welcome to the next rejoin."""
+    """The time from a welcome to the next rejoin.
+
+    Attributes:
+        repeated: Joins that were sent again, because a busy bus did not answer in time. Each brings one more snapshot.
+    """
 
     welcome: wire.Welcome
     scope: CancelScope = field(default_factory=CancelScope)
     subscribed: anyio.Event = field(default_factory=anyio.Event)
     snapshot: anyio.Event = field(default_factory=anyio.Event)
+    repeated: int = 0
 
 
 class Link:
@@ -185,6 +190,7 @@ class Link:
     def request_snapshot(self) -> None:
         """Ask for the desired state, unless the agent is about to join: then `_join` does."""
         if self._session is not None and self._session.snapshot.is_set():
+            self._session.repeated = 0
             self._send(wire.Join())
 
     def note_decision(self, state: AgentState) -> None:
@@ -280,7 +286,7 @@ class Link:
     async def _join(self, session: _Session) -> None:
         """Ask for the desired state. Only now, since everything published from here on arrives.
 
-        It is asked for once: a command that is issued between two snapshots is superseded by the second one.
+        Only the first snapshot is taken: a command that is issued between two is superseded by the second one.
         """
         pause_ms = self._config.hello_retry_ms
         self._waiting.reason = f"the bus at {self._bus} has not sent the desired state"
@@ -289,6 +295,7 @@ class Link:
             self._send(wire.Join())
             with anyio.move_on_after(self._jittered_s(pause_ms)):
                 return await session.snapshot.wait()
+            session.repeated += 1
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
 
     async def _subscribe(self, address: str, session: _Session) -> None:
@@ -314,6 +321,15 @@ class Link:
             await anyio.sleep(HEADS_MISSED * head_interval_ms / 1000)
             if self._published_ms < since <= self._answered_ms:
                 return
+
+    def _take_snapshot(self, snapshot: SnapshotReceived) -> None:
+        session = self._session
+        if session is not None and session.snapshot.is_set() and session.repeated:
+            session.repeated -= 1
+            return
+        self._handle(snapshot)
+        if session is not None:
+            session.snapshot.set()
 
     def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
@@ -489,9 +505,7 @@ class Link:
                 self._heartbeat_ms = message.heartbeat_ms or self._intervals.heartbeat_ms
                 self._heartbeat.apply_time(message)
             case wire.Snapshot():
-                self._handle(read_snapshot(head, message, received_ms))
-                if self._session is not None:
-                    self._session.snapshot.set()
+                self._take_snapshot(read_snapshot(head, message, received_ms))
             case wire.Welcome():
                 self._accept_welcome(message)
             case wire.Rejoin():
