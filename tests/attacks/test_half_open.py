@@ -13,7 +13,7 @@ from tests.attacks.test_transport import trainer
 from tests.unit.small_bus import FLUSH, PRIMARY, Engine, running
 from tests.unit.test_bus import ALL, QUICK, live, opened, outcomes, reached
 from tests.waiting import until
-from workers.link.link import Link
+from workers.link.connection import Connection
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -27,8 +27,8 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """An agent of a quick bus loses patience quickly, too."""
     if request.node.callspec.params.get("config") is QUICK:
         monkeypatch.setattr("workers.link.link.SILENT_MS", 300)
-        monkeypatch.setattr("workers.link.link.ANSWER_S", 0.5)
-        monkeypatch.setattr("workers.link.link.BUSY_S", 0.1)
+        monkeypatch.setattr("workers.link.connection.ANSWER_S", 0.5)
+        monkeypatch.setattr("workers.link.connection.BUSY_S", 0.1)
         monkeypatch.setattr("schemas.carriers.sockets.HANDSHAKE_MS", 300)
 
 
@@ -67,15 +67,15 @@ async def test_a_trainer_that_holds_the_gil_longer_than_agents_wait_keeps_its_fl
     hold_ms: int,
     silent_ms: int,
 ) -> None:
-    asked: list[Link] = []
-    original = Link._ask_elsewhere
+    asked: list[Connection] = []
+    original = Connection._ask_elsewhere
 
-    async def ask_elsewhere(self: Link) -> None:
+    async def ask_elsewhere(self: Connection) -> None:
         asked.append(self)
         await original(self)
 
     monkeypatch.setattr("workers.link.link.SILENT_MS", silent_ms)
-    monkeypatch.setattr(Link, "_ask_elsewhere", ask_elsewhere)
+    monkeypatch.setattr(Connection, "_ask_elsewhere", ask_elsewhere)
     caplog.set_level(logging.INFO)
     with trainer(tmp_path) as victim:
         async with running(f"tcp://127.0.0.1:{victim.control}", context, Engine(), tmp_path, PRIMARY) as agent:

@@ -40,7 +40,7 @@ from tests.attacks.keyed_bus import (
 )
 from tests.unit.small_bus import Engine
 from tests.waiting import until
-from workers.link import link
+from workers.link import connection, link
 
 pytestmark = pytest.mark.anyio
 
@@ -396,7 +396,7 @@ async def test_a_plain_side_and_one_with_keys_tell_each_other_apart(
     says: str,
 ) -> None:
     monkeypatch.setattr(link, "SILENT_MS", 1)
-    monkeypatch.setattr(link, "CONNECT_S", 0.2)
+    monkeypatch.setattr(connection, "CONNECT_S", 0.2)
     keys = folder.add("node", "agent", ("0",)) if has else None
     async with (
         bus_of(folder if needs else None, tmp_path, HERE) as bus,

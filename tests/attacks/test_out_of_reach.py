@@ -51,8 +51,8 @@ async def sync(bus: Bus, version: int) -> SyncReport:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SILENT_MS": 300, "ANSWER_S": 0.5, "BUSY_S": 0.1}.items():
-        monkeypatch.setattr(f"workers.link.link.{name}", value)
+    for name, value in {"link.SILENT_MS": 300, "connection.ANSWER_S": 0.5, "connection.BUSY_S": 0.1}.items():
+        monkeypatch.setattr(f"workers.link.{name}", value)
     monkeypatch.setattr("schemas.carriers.sockets.HANDSHAKE_MS", 300)
 
 

@@ -446,7 +446,7 @@ class Process:
         self.silent.update(connections)
 
     def watch_connections(self) -> None:
-        """Dial anew the connection on which nothing comes, as `workers.link.link` does."""
+        """Dial anew the connection on which nothing comes, as `workers.link.connection` does."""
         now, mechanisms = self.world.now, self.world.mechanisms
         if self.bus is None:
             return

@@ -3,8 +3,7 @@
     Hello → Welcome → subscribe, wait for the first frame → Join → Snapshot → commands, until Rejoin: Hello again
 
 Either connection may be half open: it looks alive, and carries nothing. A bus that publishes nothing but answers gets a
-new subscription. A bus that answers nothing is asked on a new connection beside the old one. If only the new one is
-answered, the old one is given up. A bus that is merely busy answers on the old one too, and then nothing has changed.
+new subscription; what happens with one that answers nothing is in `connection`.
 
 Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, where it was read.
 Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either: a message
@@ -30,14 +29,14 @@ from msgspec.structs import replace
 
 from schemas import wire
 from schemas.carriers.edge_socket import Sent
-from schemas.carriers.handshakes import DialledSocket
-from schemas.carriers.keys import Credentials, KeySource
-from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber, stays_here
+from schemas.carriers.keys import KeySource
+from schemas.carriers.sockets import Context, agent_subscriber
 from schemas.config import AgentConfig, BusConfig
-from schemas.errors import AgentError, BusAddressError, IdentityTaken, RolloutctlError, WireError
+from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired, SnapshotReceived
 from schemas.identity import Identity
 from schemas.logs import logger_of
+from workers.link.connection import PAUSE_MS_MAX, Connection, jittered_s
 from workers.link.frames import (
     publish_address,
     read_control,
@@ -56,17 +55,9 @@ logger = logger_of("agent")
 
 CREDIT: Final = 64
 """Most records that one request asks for."""
-PAUSE_MS_MAX: Final = 4_000
-"""Longest pause between two attempts to join."""
 SILENT_MS: Final = 3_000
 """Time without an answer to a question, after which the agent asks on another connection. A hello has one heartbeat
 longer: a bus that a whole fleet joins may answer late."""
-CONNECT_S: Final = 5.0
-"""Time for a new connection to open, before another one is dialled."""
-ANSWER_S: Final = 4.0
-"""Time to wait for an answer on a new connection, before another one is dialled."""
-BUSY_S: Final = 1.0
-"""Time in which a bus that answers on a new connection would also answer on the old one."""
 HEADS_MISSED: Final = 5
 """Heads that fail to arrive before the agent subscribes anew."""
 HEADS_LATE: Final = 2
@@ -132,11 +123,20 @@ class Link:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
         self._now_ms = now_ms
-        self._keys, self._attempt = keys, 0
-        # A bus on this machine seldom has keys: whether it wants one is found out when the agent dials a second time.
-        self._may_be_refused = keys is not None or not stays_here(bus)
-        self._dealer = agent_dealer(context, bus, self._credentials(), watched=self._may_be_refused, probe=True)
-        self._dialled = anyio.Event()
+        self._keys = keys
+        self._waiting, self._malformed = WaitWarning(self._agent), MalformedWarning(self._agent)
+        self._connection = Connection(
+            bus,
+            self._agent,
+            config.hello_retry_ms,
+            context,
+            keys,
+            self._waiting,
+            now_ms,
+            patience_ms=lambda: SILENT_MS + (self._heartbeat_ms if self._session is None else 0),
+            question=lambda: [self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))],
+            replaced=self._end_session,
+        )
         self._hello = wire.Hello(
             identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
         )
@@ -144,15 +144,10 @@ class Link:
         self._welcomed = anyio.Event()
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # lease and heartbeat, as the last welcome set them
         self._heartbeat_ms = self._intervals.heartbeat_ms  # as the bus last said
-        self._heard_ms = self._answered_ms = self._published_ms = 0
-        self._asked_ms: int | None = None  # the first question since the last answer
-        self._asked = anyio.Event()
-        self._unanswered = 0  # attempts to reach the bus on another connection since it last answered
-        self._asking: CancelScope | None = None  # of the attempt to reach the bus on another connection
+        self._heard_ms = self._published_ms = 0
         self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
         delay_ms = _upload_delay_ms(self._intervals)
         self._upload = DecisionUpload(journal, config.batch, delay_ms, self._send, now_ms, wake_at)
-        self._waiting, self._malformed = WaitWarning(self._agent), MalformedWarning(self._agent)
 
     @property
     def malformed(self) -> int:
@@ -167,13 +162,11 @@ class Link:
             RunChanged: The bus belongs to another run.
             AgentError: The journal cannot be written, or lost decisions that the bus has.
         """
-        self._heard_ms = self._answered_ms = self._now_ms()
+        self._heard_ms = self._now_ms()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._read_control)
+            tasks.start_soon(self._connection.run, self._on_control)
             tasks.start_soon(self._send_heartbeats)
             tasks.start_soon(self._watch_lease)
-            tasks.start_soon(self._watch_control)
-            tasks.start_soon(self._stay_let_in)
             tasks.start_soon(self._waiting.run)
             await self._stay_joined()
 
@@ -209,7 +202,7 @@ class Link:
 
     def close(self) -> None:
         """Close the socket. What was sent is still delivered, within the linger time."""
-        self._dealer.close()
+        self._connection.close()
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
@@ -230,10 +223,13 @@ class Link:
             unreachable += ", or the bus there lets nobody in without a key"
         self._waiting.begin(unreachable)
         while True:
-            with anyio.move_on_after(self._jittered_s(pause_ms)), contextlib.suppress(anyio.ClosedResourceError):
+            with (
+                anyio.move_on_after(jittered_s(self._config.hello_retry_ms, pause_ms)),
+                contextlib.suppress(anyio.ClosedResourceError),
+            ):
                 # Closed: another connection has taken its place, and the next hello goes there.
-                self._note_question()
-                await self._dealer.send([self._header(), wire.encode(self._hello)])
+                self._connection.note_question()
+                await self._connection.dealer.send([self._header(), wire.encode(self._hello)])
                 self._hello = replace(self._hello, attempt=self._hello.attempt + 1)
                 if self._waiting.reason == unreachable:
                     self._waiting.reason = f"the bus at {self._bus} has not answered hello"
@@ -242,14 +238,12 @@ class Link:
                 return self._session
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
 
-    def _jittered_s(self, pause_ms: int) -> float:
-        return (self._config.hello_retry_ms + random.uniform(0, pause_ms)) / 1000
-
     def _accept_welcome(self, welcome: wire.Welcome) -> None:
         """Begin a session, and continue the upload from where this bus stands."""
         if self._session is not None:
             return
         self._session, self._intervals, self._heartbeat_ms = _Session(welcome), welcome, welcome.heartbeat_ms
+        self._connection.welcomed = True
         if not self._journal.run:
             self._journal.join_run(welcome.run)
         elif self._journal.run != welcome.run:
@@ -293,7 +287,7 @@ class Link:
         session.snapshot = anyio.Event()
         while True:
             self._send(wire.Join())
-            with anyio.move_on_after(self._jittered_s(pause_ms)):
+            with anyio.move_on_after(jittered_s(self._config.hello_retry_ms, pause_ms)):
                 return await session.snapshot.wait()
             session.repeated += 1
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
@@ -303,7 +297,7 @@ class Link:
         topics = (wire.TOPIC_COMMAND, wire.TOPIC_HEAD)
         while True:
             async with (
-                agent_subscriber(self._context, address, topics, self._credentials()) as subscriber,
+                agent_subscriber(self._context, address, topics, self._connection.credentials()) as subscriber,
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(subscriber.serve, partial(self._on_publication, session))
@@ -319,7 +313,7 @@ class Link:
         while True:
             since = self._now_ms()
             await anyio.sleep(HEADS_MISSED * head_interval_ms / 1000)
-            if self._published_ms < since <= self._answered_ms:
+            if self._published_ms < since <= self._connection.answered_ms:
                 return
 
     def _take_snapshot(self, snapshot: SnapshotReceived) -> None:
@@ -345,117 +339,6 @@ class Link:
             self._session, self._welcomed = None, anyio.Event()
             self._upload.stop()
 
-    # --- keys ---------------------------------------------------------------------------------------------------------
-
-    def _credentials(self) -> Credentials | None:
-        return self._keys.credentials(self._attempt) if self._keys is not None else None
-
-    async def _stay_let_in(self) -> None:
-        while True:
-            self._dialled = anyio.Event()
-            await self._get_in(self._dealer)
-            await self._dialled.wait()
-
-    async def _get_in(self, dealer: DialledSocket) -> None:
-        """Return when the connection is open, or was given up. Until then redial, and tell why it is not."""
-        pause_ms, told = self._config.hello_retry_ms, ""
-        with contextlib.suppress(anyio.ClosedResourceError):
-            while refused := await dealer.refusal():
-                reason = f"no way into {self._bus}: {refused.reason}"
-                if reason != told:
-                    logger.warning("agent %s: %s", self._agent, reason)
-                told = reason
-                self._waiting.explain(reason)
-                await anyio.sleep(self._jittered_s(pause_ms))
-                pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
-                self._attempt += 1
-                if self._keys is not None:
-                    self._keys.refresh()
-                dealer.redial(self._credentials())
-            if told:
-                self._waiting.explain(f"the bus at {self._bus} has not answered hello")
-
-    def _use_new_keys(self) -> None:
-        """Dial anew if the key file has changed. The bus then sees a new connection of the same incarnation."""
-        if self._keys is not None and self._keys.refresh():
-            logger.info("agent %s: its key file has changed; joining again with the new key", self._agent)
-            self._attempt = 0
-            self._dealer.redial(self._credentials())
-            self._dialled.set()
-            self._end_session()
-
-    # --- half-open connections ----------------------------------------------------------------------------------------
-
-    async def _watch_control(self) -> None:
-        """Ask on another connection whenever the bus has not answered for too long."""
-        while True:
-            self._asked = anyio.Event()
-            while self._asked_ms is not None:
-                due_ms = self._asked_ms + SILENT_MS + (self._heartbeat_ms if self._session is None else 0)
-                if self._now_ms() < due_ms:
-                    await anyio.sleep_until(due_ms / 1000)
-                else:
-                    await self._ask_elsewhere()
-            await self._asked.wait()
-
-    def _note_question(self) -> None:
-        if self._asked_ms is None:
-            self._asked_ms = self._now_ms()
-            self._asked.set()
-
-    def _is_doubtful(self) -> bool:
-        """Whether something is missing that a bus within reach would have sent."""
-        head_ms = self._session.welcome.head_interval_ms if self._session is not None else None
-        late = head_ms is not None and self._now_ms() - self._published_ms > HEADS_LATE * head_ms
-        return late or self._upload.waits
-
-    async def _ask_elsewhere(self) -> None:
-        """Dial beside the old connection, and take its place if only the new one is answered."""
-        if not self._unanswered and self._was_welcomed():
-            silent_s = (self._now_ms() - self._answered_ms) / 1000
-            logger.warning("agent %s lost its bus: no answer from %s for %.1f s", self._agent, self._bus, silent_s)
-        self._unanswered += 1
-        watched = self._may_be_refused or self._unanswered > 1  # to find out takes two more sockets
-        try:
-            dealer = agent_dealer(self._context, self._bus, self._credentials(), watched=watched, probe=True)
-        except BusAddressError as error:  # no descriptor is left: others may close some
-            logger.warning("agent %s can't ask its bus on a new connection: %s", self._agent, error)
-            await anyio.sleep(ANSWER_S)
-            return
-        with CancelScope() as self._asking:
-            try:
-                await self._get_in(dealer)
-                with anyio.move_on_after(None if watched else CONNECT_S) as connecting:
-                    await dealer.send([self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))])
-                if not connecting.cancelled_caught and await self._answers(dealer):
-                    if self._was_welcomed():
-                        logger.warning("agent %s: the bus answers on a new connection only: joining again", self._agent)
-                    dealer, self._dealer = self._dealer, dealer
-                    self._note_found(self._now_ms())
-                    self._answered_ms, self._asked_ms = self._now_ms(), None
-                    self._end_session()
-            finally:
-                dealer.close(0)
-        self._asking = None
-
-    def _was_welcomed(self) -> bool:
-        """Whether there is a bus to lose. Until then, `_waiting` says what the agent waits for."""
-        return isinstance(self._intervals, wire.Welcome)
-
-    def _note_found(self, at_ms: int) -> None:
-        if self._was_welcomed():
-            logger.info("agent %s found its bus again after %.1f s", self._agent, (at_ms - self._answered_ms) / 1000)
-        self._unanswered = 0
-
-    async def _answers(self, dealer: DialledSocket) -> bool:
-        """Whether the bus answers on this connection, while the old one stays silent."""
-        with anyio.move_on_after(ANSWER_S) as waiting:
-            await dealer.recv()
-        if waiting.cancelled_caught:
-            return False
-        await anyio.sleep(BUSY_S)
-        return True
-
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def _on_publication(self, session: _Session, frames: list[bytes]) -> None:
@@ -469,22 +352,8 @@ class Link:
         session.subscribed.set()
         self._handle(event)
 
-    async def _read_control(self) -> None:
-        while True:
-            dealer = self._dealer
-            try:
-                await dealer.serve(self._on_control)
-            except anyio.ClosedResourceError:
-                if dealer is self._dealer:
-                    raise
-
     def _on_control(self, frames: list[bytes]) -> None:
         received_ms = self._now_ms()
-        if self._unanswered:
-            self._note_found(received_ms)
-        self._answered_ms, self._asked_ms = received_ms, None
-        if self._asking is not None:
-            self._asking.cancel()
         try:
             head, message = read_control(frames)
             self._renew_lease(head.epoch, received_ms)
@@ -542,12 +411,12 @@ class Link:
         if self._session is None:
             return False
         if isinstance(message, wire.TimeRequest):
-            self._note_question()
+            self._connection.note_question()
         body = wire.encode(message)
         if len(body) > wire.MAX_BYTES - 1024:
             logger.error("agent %s can't send %d bytes in one message", self._agent, len(body))
             return False
-        return self._dealer.send_nowait([self._header(origin, seq), body]) is Sent.OK
+        return self._connection.dealer.send_nowait([self._header(origin, seq), body]) is Sent.OK
 
     async def _send_heartbeats(self) -> None:
         while True:
@@ -555,7 +424,13 @@ class Link:
             await self._heartbeat.wait(self._heartbeat_ms)
             self._heartbeat.beat(doubtful=self._is_doubtful())
             self._upload.retry()
-            self._use_new_keys()
+            self._connection.use_new_keys()
+
+    def _is_doubtful(self) -> bool:
+        """Whether something is missing that a bus within reach would have sent."""
+        head_ms = self._session.welcome.head_interval_ms if self._session is not None else None
+        late = head_ms is not None and self._now_ms() - self._published_ms > HEADS_LATE * head_ms
+        return late or self._upload.waits
 
 
 def _upload_delay_ms(intervals: BusConfig | wire.Welcome) -> int:
