@@ -217,9 +217,9 @@ class ControlPlane:
     def serving(self) -> dict[int, int]:
         """Return the replicas that serve at this moment, each with the version that it is proven to serve.
 
-        Exact without a wait: an answer counts within milliseconds, before the next heartbeat. A replica is not in it
-        while it is paused, asleep, in a sync, in quarantine, launching or away, or while it has not answered a command
-        that lets it serve again. An agent that dies without a word counts until the bus notices, at the latest after
+        Exact without a wait: an answer counts at once, before the next heartbeat. A replica is not in it while it is
+        paused, asleep, in a sync, in quarantine, launching or away, or while it has not answered a command that lets it
+        serve again. An agent that dies without a word counts until the bus notices, at the latest after
         `agent_timeout_ms`. Version 0 is what the engine was launched with. Replicas that never sync are left out.
 
         Raises:

@@ -170,11 +170,6 @@ class Inbox:
         taken, self.events = self.events, []
         return taken
 
-    @property
-    def held_answers(self) -> int:
-        """Answers that `take_events` would return."""
-        return len(self._answers)
-
     def forget_statuses(self) -> None:
         """Let the next heartbeat of every agent be an event, also if it repeats the one before."""
         self._last_status.clear()

@@ -3,9 +3,8 @@
 Theory of operation. Whatever wakes the bus (a message, a command from the trainer's thread, a timer) begins a turn. A
 turn takes in all there is, makes events of it, lets the coordinator decide them one after the other, records the
 decisions as one group, and then performs their effects in order. A peer that proves unreachable is another event of the
-same turn. Answers that end no command wait for the next turn, for a moment: they are decided together. A turn is a
-generator: it stops where its group must reach the disk (durability `disk`), and goes on when it has. Whatever wakes the
-bus meanwhile begins one more turn after it. Otherwise a turn runs to its end within a callback.
+same turn. A turn is a generator: it stops where its group must reach the disk (durability `disk`), and goes on when it
+has. Whatever wakes the bus meanwhile begins one more turn after it. Otherwise a turn runs to its end within a callback.
 
 Rule 1  Recorded first. Nothing is sent, and no caller gets an answer, before the decisions that led to it are in the
         log. Decisions without effects are written with the next that have some, or a moment later.
@@ -59,10 +58,6 @@ GATHER_S: Final = 0.02
 """How long they gather. It adds to the round trip of a request for the time, of which an agent counts the shortest."""
 SIGNS_A_SECOND: Final = 1_000
 """Heartbeats of the whole fleet, about: each agent of a larger one sends fewer, but two within `agent_timeout_ms`."""
-HOLD_US: Final = 2_000
-"""How long answers wait for others to the same command. It adds to the latency that the report names for an agent."""
-HELD_MAX: Final = 32
-"""Answers that wait. To decide that many takes as long as a turn does by itself."""
 FLUSH_US: Final = 50_000
 """How long decisions without effects may stay in memory."""
 FLUSH_RECORDS: Final = 128
@@ -119,7 +114,6 @@ class Turns:
         self.statuses = Statuses(self._status_steps, self._send_body)
         self._next_head_us = 0
         self._flush_us: int | None = None
-        self._held_us: int | None = None  # when answers that wait in the inbox are decided, whatever arrives
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
         self._alarm = Alarm(self._on_time)
         self._under_way: Steps | None = None  # a turn that waits for the disk, or is at work
@@ -203,8 +197,6 @@ class Turns:
         due_us = self._next_head_us
         if self._flush_us is not None:
             due_us = min(due_us, self._flush_us)
-        if self._held_us is not None:
-            due_us = min(due_us, self._held_us)
         deadline_us = self._next_deadline() if self.fault is None else None
         return due_us if deadline_us is None else min(due_us, deadline_us)
 
@@ -288,7 +280,6 @@ class Turns:
         drained = self._receive(at_us, at_ns)
         if self.fault is not None:
             self._next_head_us = at_us + self._config.head_interval_ms * 1000
-            self._held_us = None
             self.inbox.take_events()
             return
         if self.inbox.time_replies:
@@ -297,9 +288,6 @@ class Turns:
             self._turn_strangers_away()
         if at_us >= self._next_head_us:
             self._beat(at_us, drained)
-        if self.inbox.held_answers and self._may_hold(at_us):
-            return
-        self._held_us = None
         batch = self.inbox.take_events()
         batch += self.callers.take_orders(at_us, at_ns, len(self.inbox.last_heard_us))
         if (deadline_us := self._next_deadline()) is not None and at_us >= deadline_us:
@@ -309,20 +297,6 @@ class Turns:
                 self._gather()
             return
         yield from self._process(batch, at_us, at_ns)
-
-    def _may_hold(self, at_us: int) -> bool:
-        """Whether nothing but answers waits to be decided, and they end no command: then more may come first.
-
-        A decision and its record cost the same for one answer as for many.
-        """
-        held, commands = self.inbox.held_answers, self.state.open
-        if not commands or held >= HELD_MAX or any(command.open_answers <= held for command in commands):
-            return False
-        if self._held_us is None:
-            self._held_us = at_us + HOLD_US
-        if self.inbox.events or self._unreachable or self.closed or (self._log.pending and self._flush_us is None):
-            return False
-        return at_us < self._due_us()
 
     def _gather(self) -> None:
         """Nothing needs a decision. While that is so, signs of life of many agents are read together."""

@@ -72,11 +72,6 @@ class OpenCommand(Struct, frozen=True, kw_only=True):
         return len(self.outcomes) == len(self.expected)
 
     @property
-    def open_answers(self) -> int:
-        """How many agents have not answered yet."""
-        return len(self.expected) - len(self.outcomes)
-
-    @property
     def waiting(self) -> frozenset[str]:
         """Agents that have not answered yet."""
         return self.expected.difference(self.outcomes)

@@ -18,9 +18,8 @@ from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import Target
 from schemas.config import BusConfig
 from schemas.identity import Identity
-from schemas.outcomes import Acted
 from schemas.reports import AgentStatus
-from tests.unit.small_bus import FLUSH, PRIMARY, SECOND, Engine, running
+from tests.unit.small_bus import FLUSH, PRIMARY, Engine, running
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -36,13 +35,7 @@ async def opened(
     address: str = "tcp://127.0.0.1:0",
 ) -> AsyncIterator[Bus]:
     """A bus that nothing wakes by itself."""
-    config = BusConfig(
-        head_interval_ms=SELDOM,
-        heartbeat_ms=SELDOM,
-        agent_timeout_ms=SELDOM,
-        retransmit_ms=60_000,
-        durability=durability,
-    )
+    config = BusConfig(head_interval_ms=SELDOM, heartbeat_ms=SELDOM, agent_timeout_ms=SELDOM, durability=durability)
     async with Bus(address, RunLog.open(folder / "run.db"), config, context=context) as bus:
         yield bus
 
@@ -162,73 +155,3 @@ async def test_a_command_ends_the_rest_of_the_bus(
                 assert report.acted == ("0.0",)
             bus._turns.router.resume()
         await until(lambda: bus.state.members["0.0"].state == "left")
-
-
-async def join(dealer: EdgeSocket, place: Identity) -> None:
-    """Say hello and join, as an agent without an engine."""
-    await say_hello(dealer, place)
-    await dealer.send([wire.encode_header(1), wire.encode(wire.Join())])
-    with anyio.fail_after(20):
-        _, body = wire.parse_frames(await dealer.recv())
-    assert isinstance(wire.decode_downward(body), wire.Snapshot)
-
-
-async def answer(dealer: EdgeSocket, seq: int) -> None:
-    outcome = wire.CommandOutcome(outcome=Acted(calls=("flush",)), rule=10)
-    await dealer.send([wire.encode_header(1, 1, seq), wire.encode(outcome)])
-
-
-async def leave(bus: Bus, *dealers: EdgeSocket) -> None:
-    """Let the bus end without a wait for what they may still send."""
-    for dealer in dealers:
-        await dealer.send([wire.encode_header(1), wire.encode(wire.Goodbye())])
-    await until(lambda: all(member.state == "left" for member in bus.state.members.values()))
-
-
-@pytest.mark.parametrize("durability", ["os", "disk"])
-async def test_answers_that_end_no_command_wait_for_others_and_the_last_one_ends_the_wait(
-    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, durability: Literal["os", "disk"]
-) -> None:
-    monkeypatch.setattr(turns, "HOLD_US", SELDOM * 1000)
-    async with (
-        opened(tmp_path, context, durability) as bus,
-        agent_dealer(context, bus.address) as first,
-        agent_dealer(context, bus.address) as second,
-    ):
-        await join(first, PRIMARY)
-        await join(second, SECOND)
-        ticket = bus.publish(FLUSH, Target(), 60_000)
-        await until(lambda: bool(bus.state.open))
-        await answer(first, bus.state.seq)
-        await until(lambda: bus._turns.inbox.held_answers == 1)
-        assert not bus.state.open[0].outcomes
-        await answer(second, bus.state.seq)
-        with anyio.fail_after(20):
-            assert set((await ticket).acted) == {PRIMARY.agent, SECOND.agent}
-        await leave(bus, first, second)
-    kinds = [entry.kind for entry in RunLog.read(tmp_path / "run.db")]
-    assert kinds.count("answers") == 1
-
-
-@pytest.mark.parametrize("by", ["the clock", "a heartbeat", "a full turn"])
-async def test_answers_wait_for_a_moment_and_for_nothing_else(
-    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
-    if by != "the clock":
-        monkeypatch.setattr(turns, "HOLD_US", SELDOM * 1000)
-    if by == "a full turn":
-        monkeypatch.setattr(turns, "HELD_MAX", 1)
-    async with (
-        opened(tmp_path, context) as bus,
-        agent_dealer(context, bus.address) as first,
-        agent_dealer(context, bus.address) as second,
-    ):
-        await join(first, PRIMARY)
-        await join(second, SECOND)
-        bus.publish(FLUSH, Target(), 60_000)
-        await until(lambda: bool(bus.state.open))
-        await answer(first, bus.state.seq)
-        if by == "a heartbeat":
-            await second.send([wire.encode_header(1), wire.encode(AgentStatus(ready=True))])
-        await until(lambda: PRIMARY.agent in bus.state.open[0].outcomes)
-        await leave(bus, first, second)
