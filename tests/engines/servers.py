@@ -24,6 +24,8 @@ from tests.environments import STANDINS, python
 from tests.running import rolloutctl
 
 UP_S: Final = 300.0
+VLLM_TOKENS: Final = 32_768
+"""Of a request to vLLM at most. Some machines make thousands in the seconds in which a client waits for its turn."""
 T = TypeVar("T")
 
 
@@ -219,7 +221,8 @@ def command(kind: str, model: Path, port: int, *options: str) -> list[str]:
     """The server's command, for a machine without a GPU."""
     place = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     if kind == "vllm":
-        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "4096"]
+        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", str(VLLM_TOKENS)]
+        start += ["--hf-overrides", json.dumps({"max_position_embeddings": VLLM_TOKENS})]
         return [str(python(kind)), *start, *place, "--enforce-eager", "--max-num-seqs", "8", *options]
     start = ["-m", "sglang.launch_server", "--model-path", str(model), "--context-length", "4096"]
     cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]

@@ -30,9 +30,9 @@ from tests.engines.vllm_fleet import VLLMFleet
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
 
 
-LONG, ENDLESS = 600, 4000
-"""Tokens of a request that ends by itself, and of one that is still running when a command comes: it takes half a
-minute. On two cores the first tokens may come a second late, with a hundred others, since vLLM's core spins."""
+LONG, ENDLESS = 600, 30_000
+"""Tokens of a request that ends by itself, and of one that is still running when a command comes: it takes a minute or
+more. On two cores the first tokens may come a second late, with a hundred others, since vLLM's core spins."""
 
 BACKLOG = 400
 """More tokens than were made and not handed out when a pause was acknowledged."""

@@ -1,12 +1,12 @@
 """The acceptance kit finds each fault of an adapter, and none in the adapter of docs/adapters.md."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import anyio
 import pytest
@@ -36,7 +36,8 @@ from schemas.events import (
 from schemas.identity import Identity, Operation
 from tests.pages import blocks, module_of
 from tests.running import rolloutctl
-from workers.conformance.bench import Setup, opened
+from workers.conformance import bench
+from workers.conformance.bench import Bench, Setup, opened
 from workers.conformance.kit import Kit, Row
 from workers.engine import Engine
 
@@ -368,3 +369,28 @@ def test_bad_usage_is_one_line(
     result = CliRunner().invoke(conform, words)
     assert isinstance(result.exception, kind) and re.search(reason, str(result.exception)), result
     assert "\n" not in str(result.exception)
+
+
+async def test_how_fast_an_engine_is_does_not_depend_on_its_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was just launched takes seconds for it. Long requests would end before a call reaches them."""
+    answers = iter([10.0])  # seconds; all later ones take 10 ms
+    now_s = 0.0
+
+    class Client:
+        async def generate(self, prompt: Sequence[int], tokens: int) -> AsyncIterator[int]:
+            nonlocal now_s
+            now_s += next(answers, 0.01)
+            for token in range(tokens):
+                yield token
+
+        async def memory_bytes(self) -> int | None:
+            return None
+
+    monkeypatch.setattr("workers.conformance.bench.time.monotonic", lambda: now_s)
+    async with anyio.create_task_group() as tasks:
+        setup = Setup(root=tmp_path, checkpoints=None, traces=tmp_path)
+        measuring = Bench(cast(Engine, None), Client(), setup, tasks)
+        _, longest = await measuring.measure()
+    assert longest == bench.LONG_MAX

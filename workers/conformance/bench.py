@@ -199,8 +199,9 @@ class Bench:
 
     async def measure(self) -> tuple[judge.Tokens, int]:
         """Learn how fast the engine is, and how long a request may be. Returns tokens of PROMPT, and that length."""
+        first = await self.tokens()  # a server that was just launched is slow to answer it
         began = time.monotonic()
-        first = await self.tokens()
+        await self.tokens()
         took_s = time.monotonic() - began
         self.silence_s = max(self._setup.silence_s, took_s)
         self.long = min(LONG_MAX, max(4 * SHORT, int(LONG_S / took_s * SHORT)))
